@@ -1,0 +1,114 @@
+"""Checks of arguments, each named by the keyword it is called with.
+
+Every check runs once, in the factory, on Python numbers. A traced value (inside ``jit``, or a hyperparameter that
+``optax.inject_hyperparams`` turned into state) cannot be compared and passes; its type is still checked.
+"""
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def concrete(value: Any) -> float | None:
+    """The Python number behind ``value``, or None where it is traced."""
+    return None if isinstance(value, jax.core.Tracer) else float(value)
+
+
+def _number(name: str, value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, np.ndarray, jax.Array)):
+        raise TypeError(f"{name} must be a real number; got {value!r} of type {type(value).__name__}.")
+    if isinstance(value, (np.ndarray, jax.Array)):
+        if value.ndim != 0:
+            raise TypeError(f"{name} must be a scalar; got an array of shape {value.shape}.")
+        if not jnp.issubdtype(value.dtype, jnp.number):
+            raise TypeError(f"{name} must be a real number; got dtype {value.dtype}.")
+    return concrete(value)
+
+
+def positive(*, allow_inf: bool = False, **named: Any) -> None:
+    """Raises unless every argument is a number above 0 (and finite, unless ``allow_inf``)."""
+    for name, value in named.items():
+        number = _number(name, value)
+        if number is not None and not (number > 0 and (allow_inf or math.isfinite(number))):
+            raise ValueError(f"{name} must be positive{'' if allow_inf else ' and finite'}; got {value}.")
+
+
+def non_negative(*, allow_inf: bool = False, **named: Any) -> None:
+    """Raises unless every argument is a number of at least 0 (and finite, unless ``allow_inf``)."""
+    for name, value in named.items():
+        number = _number(name, value)
+        if number is not None and not (number >= 0 and (allow_inf or math.isfinite(number))):
+            raise ValueError(f"{name} must be non-negative{'' if allow_inf else ' and finite'}; got {value}.")
+
+
+def probability(**named: Any) -> None:
+    """Raises unless every argument lies in (0, 1]."""
+    for name, value in named.items():
+        number = _number(name, value)
+        if number is not None and not 0 < number <= 1:
+            raise ValueError(f"{name} must lie in (0, 1]; got {value}.")
+
+
+def fraction(**named: Any) -> None:
+    """Raises unless every argument lies in [0, 1), as decay rates do."""
+    for name, value in named.items():
+        number = _number(name, value)
+        if number is not None and not 0 <= number < 1:
+            raise ValueError(f"{name} must lie in [0, 1); got {value}.")
+
+
+def positive_int(**named: Any) -> None:
+    """Raises unless every argument is an integer of at least 1."""
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} must be an integer; got {value!r} of type {type(value).__name__}.")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}.")
+
+
+def non_negative_int(**named: Any) -> None:
+    """Raises unless every argument is an integer of at least 0."""
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} must be an integer; got {value!r} of type {type(value).__name__}.")
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0; got {value}.")
+
+
+def one_of(choices: tuple, **named: Any) -> None:
+    """Raises unless every argument is among ``choices``."""
+    for name, value in named.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
+
+
+def prng_key(key: Any) -> None:
+    """Raises unless ``key`` is one PRNG key: ``jax.random.key(seed)``, or the older uint32 array of shape (2,)."""
+    advice = "pass one key made by jax.random.key(seed)"
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(f"key must be a JAX PRNG key; got {key!r} of type {type(key).__name__}: {advice}.")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.ndim != 0:
+            raise ValueError(f"key must be a single PRNG key; got an array of keys of shape {key.shape}: {advice}.")
+    elif key.dtype != np.uint32:
+        raise TypeError(f"key must be a JAX PRNG key; got an array of dtype {key.dtype}: {advice}.")
+    elif key.ndim != 1:  # the length depends on the key's implementation: 2 for threefry, 4 for rbg
+        raise ValueError(f"key must be a single PRNG key; got shape {key.shape}: {advice}.")
+
+
+def floating_params(params: Any) -> None:
+    """Raises unless ``params`` has leaves and all of them are real floating-point arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise ValueError("params has no leaves: there is nothing to train.")
+    for path, leaf in leaves:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"parameter {jax.tree_util.keystr(path) or 'params'} has dtype {dtype}, which has no gradient: "
+                "keep it out of params (close over it in the loss) or cast it to a floating type."
+            )

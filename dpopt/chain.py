@@ -1,0 +1,268 @@
+"""Chains of transformations that know what they cost in privacy.
+
+The order of a private optimizer is fixed: diagonals, one clip, one noise, division by a public constant, and then any
+post-processing. `chain` checks it, carries what the noise released back to diagonals that learn from it, tells the next
+stage how much noise is left in its input, and holds the resulting `Privacy`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpopt import _stages, _trees, _validate
+from dpopt.clipping import as_clip_function, as_promise, clip_and_sum
+from dpopt.noise import add_gaussian_noise, normalize_by
+from dpopt.preconditioning import apply_diagonal, precondition
+from dpopt.privacy import PRIVATE_STAGES, Privacy, check_order, privacy_of_stages
+
+
+class PrivateOptimizer(optax.GradientTransformationExtraArgs):
+    """An Optax transformation from per-example gradients to updates that knows its privacy.
+
+    Attributes:
+        privacy: what a step costs (`Privacy`).
+        stages: the transformations it is made of.
+
+    *Privacy*: releases what its noise stage releases; everything after is post-processing.
+
+    >>> core = privatize(l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=8, key=jax.random.key(0))
+    >>> core.privacy.step_event()
+    GaussianDpEvent(noise_multiplier=2.0)
+    """
+
+    privacy: Privacy
+    stages: tuple
+
+    def __new__(cls, init: Callable, run: Callable, privacy: Privacy, stages: Sequence = ()):
+        """``run(grads, state, params, **extra) -> (updates, state, noise_stddev)``; the last None where unknown."""
+
+        def update(updates, state, params=None, **extra_args):
+            with _stages.listening(None):  # its parts are summed up by its own report
+                new_updates, new_state, _ = run(updates, state, params, **extra_args)
+            _stages.record(privacy, updates, new_updates)
+            return new_updates, new_state
+
+        self = super().__new__(cls, init, update)
+        self.run = run
+        self.privacy = privacy
+        self.stages = tuple(stages)
+        return self
+
+    __reduce__ = _stages.StagedTransformation.__reduce__
+
+
+class NoiseAware(optax.GradientTransformationExtraArgs):
+    """A post-noise transformation that must know the noise in its input: ``update(..., noise_stddev=...)``.
+
+    *Privacy*: post-processing; the noise's standard deviation is public.
+
+    >>> NoiseAware(lambda p: (), lambda u, s, p=None, *, noise_stddev, **_: (u, s)).init(None)
+    ()
+    """
+
+
+def chain(*transformations: optax.GradientTransformation) -> PrivateOptimizer:
+    """Puts transformations in a row, like ``optax.chain``, and works out what they cost in privacy.
+
+    Args:
+        *transformations: in this order: any number of `precondition` stages, one `clip_and_sum`, one
+            `add_gaussian_noise`, at most one `normalize_by`, then any Optax transformations. Or a `PrivateOptimizer`
+            (such as `privatize` makes) first, then any Optax transformations.
+
+    Returns:
+        A `PrivateOptimizer`. Its state is a tuple with one entry a stage. Stages after the noise see float32 updates
+        and float32 parameters, so that moments of bfloat16 models do not lose bits.
+
+    Raises:
+        ValueError: if the order is another, with the position of the offending stage; TypeError: for something that is
+            no transformation.
+
+    *Privacy*: Gaussian mechanism with multiplier noise_stddev / sensitivity at each step; the rest is post-processing.
+
+    >>> key = jax.random.key(0)
+    >>> opt = chain(clip_and_sum(0.5), add_gaussian_noise(1.0, key), normalize_by(32), optax.sgd(0.1))
+    >>> opt.privacy.step_event()
+    GaussianDpEvent(noise_multiplier=2.0)
+    >>> chain(add_gaussian_noise(1.0, key), clip_and_sum(0.5))
+    Traceback (most recent call last):
+    ...
+    ValueError: stage 0 (add_gaussian_noise) comes before any clip_and_sum: noise protects a clipped sum. The order is \
+precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processing.
+    """
+    for position, t in enumerate(transformations):
+        if (
+            not isinstance(t, tuple)
+            or not callable(getattr(t, "init", None))
+            or not callable(getattr(t, "update", None))
+        ):
+            raise TypeError(f"stage {position} is no Optax transformation: {t!r}.")
+    if transformations and isinstance(transformations[0], PrivateOptimizer):
+        core, rest = transformations[0], transformations[1:]
+        _refuse_private_parts(rest, first_position=1)
+        core_init, core_run, privacy = (lambda p: (core.init(p),)), _run_nested(core), core.privacy
+    else:
+        names = [_name(t) for t in transformations]
+        check_order(names)
+        end = max(i for i, name in enumerate(names) if name in PRIVATE_STAGES) + 1
+        parts, rest = transformations[:end], transformations[end:]
+        core_init, core_run = (lambda p: tuple(t.init(p) for t in parts)), _run_parts(parts)
+        privacy = privacy_of_stages([t.stage for t in parts])
+    return _with_post_processing(core_init, core_run, privacy, rest, transformations)
+
+
+def _with_post_processing(core_init, core_run, privacy, rest, stages) -> PrivateOptimizer:
+    core_length = len(stages) - len(rest)
+    for i, t in enumerate(rest):
+        # Any other transformation before it has changed the noise in a way that nobody told us.
+        if isinstance(t, NoiseAware) and (i > 0 or getattr(stages[0], "noise_unknown", False)):
+            raise ValueError(
+                f"stage {core_length + i} ({_name(t)}) must know the noise in its input, and cannot after "
+                f"{_name(stages[core_length + i - 1])}: put it right after the noise, or pass noise_stddev yourself."
+            )
+    post = [optax.with_extra_args_support(t) for t in rest]
+
+    def init_fn(params):
+        wide = _trees.upcast(params)
+        return core_init(params) + tuple(t.init(wide) for t in post)
+
+    def run(updates, state, params=None, **extra_args):
+        updates, core_state, noise_stddev = core_run(updates, state[:core_length], params, extra_args)
+        wide = None if params is None else _trees.upcast(params)
+        post_state = []
+        for t, s in zip(post, state[core_length:], strict=True):
+            known = {} if noise_stddev is None else {"noise_stddev": noise_stddev}
+            updates, s = t.update(updates, s, wide, **extra_args, **known)
+            noise_stddev = None
+            post_state.append(s)
+        return updates, (*core_state, *post_state), noise_stddev
+
+    optimizer = PrivateOptimizer(init_fn, run, privacy, stages)
+    optimizer.noise_unknown = bool(rest)
+    return optimizer
+
+
+def _run_nested(core: PrivateOptimizer) -> Callable:
+    def run(updates, state, params, extra_args):
+        updates, core_state, noise_stddev = core.run(updates, state[0], params, **extra_args)
+        return updates, (core_state,), noise_stddev
+
+    return run
+
+
+def _run_parts(parts: Sequence[_stages.StagedTransformation]) -> Callable:
+    """The private part: diagonals, clip, noise, division, release, and what the diagonals learn from it."""
+
+    def run(updates, state, params, extra_args):
+        states = list(state)
+        diagonals = {}
+        updates = as_promise(updates, params)
+        noise_stddev = None
+        for i, part in enumerate(parts):
+            if isinstance(part.stage, _stages.Precondition):
+                diagonals[i], states[i] = part.stage.preconditioner.diagonal(states[i], params, **extra_args)
+                updates = apply_diagonal(updates, diagonals[i])
+                continue
+            if isinstance(part.stage, _stages.Noise):
+                noise_stddev = part.stage.stddev(states[i].count)
+            if isinstance(part.stage, _stages.Normalize):
+                noise_stddev = noise_stddev / part.stage.divisor
+            updates, states[i] = part.update(updates, states[i], params, **extra_args)
+
+        for diagonal in diagonals.values():
+            if diagonal.release is not None:
+                release = _trees.broadcast_prefix(diagonal.release, updates, "release")
+                updates = jax.tree.map(jnp.multiply, updates, release)
+                noise_stddev = _times(noise_stddev, release)
+        for i in diagonals:
+            states[i] = parts[i].stage.preconditioner.observe(states[i], updates)
+        return updates, tuple(states), noise_stddev
+
+    return run
+
+
+def _times(noise_stddev: Any, release: Any) -> Any:
+    """Noise of one standard deviation a leaf (or one for all) after multiplication by ``release``."""
+    if jax.tree.structure(noise_stddev) == jax.tree.structure(release):
+        return jax.tree.map(lambda s, r: s * jnp.abs(r), noise_stddev, release)
+    return jax.tree.map(lambda r: noise_stddev * jnp.abs(r), release)
+
+
+def _name(transformation: Any) -> str:
+    if isinstance(transformation, _stages.StagedTransformation):
+        return transformation.stage.name
+    if isinstance(transformation, PrivateOptimizer):
+        return "private optimizer"
+    return getattr(transformation.update, "__qualname__", "transformation").split(".")[0]
+
+
+def _refuse_private_parts(rest: Sequence, first_position: int) -> None:
+    for i, t in enumerate(rest):
+        if isinstance(t, _stages.StagedTransformation | PrivateOptimizer):
+            raise ValueError(
+                f"stage {first_position + i} ({_name(t)}) follows an optimizer that has clipped and noised already: "
+                "only post-processing may come after it."
+            )
+
+
+def privatize(
+    *,
+    l2_clip_norm: Any,
+    noise_multiplier: Any,
+    expected_batch_size: Any,
+    key: jax.Array,
+    preconditioner: Any = None,
+) -> PrivateOptimizer:
+    r"""The private mean gradient: :math:`(\sum_i \mathrm{clip}(S g_i) + \sigma C z) / B`.
+
+    Args:
+        l2_clip_norm: C, or a clip function of `dpopt.clipping`.
+        noise_multiplier: sigma: the noise's standard deviation over the sensitivity. A number, or a schedule
+            ``step -> number``. 0 switches noise, and privacy, off.
+        expected_batch_size: B, a public constant.
+        key: PRNG key for the noise, used for nothing else.
+        preconditioner: where S comes from (`dpopt.preconditioning`), or None.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named.
+
+    *Privacy*: one Gaussian query a step with multiplier sigma, under add/remove of one example.
+
+    >>> core = privatize(l2_clip_norm=1.0, noise_multiplier=0.0, expected_batch_size=2, key=jax.random.key(0))
+    >>> mean, _ = core.update(jnp.array([[3.0, 4.0], [0.0, 0.5]]), core.init(jnp.zeros(2)), jnp.zeros(2))
+    >>> [round(x, 3) for x in mean.tolist()]
+    [0.3, 0.65]
+    """
+    clip = as_clip_function(l2_clip_norm)
+    if not callable(noise_multiplier):
+        _validate.non_negative(noise_multiplier=noise_multiplier)
+    _validate.positive(expected_batch_size=expected_batch_size)
+    stages = () if preconditioner is None else (precondition(preconditioner),)
+    noise = add_gaussian_noise(noise_stddev(noise_multiplier, clip.sensitivity), key)
+    return chain(*stages, clip_and_sum(clip), noise, normalize_by(expected_batch_size))
+
+
+def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
+    """The noise on a sum of this sensitivity: a number, or a schedule where the multiplier is one.
+
+    Raises:
+        ValueError: if noise is asked for on a sum of infinite sensitivity.
+
+    *Privacy*: arithmetic on public constants.
+
+    >>> noise_stddev(2.0, 0.5), noise_stddev(0.0, math.inf)
+    (1.0, 0.0)
+    """
+    if callable(noise_multiplier):
+        return lambda step: noise_multiplier(step) * sensitivity
+    if _validate.concrete(noise_multiplier) == 0:
+        return 0.0  # 0 * inf is not 0
+    if _validate.concrete(sensitivity) == math.inf:
+        raise ValueError(
+            "noise_multiplier > 0 needs a finite l2_clip_norm: noise scaled to an infinite norm is infinite. Set "
+            "noise_multiplier=0 to switch privacy off."
+        )
+    return noise_multiplier * sensitivity

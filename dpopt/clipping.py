@@ -1,0 +1,205 @@
+"""Clipping: what bounds the influence of one example, and by how much.
+
+A clip function turns the norms of an example's gradient into the factor it is scaled by, and knows the L2 sensitivity
+of the resulting sum. `clip_and_sum` is the Optax transformation that applies one.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpopt import _engines, _stages, _validate
+from dpopt.gradients import PerExampleGrads, stacked_grads
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatClip:
+    r"""Scales an example down to norm C over all parameters: :math:`c_i = \min(1, C / \|g_i\|_2)`.
+
+    Args:
+        l2_clip_norm: C, positive; ``math.inf`` switches clipping off.
+
+    Raises:
+        ValueError, TypeError: if C is not a positive number.
+
+    *Privacy*: sensitivity C under add/remove-one.
+
+    >>> FlatClip(2.0).coefficients(jnp.array([1.0, 4.0])).tolist()
+    [1.0, 0.5]
+    """
+
+    l2_clip_norm: Any
+
+    def __post_init__(self):
+        _validate.positive(l2_clip_norm=self.l2_clip_norm, allow_inf=True)
+
+    @property
+    def sensitivity(self) -> Any:
+        """L2 sensitivity of the clipped sum to adding or removing one example."""
+        return self.l2_clip_norm
+
+    def coefficients(self, leaf_norms: Any) -> Any:
+        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
+        c = _shrink_to(self.l2_clip_norm, _engines.global_norms(leaf_norms))
+        return jax.tree.map(lambda _: c, leaf_norms)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupClip:
+    r"""Clips each group of parameters on its own: :math:`c_{i,k} = \min(1, C_k / \|g_{i,k}\|_2)`.
+
+    Args:
+        l2_clip_norms: the :math:`C_k`, as a pytree that is a prefix of the parameters; everything below one entry is
+            one group, so ``{"encoder": 1.0, "head": 0.1}`` has two and a tree with one number a leaf clips leaf by
+            leaf.
+
+    Raises:
+        ValueError, TypeError: if an entry is not a positive, finite number; when clipping, if the tree is no prefix.
+
+    *Privacy*: sensitivity :math:`\sqrt{\sum_k C_k^2}` under add/remove-one.
+
+    >>> GroupClip({"a": 3.0, "b": 4.0}).sensitivity
+    5.0
+    """
+
+    l2_clip_norms: Any
+
+    def __post_init__(self):
+        entries = jax.tree_util.tree_leaves_with_path(self.l2_clip_norms)
+        if not entries:
+            raise ValueError("l2_clip_norms has no entries; give one clip norm a group of parameters.")
+        for path, entry in entries:
+            _validate.positive(**{f"l2_clip_norms{jax.tree_util.keystr(path)}": entry})
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 sensitivity of the clipped sum to adding or removing one example."""
+        return float(np.linalg.norm(np.array(jax.tree.leaves(self.l2_clip_norms), np.float64)))
+
+    def coefficients(self, leaf_norms: Any) -> Any:
+        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape."""
+
+        def one_group(c, group):
+            shrink = _shrink_to(c, _engines.global_norms(group))
+            return jax.tree.map(lambda _: shrink, group)
+
+        try:
+            return jax.tree.map(one_group, self.l2_clip_norms, leaf_norms)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                "l2_clip_norms must be a prefix of the parameters' tree; got "
+                f"{jax.tree.structure(self.l2_clip_norms)} for parameters {jax.tree.structure(leaf_norms)}."
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class NormalizedClip:
+    r"""Gives every example about the same norm (AUTO-S): :math:`c_i = C / (\|g_i\|_2 + \gamma)`.
+
+    Args:
+        l2_clip_norm: C, positive and finite. With it the learning rate scales; no threshold is left to tune.
+        gamma: stability constant, positive: an example of norm far below it keeps a small weight.
+
+    Raises:
+        ValueError, TypeError: if an argument is not a positive, finite number.
+
+    *Privacy*: sensitivity C under add/remove-one (the norm stays below C).
+
+    Reference: Bu, Wang, Zha and Karypis (2023), Automatic clipping, AUTO-S.
+
+    >>> NormalizedClip(2.0, gamma=1.0).coefficients(jnp.array([1.0, 3.0])).tolist()
+    [1.0, 0.5]
+    """
+
+    l2_clip_norm: Any
+    gamma: Any = 0.01
+
+    def __post_init__(self):
+        _validate.positive(l2_clip_norm=self.l2_clip_norm, gamma=self.gamma)
+
+    @property
+    def sensitivity(self) -> Any:
+        """L2 sensitivity of the clipped sum to adding or removing one example."""
+        return self.l2_clip_norm
+
+    def coefficients(self, leaf_norms: Any) -> Any:
+        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
+        c = self.l2_clip_norm / (_engines.global_norms(leaf_norms) + self.gamma)
+        return jax.tree.map(lambda _: c, leaf_norms)
+
+
+def _shrink_to(l2_clip_norm: Any, norms: jax.Array) -> jax.Array:
+    # Not min(1, C / norm): 0 / 0 would spoil an example without gradient, inf / inf one under an infinite clip.
+    return jnp.where(norms > l2_clip_norm, l2_clip_norm / norms, jnp.ones_like(norms))
+
+
+def as_clip_function(l2_clip_norm: Any) -> _engines.ClipFunction:
+    """A clip function as it is; a number C as ``FlatClip(C)``."""
+    return l2_clip_norm if hasattr(l2_clip_norm, "coefficients") else FlatClip(l2_clip_norm)
+
+
+def clip_and_sum(l2_clip_norm: Any) -> optax.GradientTransformationExtraArgs:
+    """Clips every example's gradient and adds them up.
+
+    Args:
+        l2_clip_norm: the clip norm C, or a clip function (`FlatClip`, `GroupClip`, `NormalizedClip`).
+
+    Returns:
+        A transformation whose input is a promise made by `per_example_grads`, or a pytree with leaves ``(B, ...)``, and
+        whose output is the sum over the batch, shaped like the parameters, at least float32. Its state is empty.
+        Examples that are padding, or whose gradient holds NaN or Inf, contribute zero.
+
+    Raises:
+        ValueError, TypeError: if C is not positive; in ``update``, if the input has no batch axis.
+
+    *Privacy*: the sum's L2 sensitivity to adding or removing one example is the clip function's ``sensitivity`` (C), to
+    replacing one twice that. Not private until noise is added.
+
+    >>> clip = clip_and_sum(1.0)
+    >>> total, _ = clip.update(jnp.array([[3.0, 4.0], [0.0, 0.5]]), clip.init(jnp.zeros(2)))
+    >>> [round(x, 3) for x in total.tolist()]
+    [0.6, 1.3]
+    """
+    clip = as_clip_function(l2_clip_norm)
+
+    def init_fn(params):
+        del params
+        return optax.EmptyState()
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del extra_args
+        return as_promise(updates, params).clipped_sum(clip).sum, state
+
+    return _stages.StagedTransformation(init_fn, update_fn, _stages.Clip(sensitivity=clip.sensitivity))
+
+
+def as_promise(updates: Any, params: Any = None) -> PerExampleGrads:
+    """A promise as it is; a pytree of ``(B, ...)`` leaves wrapped as one, after checking it against ``params``.
+
+    Raises:
+        ValueError: if a leaf is not shaped ``(B, *parameter.shape)``, as when gradients were summed already.
+    """
+    if isinstance(updates, PerExampleGrads):
+        return updates
+    if params is not None:
+        if jax.tree.structure(updates) != jax.tree.structure(params):
+            raise ValueError(
+                "per-example gradients must have the parameters' tree structure; got "
+                f"{jax.tree.structure(updates)} for parameters {jax.tree.structure(params)}."
+            )
+
+        def check(path, g, p):
+            if jnp.shape(g)[1:] != jnp.shape(p) or jnp.ndim(g) != jnp.ndim(p) + 1:
+                raise ValueError(
+                    f"clip_and_sum needs per-example gradients, shaped (batch, *parameter); leaf "
+                    f"{jax.tree_util.keystr(path)} has shape {jnp.shape(g)} for a parameter of shape {jnp.shape(p)}. "
+                    "Gradients that were averaged or clipped before cannot be clipped per example any more: pass "
+                    "dpopt.per_example_grads(loss_fn)(params, batch), and clip once."
+                )
+
+        jax.tree_util.tree_map_with_path(check, updates, params)
+    return stacked_grads(updates)

@@ -1,0 +1,261 @@
+"""Per-example gradients: the promise of them, and the plain engine that keeps it.
+
+``per_example_grads(loss_fn)(params, batch)`` computes nothing. It returns a `PerExampleGrads`, which remembers the
+loss, the parameters, the batch, and an affine map ``g_i -> S * g_i + o`` collected on the way. The clip asks it for
+`PerExampleGrads.clipped_sum`, and only there an engine runs. (`dpopt._engines`).
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpopt import _engines, _trees, _validate
+
+Engine = Literal["auto", "vmap"]
+
+
+class SensitiveAux(NamedTuple):
+    """Per-example by-products of a clipped sum. Raw private data: nothing here has been noised.
+
+    *Privacy*: every field depends on single examples. Log or store them only where the data themselves may be stored.
+    """
+
+    losses: jax.Array | None  # (B,): None where gradients came in already computed
+    norms: jax.Array  # (B,): L2 norm of S * g_i + o, the quantity that was clipped
+    is_example: jax.Array  # (B,) bool: False marks padding
+    is_finite: jax.Array  # (B,) bool: False where the gradient held NaN or Inf, so that it contributed zero
+    was_clipped: jax.Array  # (B,) bool: True where the gradient was scaled down
+    aux: Any = None  # (B, ...): what the loss returned beside its value
+
+
+class ClippedSum(NamedTuple):
+    """What `PerExampleGrads.clipped_sum` returns: the sum, not yet private, and by-products that never will be."""
+
+    sum: Any  # like params, at least float32
+    sensitive: SensitiveAux
+
+
+class PerExampleGrads:
+    """B per-example gradients that have not been computed, under an affine map ``g_i -> S * g_i + o``.
+
+    Made by `per_example_grads`; taken wherever a pytree of ``[B, ...]`` gradients is. It is no pytree, on purpose: a
+    transformation that does not know it fails instead of scaling the parameters inside it. Build it and use it within
+    one ``jax.jit``.
+
+    *Privacy*: holds private data. `clipped_sum` bounds what one example adds; nothing here adds noise.
+    """
+
+    def __init__(
+        self, source: "_engines.Loss | _engines.Stacked", mask: jax.Array, scale: Any = None, offset: Any = None
+    ):
+        self._source = source
+        self._mask = mask
+        self._scale = scale
+        self._offset = offset
+        self._observed: list[SensitiveAux] = []
+
+    def _mapped(self, scale: Any, offset: Any) -> "PerExampleGrads":
+        new = PerExampleGrads(self._source, self._mask, scale, offset)
+        new._observed = self._observed  # one record for a promise and all that is derived from it
+        return new
+
+    def scale(self, diagonal: Any) -> "PerExampleGrads":
+        """Multiplies every gradient by ``diagonal``, a pytree (prefix allowed) that broadcasts to the parameters.
+
+        Raises:
+            ValueError: if the tree or a shape does not fit.
+
+        *Privacy*: the diagonal must come from public or already noised values; the clip that follows does the rest.
+        """
+        diagonal = _trees.broadcast_prefix(diagonal, self._source.like, "scale")
+
+        def times(tree):
+            return jax.tree.map(jnp.multiply, tree, diagonal)
+
+        scale = diagonal if self._scale is None else times(self._scale)
+        return self._mapped(scale, None if self._offset is None else times(self._offset))
+
+    def shift(self, offset: Any) -> "PerExampleGrads":
+        """Adds ``offset``, a pytree (prefix allowed) that broadcasts to the parameters, to every gradient.
+
+        Raises:
+            ValueError: if the tree or a shape does not fit.
+
+        *Privacy*: as for `scale`.
+        """
+        offset = _trees.broadcast_prefix(offset, self._source.like, "offset")
+        return self._mapped(self._scale, _engines.affine(offset, None, self._offset))
+
+    def clipped_sum(self, clip: _engines.ClipFunction) -> ClippedSum:
+        """Runs the engine: ``sum_i clip(S g_i + o)`` over the examples that are real and finite.
+
+        Args:
+            clip: a clip function of `dpopt.clipping`.
+
+        Returns:
+            The sum, shaped like the parameters (at least float32), and the per-example by-products.
+
+        *Privacy*: the sum's L2 sensitivity to adding or removing one example is ``clip.sensitivity``; it still needs
+        noise. The by-products have no such bound.
+        """
+        if self._source.batch_size == 0:  # an empty Poisson batch: the sum of nothing
+            empty = jnp.zeros((0,), jnp.float32)
+            result = ClippedSum(_trees.zeros(self._source.like), SensitiveAux(empty, empty, *3 * (self._mask,)))
+        else:
+            ran = self._source.run(self._mask, self._scale, self._offset, clip)
+            norms = _engines.global_norms(ran.leaf_norms)
+            coefficients = jnp.stack(jax.tree.leaves(clip.coefficients(ran.leaf_norms)))
+            was_clipped = jnp.any(coefficients < 1, axis=0)
+            aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
+            result = ClippedSum(ran.sum, aux)
+        self._observed.append(result.sensitive)
+        return result
+
+    def materialize(self) -> Any:
+        """The gradients ``S g_i + o`` themselves: leaves ``(B, ...)``, padding rows zero. Costs B copies of the model.
+
+        *Privacy*: raw per-example gradients, neither clipped nor noised.
+        """
+        grads = _engines.affine(_trees.upcast(self._source.gradients()), self._scale, self._offset)
+        return jax.tree.map(lambda g: jnp.where(_trees.per_example(self._mask, g), g, 0), grads)
+
+    @property
+    def sensitive(self) -> SensitiveAux:
+        """By-products of the latest `clipped_sum` of this promise or of one derived from it.
+
+        Raises:
+            ValueError: if no clipped sum has been asked for yet.
+
+        *Privacy*: see `SensitiveAux`.
+        """
+        if not self._observed:
+            raise ValueError("these gradients have not been clipped yet: pass them to an optimizer's update first.")
+        return self._observed[-1]
+
+    def __contains__(self, key: Any) -> bool:
+        # flax's TrainState asks whether the gradients hold a special key; a promise holds none.
+        return False
+
+    def __repr__(self) -> str:
+        return (
+            f"PerExampleGrads(batch_size={self._source.batch_size}): a promise of per-example gradients, not an array; "
+            "make it inside the same jax.jit as the optimizer's update"
+        )
+
+
+def per_example_grads(
+    loss_fn: Callable,
+    *,
+    engine: Engine = "auto",
+    microbatch_size: int | None = None,
+    has_aux: bool = False,
+) -> Callable[..., PerExampleGrads]:
+    """Makes ``f(params, batch, *, mask=None)``, which promises the gradient of ``loss_fn`` at every example.
+
+    Args:
+        loss_fn: ``loss_fn(params, example) -> scalar``, the loss of ONE example (no batch axis); with ``has_aux``,
+            ``(scalar, aux)``.
+        engine: how the clipped sum is computed: ``"vmap"`` forms all gradients; ``"auto"`` picks the cheapest engine.
+        microbatch_size: how many examples to process at a time, or None for the whole batch. The result is the same;
+            memory goes down. The unit that is clipped stays the example.
+        has_aux: whether the loss returns a second value; it comes back per example, in `SensitiveAux`.
+
+    Returns:
+        A function of ``params`` (floating leaves), ``batch`` (leaves ``(B, ...)``) and ``mask`` (``(B,)`` bool, False
+        for padding rows, whose content is then irrelevant).
+
+    Raises:
+        ValueError, TypeError: for a bad argument here; in the returned function, for parameters that have no gradient,
+            batch leaves that disagree on B, a mask of another shape or dtype, a loss that is no real scalar.
+
+    *Privacy*: promises raw gradients; see `PerExampleGrads`.
+
+    >>> import jax.numpy as jnp
+    >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
+    >>> grads = per_example_grads(loss)(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
+    >>> grads.materialize().tolist()
+    [[-3.0, -4.0], [0.0, -0.5]]
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
+    _validate.one_of(("auto", "vmap"), engine=engine)
+    if microbatch_size is not None:
+        _validate.positive_int(microbatch_size=microbatch_size)
+
+    def promise(params: Any, batch: Any, *, mask: Any = None) -> PerExampleGrads:
+        _validate.floating_params(params)
+        batch_size = _batch_size(batch)
+        mask = _checked_mask(mask, batch_size)
+        _check_loss(loss_fn, params, batch, has_aux)
+        return PerExampleGrads(
+            _engines.Loss(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux), mask
+        )
+
+    return promise
+
+
+def stacked_grads(grads: Any, mask: Any = None) -> PerExampleGrads:
+    """Wraps gradients that exist already, a pytree with a leading batch axis, in the interface of a promise.
+
+    Args:
+        grads: leaves ``(B, ...)``.
+        mask: ``(B,)`` bool, False for padding rows.
+
+    Raises:
+        ValueError, TypeError: if leaves disagree on B, are not floating, or the mask does not fit.
+
+    *Privacy*: holds raw per-example gradients.
+
+    >>> import jax.numpy as jnp
+    >>> stacked_grads({"w": jnp.ones((3, 2))}).materialize()["w"].shape
+    (3, 2)
+    """
+    _validate.floating_params(grads)
+    grads = jax.tree.map(jnp.asarray, grads)
+    batch_size = _batch_size(grads, "per-example gradients")
+    return PerExampleGrads(_engines.Stacked(grads, batch_size), _checked_mask(mask, batch_size))
+
+
+def _batch_size(batch: Any, name: str = "batch") -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError(f"{name} has no arrays.")
+    sizes = {}
+    for path, leaf in leaves:
+        where = jax.tree_util.keystr(path) or name
+        if jnp.ndim(leaf) == 0:
+            raise ValueError(f"every array of the {name} needs a leading batch axis; {where} is a scalar.")
+        sizes[where] = jnp.shape(leaf)[0]
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{where}: {size}" for where, size in sizes.items())
+        raise ValueError(f"the arrays of the {name} disagree on the batch size: {found}.")
+    return next(iter(sizes.values()))
+
+
+def _checked_mask(mask: Any, batch_size: int) -> jax.Array:
+    if mask is None:
+        return jnp.ones((batch_size,), bool)
+    mask = jnp.asarray(mask)
+    if mask.dtype != bool:
+        raise TypeError(f"mask must be boolean, True for real examples; got dtype {mask.dtype}. Write mask > 0.")
+    if mask.shape != (batch_size,):
+        raise ValueError(f"mask must have shape ({batch_size},), one entry an example; got {mask.shape}.")
+    return mask
+
+
+def _check_loss(loss_fn: Callable, params: Any, batch: Any, has_aux: bool) -> None:
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.asarray(x).dtype), batch)
+    value = jax.eval_shape(loss_fn, params, example)
+    if has_aux:
+        if not (isinstance(value, tuple) and len(value) == 2):
+            raise TypeError("with has_aux=True the loss must return (loss, aux).")
+        value = value[0]
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        got = f"shape {shape} and dtype {dtype}" if shape is not None else f"a {type(value).__name__}"
+        raise ValueError(
+            f"the loss of one example must be a real scalar; got {got}. loss_fn(params, example) sees a single example "
+            "without a batch axis: reduce over its outputs, and pass has_aux=True if it returns more."
+        )

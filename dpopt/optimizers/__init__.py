@@ -1,0 +1,1 @@
+"""Named optimizers: each a chain of parts, with its paper's defaults."""

@@ -1,0 +1,174 @@
+"""Diagonals applied to every per-example gradient before the clip.
+
+A preconditioner is three pure functions and a state (`Preconditioner`): what it multiplies the gradients by at this
+step (`Diagonal`), and what it learns from the private mean afterwards. It never sees a raw gradient, so the diagonal
+depends on public data, side information or already noised values alone, and the clip after it bounds what one example
+adds."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+import optax
+
+from dpopt import _stages
+from dpopt.clipping import as_promise
+
+
+class Diagonal(NamedTuple):
+    """What happens to gradients at one step. Each field is a pytree, a prefix of the parameters, or None for nothing."""
+
+    scale: Any = None  # S: every example's gradient becomes S * g_i ...
+    offset: Any = None  # ... + o, and is clipped after that
+    release: Any = None  # multiplies the noisy mean: undoes S, or restores the units of a clip norm folded into S
+
+
+class Preconditioner(Protocol):
+    """Where a diagonal comes from."""
+
+    needs_feedback: bool  # whether `observe` or `Diagonal.release` matters: only `dpopt.chain` can serve those
+
+    def init(self, params: Any) -> Any:
+        """The state before the first step: arrays only, of fixed shapes."""
+        ...
+
+    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
+        """This step's diagonal and the state. Reads the state and public values (``public_grads``) only."""
+        ...
+
+    def observe(self, state: Any, private_mean: Any) -> Any:
+        """The state after the private mean gradient of this step is known."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SideInformation:
+    """The preconditioner made by `side_information`: a fixed diagonal."""
+
+    scale: Any
+
+    needs_feedback = False
+
+    def __post_init__(self):
+        entries = jax.tree_util.tree_leaves_with_path(self.scale)
+        if not entries:
+            raise ValueError("scale has no entries; give a number, an array, or a pytree of them.")
+        for path, entry in entries:
+            where = f"scale{jax.tree_util.keystr(path)}"
+            if isinstance(entry, jax.core.Tracer):
+                continue
+            values = np.asarray(entry)
+            if not (np.issubdtype(values.dtype, np.number) or "float" in str(values.dtype)):
+                raise TypeError(f"{where} must hold real numbers; got dtype {values.dtype}.")
+            values = values.astype(np.float64)
+            if not (np.isfinite(values).all() and (values > 0).all()):
+                bad = values[~(np.isfinite(values) & (values > 0))].flat[0]
+                raise ValueError(
+                    f"{where} must be positive and finite everywhere; it holds {bad}. A coordinate that should not be "
+                    "trained belongs outside params; for a frequency of 0, cap 1 / frequency."
+                )
+
+    def init(self, params: Any) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
+        del params, extra_args
+        return Diagonal(scale=self.scale), state
+
+    def observe(self, state: Any, private_mean: Any) -> Any:
+        del private_mean
+        return state
+
+
+def side_information(scale: Any) -> SideInformation:
+    """A fixed diagonal that multiplies every per-example gradient (AdaDPS with side information, A = 1 / scale).
+
+    Args:
+        scale: positive numbers: a pytree with the parameters' structure, or a prefix of it, whose leaves broadcast to
+            the parameters' shapes. For token frequencies see `dpopt.optimizers.adadps`.
+
+    Raises:
+        ValueError, TypeError: if an entry is zero, negative, NaN, infinite or no number; in ``update``, if the tree or a
+            shape does not fit the parameters.
+
+    *Privacy*: reads ``scale`` only, which must be public. Statistics of the private training set are not public:
+    release them by a private mechanism of their own and add its event, or count them elsewhere.
+
+    Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 1.
+
+    >>> side_information({"w": np.array([[0.5], [2.0]]), "b": 1.0}).needs_feedback
+    False
+    """
+    return SideInformation(scale)
+
+
+def precondition(preconditioner: Preconditioner) -> optax.GradientTransformationExtraArgs:
+    """Applies a preconditioner's diagonal to per-example gradients; stands before `clip_and_sum`.
+
+    Args:
+        preconditioner: `side_information` or another object with the `Preconditioner` methods.
+
+    Returns:
+        A transformation from a promise, or ``(B, ...)`` gradients, to a promise.
+
+    Raises:
+        TypeError: if ``preconditioner`` lacks a method; ValueError: in ``update`` under plain ``optax.chain``, if the
+            preconditioner learns from what comes after the noise: only `dpopt.chain` passes that back.
+
+    *Privacy*: see `side_information`; the sensitivity is still the clip norm, since the clip comes after.
+
+    >>> import jax.numpy as jnp
+    >>> part = precondition(side_information(2.0))
+    >>> promise, _ = part.update(jnp.ones((3, 2)), part.init(jnp.zeros(2)), jnp.zeros(2))
+    >>> promise.materialize().tolist()[0]
+    [2.0, 2.0]
+    """
+    for method in ("init", "diagonal", "observe"):
+        if not callable(getattr(preconditioner, method, None)):
+            raise TypeError(
+                f"{preconditioner!r} is no preconditioner: it has no method {method!r}. Use dpopt.side_information(scale) "
+                "for a fixed diagonal."
+            )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        if preconditioner.needs_feedback:
+            raise ValueError(
+                f"{type(preconditioner).__name__} learns from the private gradient, which comes after the noise; "
+                "optax.chain cannot pass it back. Build the optimizer with dpopt.chain(...)."
+            )
+        diagonal, state = preconditioner.diagonal(state, params, **extra_args)
+        return apply_diagonal(as_promise(updates, params), diagonal), state
+
+    stage = _stages.Precondition(preconditioner=preconditioner)
+    return _stages.StagedTransformation(preconditioner.init, update_fn, stage)
+
+
+def apply_diagonal(promise: Any, diagonal: Diagonal) -> Any:
+    """The promise of ``S * g_i + o``."""
+    if diagonal.scale is not None:
+        promise = promise.scale(diagonal.scale)
+    if diagonal.offset is not None:
+        promise = promise.shift(diagonal.offset)
+    return promise
+
+
+def precondition_by_side_information(scale: Any) -> optax.GradientTransformationExtraArgs:
+    """Multiplies every per-example gradient by a fixed, public diagonal: ``precondition(side_information(scale))``.
+
+    Args:
+        scale: see `side_information`.
+
+    Raises:
+        ValueError, TypeError: see `side_information`.
+
+    *Privacy*: see `side_information`.
+
+    >>> import jax.numpy as jnp
+    >>> part = precondition_by_side_information({"w": 0.5})
+    >>> promise, _ = part.update({"w": jnp.ones((1, 2))}, part.init({"w": jnp.zeros(2)}), {"w": jnp.zeros(2)})
+    >>> promise.materialize()["w"].tolist()
+    [[0.5, 0.5]]
+    """
+    return precondition(side_information(scale))

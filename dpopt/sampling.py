@@ -1,0 +1,220 @@
+"""Which examples are in which batch: host-side NumPy, restartable at any step from the seed and the step alone.
+
+A scheme (`Poisson`, `WithoutReplacement`) says what sampling does to privacy; a sampler draws the batches.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import dp_accounting
+import numpy as np
+
+from dpopt import _validate
+from dpopt.privacy import Relation
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson:
+    """Each example is in a batch with probability ``sampling_prob``, independently of all else.
+
+    *Privacy*: amplifies by subsampling, under add-or-remove-one.
+
+    >>> Poisson(0.5).event(dp_accounting.GaussianDpEvent(1.0)).sampling_probability
+    0.5
+    """
+
+    sampling_prob: float
+
+    relation = Relation.ADD_OR_REMOVE_ONE
+
+    def __post_init__(self):
+        _validate.probability(sampling_prob=self.sampling_prob)
+
+    def event(self, step_event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        """The event of a step on a sample."""
+        return dp_accounting.PoissonSampledDpEvent(self.sampling_prob, step_event)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutReplacement:
+    """Each batch holds ``batch_size`` distinct examples out of ``num_examples``, all such batches equally likely.
+
+    *Privacy*: amplifies by subsampling, under replace-one: an example replaced moves the sum by up to twice the clip
+    norm, which `dpopt.privacy.Privacy.step_event` takes into account.
+
+    >>> WithoutReplacement(10, 2).event(dp_accounting.GaussianDpEvent(1.0)).sample_size
+    2
+    """
+
+    num_examples: int
+    batch_size: int
+
+    relation = Relation.REPLACE_ONE
+
+    def __post_init__(self):
+        _validate.positive_int(num_examples=self.num_examples, batch_size=self.batch_size)
+        if self.batch_size > self.num_examples:
+            raise ValueError(f"batch_size {self.batch_size} exceeds num_examples {self.num_examples}.")
+
+    def event(self, step_event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        """The event of a step on a sample."""
+        return dp_accounting.SampledWithoutReplacementDpEvent(self.num_examples, self.batch_size, step_event)
+
+
+class Batch(NamedTuple):
+    """The examples of one step, padded.
+
+    *Privacy*: which examples were drawn, and how many, is as private as the data; it must not be released.
+    """
+
+    indices: np.ndarray  # (size,) int64; padding entries repeat index 0
+    mask: np.ndarray  # (size,) bool: False marks padding
+
+
+class _Sampler:
+    """Draws the batch of any step from the seed and the step alone."""
+
+    def __init__(self, num_examples: int, *, seed: int, pad_to: int, start: int):
+        _validate.positive_int(num_examples=num_examples, pad_to=pad_to)
+        _validate.non_negative_int(seed=seed, start=start)
+        self.num_examples = num_examples
+        self.seed = seed
+        self.pad_to = pad_to
+        self.start = start
+
+    def _draw(self, rng: np.random.Generator) -> np.ndarray:
+        raise NotImplementedError
+
+    def drawn(self, step: int) -> np.ndarray:
+        """The indices of step ``step``, unpadded, distinct, ``(n,)`` int64."""
+        _validate.non_negative_int(step=step)
+        return self._draw(np.random.default_rng([self.seed, step]))
+
+    def batch(self, step: int, *, size: int | None = None) -> Batch:
+        """The batch of step ``step``, padded to a multiple of ``pad_to``, or to ``size`` where it is given.
+
+        Raises:
+            ValueError: if more than ``size`` examples were drawn. Dropping some would change the privacy guarantee.
+        """
+        drawn = self.drawn(step)
+        if size is None:
+            size = max(1, math.ceil(len(drawn) / self.pad_to)) * self.pad_to
+        if len(drawn) > size:
+            raise ValueError(
+                f"step {step} drew {len(drawn)} examples, which do not fit in {size}. A sample cannot be cut without "
+                "changing the privacy guarantee: give it more room (batches(...) finds how much)."
+            )
+        indices = np.zeros(size, np.int64)
+        indices[: len(drawn)] = drawn
+        return Batch(indices, np.arange(size) < len(drawn))
+
+    def batches(self, start: int, stop: int) -> Batch:
+        """Steps ``start .. stop - 1`` stacked: leaves ``(stop - start, size)``, ready for ``jax.lax.scan``.
+
+        All steps share the size that the largest of them needs.
+        """
+        _validate.non_negative_int(start=start, stop=stop)
+        if stop <= start:
+            raise ValueError(f"stop must exceed start; got start {start}, stop {stop}.")
+        most = max(len(self.drawn(t)) for t in range(start, stop))
+        size = max(1, math.ceil(most / self.pad_to)) * self.pad_to
+        rows = [self.batch(t, size=size) for t in range(start, stop)]
+        return Batch(np.stack([r.indices for r in rows]), np.stack([r.mask for r in rows]))
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches of steps ``start``, ``start + 1``, ... without end."""
+        step = self.start
+        while True:
+            yield self.batch(step)
+            step += 1
+
+
+class PoissonSampler(_Sampler):
+    """Poisson samples: each example is in each batch with probability ``expected_batch_size / num_examples``.
+
+    Iterating gives ``(indices, mask)`` for steps ``start``, ``start + 1``, ...; `batch` gives any step. Batches differ
+    in size and some may be empty: those are steps like any other, with noise and with a cost.
+
+    Args:
+        num_examples: size of the data set.
+        expected_batch_size: expected number of examples in a batch, at most ``num_examples``.
+        seed: non-negative integer; keep it as secret as the data.
+        pad_to: batches are padded to a multiple of this, so that ``jit`` meets few shapes. By default about an eighth
+            of the expected size; with microbatches, their size.
+        start: step to start iterating at, to resume a run.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: `scheme` is the Poisson scheme that accounting expects, and what is drawn follows it exactly.
+
+    >>> sampler = PoissonSampler(1_000, 50, seed=0, pad_to=16)
+    >>> indices, mask = next(iter(sampler))
+    >>> len(indices) % 16, mask.sum() == len(set(indices[mask].tolist()))
+    (0, True)
+    >>> (sampler.batch(7).indices == PoissonSampler(1_000, 50, seed=0, pad_to=16, start=7).batch(7).indices).all()
+    True
+    """
+
+    def __init__(
+        self, num_examples: int, expected_batch_size: float, *, seed: int, pad_to: int | None = None, start: int = 0
+    ):
+        _validate.positive(expected_batch_size=expected_batch_size)
+        default_pad = max(1, 2 ** round(math.log2(max(1.0, float(expected_batch_size) / 8))))
+        super().__init__(num_examples, seed=seed, pad_to=default_pad if pad_to is None else pad_to, start=start)
+        if expected_batch_size > num_examples:
+            raise ValueError(f"expected_batch_size {expected_batch_size} exceeds num_examples {num_examples}.")
+        self.expected_batch_size = expected_batch_size
+        self.scheme = Poisson(expected_batch_size / num_examples)
+
+    def _draw(self, rng: np.random.Generator) -> np.ndarray:
+        # The number of successes in n independent trials is binomial, and given it all subsets of that size are equally
+        # likely: this draws the same distribution as n coin flips, at the cost of the batch.
+        size = rng.binomial(self.num_examples, self.scheme.sampling_prob)
+        return rng.choice(self.num_examples, size, replace=False, shuffle=False).astype(np.int64)
+
+
+class FixedSizeSampler(_Sampler):
+    """Batches of exactly ``batch_size`` distinct examples, drawn afresh and uniformly at each step.
+
+    This is not an epoch over shuffled data, which has no amplification guarantee of this kind.
+
+    Args:
+        num_examples: size of the data set.
+        batch_size: at most ``num_examples``.
+        seed, pad_to, start: see `PoissonSampler`; ``pad_to`` is 1 by default.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: accounted for under replace-one with ``accountant="rdp"``; see `WithoutReplacement`.
+
+    >>> batch = FixedSizeSampler(10, 4, seed=0).batch(0)
+    >>> len(set(batch.indices.tolist())), bool(batch.mask.all())
+    (4, True)
+    """
+
+    def __init__(self, num_examples: int, batch_size: int, *, seed: int, pad_to: int = 1, start: int = 0):
+        super().__init__(num_examples, seed=seed, pad_to=pad_to, start=start)
+        self.scheme = WithoutReplacement(num_examples, batch_size)
+
+    @property
+    def expected_batch_size(self) -> int:
+        return self.scheme.batch_size
+
+    def _draw(self, rng: np.random.Generator) -> np.ndarray:
+        return rng.choice(self.num_examples, self.scheme.batch_size, replace=False, shuffle=False).astype(np.int64)
+
+
+def sampling_prob(sampling: Any) -> float:
+    """Probability that a given example is in a given batch.
+
+    *Privacy*: arithmetic on public constants.
+
+    >>> sampling_prob(WithoutReplacement(10, 4))
+    0.4
+    """
+    scheme = getattr(sampling, "scheme", sampling)
+    return scheme.sampling_prob if isinstance(scheme, Poisson) else scheme.batch_size / scheme.num_examples

@@ -1,0 +1,130 @@
+"""One training step, for the usual case."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpopt import _stages, _validate
+from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
+from dpopt.privacy import Privacy, privacy_of, privacy_of_reports
+
+
+class SensitiveMetrics(NamedTuple):
+    """What happened in a step, computed from raw private data.
+
+    *Privacy*: nothing here is covered by epsilon. Look at it while developing on data that you may look at; do not
+    publish it, and do not steer a private run by it.
+    """
+
+    loss: jax.Array  # (): mean over real, finite examples
+    mean_norm: jax.Array  # (): mean gradient norm before the clip
+    clip_fraction: jax.Array  # (): share of examples that the clip scaled down
+    num_examples: jax.Array  # (), int32: real examples in the batch
+    num_nonfinite: jax.Array  # (), int32: of these, dropped because their gradient held NaN or Inf
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A private training step; made by `make_train_step`.
+
+    *Privacy*: the new parameters are covered by `privacy`; the metrics are not.
+
+    >>> import dpopt
+    >>> opt = dpopt.dp_sgd(0.1, l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=8, key=jax.random.key(0))
+    >>> make_train_step(lambda w, x: jnp.sum((w - x) ** 2), opt).privacy == opt.privacy
+    True
+    """
+
+    optimizer: optax.GradientTransformation
+    grads_fn: Callable[..., PerExampleGrads]
+
+    @property
+    def privacy(self) -> Privacy:
+        """What a step costs, before sampling. For a chain bound to the parameters' tree use `dpopt.privacy_of`."""
+        return privacy_of(self.optimizer)
+
+    def __call__(self, params: Any, opt_state: Any, batch: Any, mask: Any = None, **extra: Any) -> tuple:
+        """Takes one step.
+
+        Args:
+            params: floating pytree.
+            opt_state: state of the optimizer.
+            batch: leaves ``(B, ...)``.
+            mask: ``(B,)`` bool, False for padding.
+            **extra: passed to the optimizer's ``update`` (``public_grads=...``).
+
+        Returns:
+            New parameters, new state, `SensitiveMetrics`.
+        """
+        grads = self.grads_fn(params, batch, mask=mask)
+        update = optax.with_extra_args_support(self.optimizer).update
+        with _stages.listening([]) as tape:
+            updates, opt_state = update(grads, opt_state, params, **extra)
+        self._check(tape)
+        return optax.apply_updates(params, updates), opt_state, _metrics(grads)
+
+    def _check(self, tape: list) -> None:
+        try:
+            privacy_of_reports(tape)
+        except ValueError as error:
+            raise ValueError(f"the optimizer of this train step is not private: {error}") from error
+
+
+def make_train_step(
+    loss_fn: Callable,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatch_size: int | None = None,
+    engine: Engine = "auto",
+) -> TrainStep:
+    """Makes ``step(params, opt_state, batch, mask=None, **extra) -> (params, opt_state, metrics)``.
+
+    The step is a plain function of arrays: wrap it in ``jax.jit``, call it in ``jax.lax.scan``, ``jax.vmap`` it over
+    seeds. Whatever the microbatch size, noise is drawn once and the parameters move once.
+
+    Args:
+        loss_fn: ``loss_fn(params, example) -> scalar``; see `dpopt.per_example_grads`, and `dpopt.flax` for making one
+            from a Flax model.
+        optimizer: a private optimizer: by name, by `dpopt.chain`, or by ``optax.chain`` around dpopt's stages.
+        microbatch_size: examples processed at a time, or None for all.
+        engine: see `dpopt.per_example_grads`.
+
+    Raises:
+        ValueError, TypeError: for a bad argument; on the first step, if the optimizer does not clip and then add noise.
+
+    *Privacy*: that of the optimizer, for one step on the batch given; sampling the batch is up to the caller.
+
+    >>> import dpopt
+    >>> opt = dpopt.dp_sgd(0.5, l2_clip_norm=10.0, noise_multiplier=0.0, expected_batch_size=2, key=jax.random.key(0))
+    >>> step = jax.jit(make_train_step(lambda w, x: 0.5 * jnp.sum((w - x) ** 2), opt))
+    >>> w = jnp.zeros(2)
+    >>> w, state, metrics = step(w, opt.init(w), jnp.array([[1.0, 2.0], [3.0, 2.0]]))
+    >>> w.tolist(), int(metrics.num_examples)
+    ([1.0, 1.0], 2)
+    """
+    if not callable(getattr(optimizer, "update", None)):
+        raise TypeError(f"optimizer must be an Optax gradient transformation; got {optimizer!r}.")
+    if microbatch_size is not None:
+        _validate.positive_int(microbatch_size=microbatch_size)
+    return TrainStep(optimizer, per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size))
+
+
+def _metrics(grads: PerExampleGrads) -> SensitiveMetrics:
+    seen = grads.sensitive
+    counted = seen.is_example & seen.is_finite
+    total = jnp.maximum(jnp.sum(counted), 1)
+
+    def mean(values):
+        return jnp.sum(jnp.where(counted, values, 0)) / total
+
+    return SensitiveMetrics(
+        loss=mean(seen.losses),
+        mean_norm=mean(seen.norms),
+        clip_fraction=mean(seen.was_clipped),
+        num_examples=jnp.sum(seen.is_example, dtype=jnp.int32),
+        num_nonfinite=jnp.sum(seen.is_example & ~seen.is_finite, dtype=jnp.int32),
+    )
