@@ -79,7 +79,7 @@ def privacy_event(optimizer: Any, *, sampling: Any, steps: int, params: Any = No
     >>> sampler = dpopt.PoissonSampler(1_000, 50, seed=0)
     >>> event = privacy_event(opt, sampling=sampler, steps=100)
     >>> round(dpopt.epsilon_of_event(event, delta=1e-5), 2)
-    1.18
+    1.1
     """
     return compose(privacy_of(optimizer, params), sampling, steps)
 

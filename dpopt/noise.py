@@ -81,7 +81,7 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
         del params, extra_args
         if isinstance(updates, PerExampleGrads):
             raise TypeError(
-                "add_gaussian_noise got per-example gradients: noise protects a clipped sum. Put clip_and_sum before it."
+                "add_gaussian_noise got per-example gradients: noise protects a clipped sum. Put clip_and_sum first."
             )
         noisy = updates = _trees.upcast(updates)
         if not is_off:

@@ -17,7 +17,7 @@ from dpopt.clipping import as_promise
 
 
 class Diagonal(NamedTuple):
-    """What happens to gradients at one step. Each field is a pytree, a prefix of the parameters, or None for nothing."""
+    """What happens to gradients at one step. A field is a pytree, a prefix of the parameters, or None for nothing."""
 
     scale: Any = None  # S: every example's gradient becomes S * g_i ...
     offset: Any = None  # ... + o, and is clipped after that
@@ -90,8 +90,8 @@ def side_information(scale: Any) -> SideInformation:
             the parameters' shapes. For token frequencies see `dpopt.optimizers.adadps`.
 
     Raises:
-        ValueError, TypeError: if an entry is zero, negative, NaN, infinite or no number; in ``update``, if the tree or a
-            shape does not fit the parameters.
+        ValueError, TypeError: if an entry is zero, negative, NaN, infinite or no number; in ``update``, if the tree
+            or a shape does not fit the parameters.
 
     *Privacy*: reads ``scale`` only, which must be public. Statistics of the private training set are not public:
     release them by a private mechanism of their own and add its event, or count them elsewhere.
@@ -128,8 +128,8 @@ def precondition(preconditioner: Preconditioner) -> optax.GradientTransformation
     for method in ("init", "diagonal", "observe"):
         if not callable(getattr(preconditioner, method, None)):
             raise TypeError(
-                f"{preconditioner!r} is no preconditioner: it has no method {method!r}. Use dpopt.side_information(scale) "
-                "for a fixed diagonal."
+                f"{preconditioner!r} is no preconditioner: it has no method {method!r}. Use "
+                "dpopt.side_information(scale) for a fixed diagonal."
             )
 
     def update_fn(updates, state, params=None, **extra_args):

@@ -38,8 +38,8 @@ class Query:
         value = self.noise_multiplier(step) if callable(self.noise_multiplier) else self.noise_multiplier
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
-                "the noise multiplier is a traced value, so its privacy cannot be stated. Under optax.inject_hyperparams "
-                "name it in static_args=('l2_clip_norm', 'noise_multiplier', 'expected_batch_size', 'key')."
+                "the noise multiplier is a traced value, so its privacy cannot be stated. Under "
+                "optax.inject_hyperparams name it in static_args=('l2_clip_norm', 'noise_multiplier', 'expected_batch_size', 'key')."
             )
         return float(value)
 

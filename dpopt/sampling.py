@@ -152,7 +152,7 @@ class PoissonSampler(_Sampler):
 
     >>> sampler = PoissonSampler(1_000, 50, seed=0, pad_to=16)
     >>> indices, mask = next(iter(sampler))
-    >>> len(indices) % 16, mask.sum() == len(set(indices[mask].tolist()))
+    >>> len(indices) % 16, int(mask.sum()) == len(set(indices[mask].tolist()))
     (0, True)
     >>> (sampler.batch(7).indices == PoissonSampler(1_000, 50, seed=0, pad_to=16, start=7).batch(7).indices).all()
     True
