@@ -39,7 +39,8 @@ class Query:
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
                 "the noise multiplier is a traced value, so its privacy cannot be stated. Under "
-                "optax.inject_hyperparams name it in static_args=('l2_clip_norm', 'noise_multiplier', 'expected_batch_size', 'key')."
+                "optax.inject_hyperparams name it in static_args=('l2_clip_norm', 'noise_multiplier', "
+                "'expected_batch_size', 'key')."
             )
         return float(value)
 

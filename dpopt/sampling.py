@@ -154,7 +154,7 @@ class PoissonSampler(_Sampler):
     >>> indices, mask = next(iter(sampler))
     >>> len(indices) % 16, int(mask.sum()) == len(set(indices[mask].tolist()))
     (0, True)
-    >>> (sampler.batch(7).indices == PoissonSampler(1_000, 50, seed=0, pad_to=16, start=7).batch(7).indices).all()
+    >>> bool((sampler.batch(7).indices == PoissonSampler(1_000, 50, seed=0, pad_to=16).batch(7).indices).all())
     True
     """
 
