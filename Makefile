@@ -1,0 +1,28 @@
+# Both commands work on a bare Python 3.11+: they create .venv here and install what they need.
+.PHONY: demo test lint types clean
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+
+demo: .venv/installed-benchmarks
+	$(BIN)/python -m benchmarks quickstart
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest -n 2
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed-dev
+	$(BIN)/pyright
+
+.venv/installed-%: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "dpopt needs Python 3.11 or newer; none was found on PATH."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""Benchmarks of dpopt: ``python -m benchmarks --help``."""
