@@ -19,6 +19,11 @@ from dpopt.accounting import calibrate as calibrate
 from dpopt.accounting import epsilon as epsilon
 from dpopt.accounting import epsilon_of_event as epsilon_of_event
 
+# How is a whole run said in one sentence?
+from dpopt.builder import Budget as Budget
+from dpopt.builder import Builder as Builder
+from dpopt.builder import Plan as Plan
+
 # How do parts make an optimizer?
 from dpopt.chain import PrivateOptimizer as PrivateOptimizer
 from dpopt.chain import chain as chain

@@ -134,7 +134,8 @@ def _with_post_processing(core_init, core_run, privacy, rest, stages) -> Private
         wide = None if params is None else _trees.upcast(params)
         post_state = []
         for t, s in zip(post, state[core_length:], strict=True):
-            known = {} if noise_stddev is None else {"noise_stddev": noise_stddev}
+            # To this stage alone: an optax.chain would hand it on to parts that see other noise.
+            known = {"noise_stddev": noise_stddev} if isinstance(t, NoiseAware) and noise_stddev is not None else {}
             updates, s = t.update(updates, s, wide, **extra_args, **known)
             noise_stddev = None
             post_state.append(s)
@@ -164,6 +165,11 @@ def _run_parts(parts: Sequence[_stages.StagedTransformation]) -> Callable:
         for i, part in enumerate(parts):
             if isinstance(part.stage, _stages.Precondition):
                 diagonals[i], states[i] = part.stage.preconditioner.diagonal(states[i], params, **extra_args)
+                if diagonals[i].offset is not None and any(d.release is not None for d in diagonals.values()):
+                    raise ValueError(
+                        f"stage {i} (precondition) adds an offset in units that an earlier diagonal undoes after the "
+                        "noise; put the one that is undone last."
+                    )
                 updates = apply_diagonal(updates, diagonals[i])
                 continue
             if isinstance(part.stage, _stages.Noise):
@@ -175,10 +181,10 @@ def _run_parts(parts: Sequence[_stages.StagedTransformation]) -> Callable:
         for diagonal in diagonals.values():
             if diagonal.release is not None:
                 release = _trees.broadcast_prefix(diagonal.release, updates, "release")
-                updates = jax.tree.map(jnp.multiply, updates, release)
+                updates = jax.tree.map(lambda u, r: u * jnp.asarray(r, u.dtype), updates, release)
                 noise_stddev = _times(noise_stddev, release)
         for i in diagonals:
-            states[i] = parts[i].stage.preconditioner.observe(states[i], updates)
+            states[i] = parts[i].stage.preconditioner.observe(states[i], updates, noise_stddev)
         return updates, tuple(states), noise_stddev
 
     return run
@@ -224,7 +230,7 @@ def privatize(
             ``step -> number``. 0 switches noise, and privacy, off.
         expected_batch_size: B, a public constant.
         key: PRNG key for the noise, used for nothing else.
-        preconditioner: where S comes from (`dpopt.preconditioning`), or None.
+        preconditioner: where S comes from (`dpopt.preconditioning`): one, several in a tuple (they multiply), or None.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -240,7 +246,9 @@ def privatize(
     if not callable(noise_multiplier):
         _validate.non_negative(noise_multiplier=noise_multiplier)
     _validate.positive(expected_batch_size=expected_batch_size)
-    stages = () if preconditioner is None else (precondition(preconditioner),)
+    if not isinstance(preconditioner, tuple):
+        preconditioner = () if preconditioner is None else (preconditioner,)
+    stages = tuple(precondition(p) for p in preconditioner)
     noise = add_gaussian_noise(noise_stddev(noise_multiplier, clip.sensitivity), key)
     return chain(*stages, clip_and_sum(clip), noise, normalize_by(expected_batch_size))
 
@@ -260,6 +268,8 @@ def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
         return lambda step: noise_multiplier(step) * sensitivity
     if _validate.concrete(noise_multiplier) == 0:
         return 0.0  # 0 * inf is not 0
+    if isinstance(noise_multiplier, jax.core.Tracer):
+        return jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
     if _validate.concrete(sensitivity) == math.inf:
         raise ValueError(
             "noise_multiplier > 0 needs a finite l2_clip_norm: noise scaled to an infinite norm is infinite. Set "
