@@ -1,6 +1,10 @@
 """Models of the benchmarks, in Flax."""
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 
 
@@ -16,3 +20,123 @@ class SmallCNN(nnx.Module):
         x = nnx.tanh(self.conv1(x))
         x = nnx.tanh(self.conv2(x))
         return self.dense(x.reshape(x.shape[0], -1))
+
+
+class MLP(nn.Module):
+    """Dense layers with relu; no hidden widths makes it a logistic regression."""
+
+    widths: Sequence[int]
+    outputs: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for width in self.widths:
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(self.outputs)(x)
+
+
+class CNN(nn.Module):
+    """Four 3 x 3 convolutions, mean pooling, a dense layer."""
+
+    outputs: int = 10
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features, stride in ((32, 1), (64, 2), (64, 2), (128, 2)):
+            x = nn.relu(nn.Conv(features, (3, 3), strides=stride)(x))
+        return nn.Dense(self.outputs)(x.mean((-3, -2)))
+
+
+class StandardizedConv(nn.Module):
+    """A 3 x 3 (or other) convolution whose filters are brought to mean 0 and variance 1 before use."""
+
+    features: int
+    size: int = 3
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shape = (self.size, self.size, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.he_normal(), shape)
+        mean = kernel.mean((0, 1, 2), keepdims=True)
+        kernel = (kernel - mean) / jnp.sqrt(
+            kernel.var((0, 1, 2), keepdims=True) * (shape[0] * shape[1] * shape[2]) + 1e-6
+        )
+        strides = (self.stride, self.stride)
+        return jax.lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+class WideResNet(nn.Module):
+    """Wide-ResNet with GroupNorm(16) and weight standardisation, as private image models use it."""
+
+    depth: int = 16
+    width: int = 4
+    outputs: int = 10
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        blocks = (self.depth - 4) // 6
+        x = StandardizedConv(16)(x)
+        for group, base in enumerate((16, 32, 64)):
+            features = base * self.width
+            for block in range(blocks):
+                stride = 2 if group > 0 and block == 0 else 1
+                h = nn.relu(nn.GroupNorm(16)(x))
+                same = x.shape[-1] == features and stride == 1
+                skip = x if same else StandardizedConv(features, size=1, stride=stride)(h)
+                h = StandardizedConv(features, stride=stride)(h)
+                h = nn.relu(nn.GroupNorm(16)(h))
+                x = skip + StandardizedConv(features)(h)
+        x = nn.relu(nn.GroupNorm(16)(x))
+        return nn.Dense(self.outputs)(x.mean((-3, -2)))
+
+
+class Transformer(nn.Module):
+    """A small encoder over tokens, mean pooled."""
+
+    vocabulary: int = 5_000
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    outputs: int = 2
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(self.vocabulary, self.width)(tokens)
+        positions = self.param("positions", nn.initializers.normal(0.02), (tokens.shape[-1], self.width))
+        x = x + positions
+        for _ in range(self.layers):
+            h = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(self.heads)(h, h)
+            h = nn.LayerNorm()(x)
+            x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(h)))
+        return nn.Dense(self.outputs)(x.mean(-2))
+
+
+class LSTMClassifier(nn.Module):
+    """An LSTM over embedded tokens; the last state is classified. 706,690 parameters at the default sizes."""
+
+    vocabulary: int = 10_000
+    embedding: int = 64
+    hidden: int = 64
+    outputs: int = 2
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(self.vocabulary, self.embedding)(tokens)
+        x = nn.RNN(nn.OptimizedLSTMCell(self.hidden))(x)
+        return nn.Dense(self.outputs)(x[..., -1, :])
+
+
+class MatrixFactorization(nn.Module):
+    """Rating = dot product of a user's and an item's factors."""
+
+    users: int = 943
+    items: int = 1_682
+    dimension: int = 100
+
+    @nn.compact
+    def __call__(self, pair: jax.Array) -> jax.Array:
+        user = nn.Embed(self.users, self.dimension, name="users")(pair[..., 0])
+        item = nn.Embed(self.items, self.dimension, name="items")(pair[..., 1])
+        return jnp.sum(user * item, axis=-1)
