@@ -13,57 +13,90 @@
 
 from importlib import metadata as _metadata
 
-# What did it cost?
-from dpopt.accounting import Ledger as Ledger
-from dpopt.accounting import calibrate as calibrate
-from dpopt.accounting import epsilon as epsilon
-from dpopt.accounting import epsilon_of_event as epsilon_of_event
+# One example's gradient: where does it come from, what will it cost?
+from dpopt.gradients import PerExampleGrads as PerExampleGrads
+from dpopt.gradients import per_example_grads as per_example_grads
+from dpopt.ghost import explain as explain
 
-# How is a whole run said in one sentence?
-from dpopt.builder import Budget as Budget
-from dpopt.builder import Builder as Builder
-from dpopt.builder import Plan as Plan
-
-# How do parts make an optimizer?
-from dpopt.chain import PrivateOptimizer as PrivateOptimizer
-from dpopt.chain import chain as chain
-from dpopt.chain import privatize as privatize
-
-# How is one example's influence bounded?
+# How is its influence bounded?
 from dpopt.clipping import FlatClip as FlatClip
 from dpopt.clipping import GroupClip as GroupClip
 from dpopt.clipping import NormalizedClip as NormalizedClip
 from dpopt.clipping import clip_and_sum as clip_and_sum
-from dpopt.events import privacy_event as privacy_event
 
-# Where do gradients come from?
-from dpopt.gradients import PerExampleGrads as PerExampleGrads
-from dpopt.gradients import per_example_grads as per_example_grads
+# In what geometry?
+from dpopt.preconditioning import precondition as precondition
+from dpopt.preconditioning import precondition_by_side_information as precondition_by_side_information
+from dpopt.preconditioning import scheduled_clip_norm as scheduled_clip_norm
+from dpopt.preconditioning import side_information as side_information
+from dpopt.moments import last_moments as last_moments
+from dpopt.moments import public_moments as public_moments
+from dpopt.delayed import delayed_moments as delayed_moments
 
 # Where is noise added?
 from dpopt.noise import add_gaussian_noise as add_gaussian_noise
 from dpopt.noise import normalize_by as normalize_by
 
-# Which optimizer?
+# How do parts make an optimizer, and what does it cost a step?
+from dpopt.chain import PrivateOptimizer as PrivateOptimizer
+from dpopt.chain import chain as chain
+from dpopt.chain import privatize as privatize
+from dpopt.privacy import Privacy as Privacy
+from dpopt.privacy import privacy_of as privacy_of
+
+# What did the run cost?
+from dpopt.accounting import Ledger as Ledger
+from dpopt.accounting import calibrate as calibrate
+from dpopt.accounting import epsilon as epsilon
+from dpopt.accounting import epsilon_of_event as epsilon_of_event
+from dpopt.events import privacy_event as privacy_event
+
+# Which examples are in which step?
+from dpopt.sampling import FixedSizeSampler as FixedSizeSampler
+from dpopt.sampling import PoissonSampler as PoissonSampler
+
+# Which optimizer, by name?
 from dpopt.optimizers.sgd import dp_adagrad as dp_adagrad
 from dpopt.optimizers.sgd import dp_adam as dp_adam
 from dpopt.optimizers.sgd import dp_adamw as dp_adamw
 from dpopt.optimizers.sgd import dp_rmsprop as dp_rmsprop
 from dpopt.optimizers.sgd import dp_sgd as dp_sgd
 from dpopt.optimizers.sgd import dp_yogi as dp_yogi
+from dpopt.optimizers.adadps import adadps as adadps
+from dpopt.optimizers.adadps import broadcast_feature_scale as broadcast_feature_scale
+from dpopt.optimizers.adadps import scale_from_frequencies as scale_from_frequencies
+from dpopt.optimizers.adadps import tfidf_scores as tfidf_scores
+from dpopt.optimizers.dp2 import dp2 as dp2
+from dpopt.optimizers.dp2 import dp2_noise_first as dp2_noise_first
+from dpopt.optimizers.dp2 import scale_by_phase_learning_rate as scale_by_phase_learning_rate
+from dpopt.optimizers.dp2_extra_query import dp2_extra_query as dp2_extra_query
+from dpopt.optimizers.adam_bc import dp_adam_bc as dp_adam_bc
+from dpopt.optimizers.adam_bc import scale_by_adagrad_bc as scale_by_adagrad_bc
+from dpopt.optimizers.adam_bc import scale_by_adam_bc as scale_by_adam_bc
+from dpopt.optimizers.adam_bc import scale_by_rms_bc as scale_by_rms_bc
+from dpopt.optimizers.microadam import dp_micro_adam as dp_micro_adam
+from dpopt.optimizers.microadam import scale_by_micro_adam as scale_by_micro_adam
+from dpopt.optimizers.scale_then_privatize import scale_then_privatize as scale_then_privatize
+from dpopt.optimizers.public import blend_public_gradients as blend_public_gradients
+from dpopt.optimizers.public import dp_adam_pub as dp_adam_pub
+from dpopt.optimizers.public import dp_r_pub as dp_r_pub
+from dpopt.optimizers.public import pda_dpmd as pda_dpmd
+from dpopt.optimizers.public import scale_by_public_adam as scale_by_public_adam
+from dpopt.optimizers.public import warm_start as warm_start
+from dpopt.optimizers.after_noise import precondition_after_noise as precondition_after_noise
 
-# What geometry before the clip?
-from dpopt.preconditioning import precondition as precondition
-from dpopt.preconditioning import precondition_by_side_information as precondition_by_side_information
-from dpopt.preconditioning import side_information as side_information
-from dpopt.privacy import Privacy as Privacy
-from dpopt.privacy import privacy_of as privacy_of
+# How is a whole run said in one sentence?
+from dpopt.builder import Budget as Budget
+from dpopt.builder import Builder as Builder
+from dpopt.builder import Plan as Plan
 
-# Which examples, which step?
-from dpopt.sampling import FixedSizeSampler as FixedSizeSampler
-from dpopt.sampling import PoissonSampler as PoissonSampler
+# How is it trained?
 from dpopt.training import SensitiveMetrics as SensitiveMetrics
 from dpopt.training import TrainStep as TrainStep
 from dpopt.training import make_train_step as make_train_step
+
+# User-level privacy, and tools for looking at private data
+from dpopt import diagnostics as diagnostics
+from dpopt import federated as federated
 
 __version__ = _metadata.version("dpopt")

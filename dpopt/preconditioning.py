@@ -6,13 +6,15 @@ depends on public data, side information or already noised values alone, and the
 adds."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _stages
+from dpopt import _stages, _trees, _validate
 from dpopt.clipping import as_promise
 
 
@@ -37,8 +39,9 @@ class Preconditioner(Protocol):
         """This step's diagonal and the state. Reads the state and public values (``public_grads``) only."""
         ...
 
-    def observe(self, state: Any, private_mean: Any) -> Any:
-        """The state after the private mean gradient of this step is known."""
+    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> Any:
+        """The state after this step's private mean gradient is known, with the standard deviation of the noise in it:
+        one number, or one a parameter or coordinate where a diagonal was undone."""
         ...
 
 
@@ -74,11 +77,18 @@ class SideInformation:
         return optax.EmptyState()
 
     def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
-        del params, extra_args
-        return Diagonal(scale=self.scale), state
+        del extra_args
+        if params is None:
+            return Diagonal(scale=self.scale), state
 
-    def observe(self, state: Any, private_mean: Any) -> Any:
-        del private_mean
+        def like_moments(entry, p):  # a float64 table must not widen the gradients
+            return jnp.asarray(entry, _trees.accumulator_dtype(jnp.result_type(p)))
+
+        scale = _trees.broadcast_prefix(self.scale, params, "scale")
+        return Diagonal(scale=jax.tree.map(like_moments, scale, params)), state
+
+    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> Any:
+        del private_mean, noise_stddev
         return state
 
 
@@ -87,7 +97,7 @@ def side_information(scale: Any) -> SideInformation:
 
     Args:
         scale: positive numbers: a pytree with the parameters' structure, or a prefix of it, whose leaves broadcast to
-            the parameters' shapes. For token frequencies see `dpopt.optimizers.adadps`.
+            the parameters' shapes. For token frequencies see `scale_from_frequencies`.
 
     Raises:
         ValueError, TypeError: if an entry is zero, negative, NaN, infinite or no number; in ``update``, if the tree
@@ -104,11 +114,71 @@ def side_information(scale: Any) -> SideInformation:
     return SideInformation(scale)
 
 
+class ScheduledClipNormState(NamedTuple):
+    """State of `scheduled_clip_norm`."""
+
+    count: jax.Array  # (), int32: steps so far
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScheduledClipNorm:
+    """The preconditioner made by `scheduled_clip_norm`."""
+
+    relative_norm: Callable[[Any], Any]
+
+    needs_feedback = True
+
+    def __post_init__(self):
+        if not callable(self.relative_norm):
+            raise TypeError(
+                f"relative_norm must be a schedule, step -> C(step) / C; got {self.relative_norm!r}. A constant clip "
+                "norm is clip_and_sum's own argument."
+            )
+        _validate.positive(**{"relative_norm(0)": self.relative_norm(0)})
+
+    def init(self, params: Any) -> ScheduledClipNormState:
+        del params
+        return ScheduledClipNormState(jnp.zeros([], jnp.int32))
+
+    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
+        del params, extra_args
+        ratio = self.relative_norm(state.count)
+        # clip(g / r, C) * r = clip(g, r C), and the noise sigma C becomes sigma r C.
+        return Diagonal(scale=1 / ratio, release=ratio), state
+
+    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> ScheduledClipNormState:
+        del private_mean, noise_stddev
+        return ScheduledClipNormState(optax.safe_increment(state.count))
+
+
+def scheduled_clip_norm(relative_norm: Callable[[Any], Any]) -> ScheduledClipNorm:
+    r"""Lets the clip norm follow a schedule: :math:`C(t) = r(t)\, C`, with the noise in proportion.
+
+    The chain clips at the constant C; gradients are divided by r(t) before and the noisy mean is multiplied by r(t)
+    after, which is clipping at :math:`r(t) C` with noise :math:`\sigma r(t) C`, exactly.
+
+    Args:
+        relative_norm: r, a schedule ``step -> number`` of positive numbers that are fixed in advance, such as
+            ``optax.linear_schedule(1.0, 0.1, 1000)``. Put this after all other diagonals.
+
+    Raises:
+        ValueError, TypeError: if it is no schedule, or does not start at a positive number.
+
+    *Privacy*: the noise multiplier, and so the event of a step, does not change. The schedule must not look at private
+    data.
+
+    >>> scheduled_clip_norm(optax.linear_schedule(1.0, 0.5, 10)).needs_feedback
+    True
+    """
+    return ScheduledClipNorm(relative_norm)
+
+
 def precondition(preconditioner: Preconditioner) -> optax.GradientTransformationExtraArgs:
     """Applies a preconditioner's diagonal to per-example gradients; stands before `clip_and_sum`.
 
     Args:
-        preconditioner: `side_information` or another object with the `Preconditioner` methods.
+        preconditioner: `side_information`, `public_moments`, `delayed_moments`, `last_moments`, `scheduled_clip_norm`,
+            or another object with the `Preconditioner` methods.
 
     Returns:
         A transformation from a promise, or ``(B, ...)`` gradients, to a promise.

@@ -12,6 +12,7 @@ from typing import Any
 import dp_accounting
 import jax
 import jax.numpy as jnp
+import optax
 
 from dpopt import _stages, _validate
 from dpopt.gradients import per_example_grads
@@ -162,7 +163,8 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
             return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(p)) * example
 
         grads = per_example_grads(loss)(params, jnp.ones((1,)))
-        return optimizer.update(grads, optimizer.init(params), params)
+        update = optax.with_extra_args_support(optimizer).update
+        return update(grads, optimizer.init(params), params, public_grads=params)  # shapes, for those that ask
 
     with _stages.listening([]) as tape:
         jax.eval_shape(probe, params)

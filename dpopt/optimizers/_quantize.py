@@ -1,0 +1,75 @@
+"""Vectors in a few bits each: uniform codes between a smallest and a largest value, packed into bytes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Quantized(NamedTuple):
+    """A vector of d numbers in b bits each, with one range for the whole of it or one a bucket."""
+
+    codes: jax.Array  # (ceil(d / 2),) uint8 for b = 4, two codes to a byte; (d,) uint8 for b = 8
+    low: jax.Array  # (buckets,), at least float32: delta, the value of code 0
+    high: jax.Array  # (buckets,), at least float32: Delta, the value of the largest code
+
+
+def zeros(size: int, dtype: jax.typing.DTypeLike, *, bits: int, bucket_size: int | None) -> Quantized:
+    """A vector of zeros: it decodes to exactly zero."""
+    buckets = -(-size // _bucket(size, bucket_size))
+    codes = jnp.zeros((-(-size * bits // 8),), jnp.uint8)
+    return Quantized(codes, jnp.zeros((buckets,), dtype), jnp.zeros((buckets,), dtype))
+
+
+def quantize(x: jax.Array, *, bits: int, bucket_size: int | None, key: jax.Array | None = None) -> Quantized:
+    r"""Codes :math:`q = \lfloor (x - \delta) / u + r \rfloor`, with :math:`u = (\Delta - \delta) / (2^b - 1)`.
+
+    Args:
+        x: ``(d,)``, d >= 1.
+        bits: b, 4 or 8.
+        bucket_size: how many coordinates share a range, or None for all.
+        key: with a key, r ~ U[0, 1) for every coordinate, so that the decoded value is x on average; without, r = 1/2,
+            the nearest code.
+    """
+    rows = _in_buckets(x, bucket_size)
+    low, high = jnp.min(rows, axis=1), jnp.max(rows, axis=1)
+    unit = _unit(low, high, bits)[:, None]
+    # A bucket of one value has unit 0, and code 0 stands for it exactly.
+    steps = jnp.where(unit > 0, (rows - low[:, None]) / jnp.where(unit > 0, unit, 1), 0)
+    r = 0.5 if key is None else jax.random.uniform(key, steps.shape, steps.dtype)
+    # The largest value may land a rounding error above the largest code.
+    codes = jnp.clip(jnp.floor(steps + r), 0, 2**bits - 1).astype(jnp.uint8).reshape(-1)[: x.size]
+    return Quantized(_pack(codes) if bits == 4 else codes, low, high)
+
+
+def dequantize(quantized: Quantized, size: int, *, bits: int, bucket_size: int | None) -> jax.Array:
+    r"""The vector that the codes stand for, ``(size,)``: :math:`q u + \delta`."""
+    codes = _unpack(quantized.codes)[:size] if bits == 4 else quantized.codes
+    low = quantized.low
+    rows = _in_buckets(codes.astype(low.dtype), bucket_size)
+    values = rows * _unit(low, quantized.high, bits)[:, None] + low[:, None]
+    return values.reshape(-1)[:size]
+
+
+def _bucket(size: int, bucket_size: int | None) -> int:
+    return max(1, size if bucket_size is None else min(bucket_size, size))
+
+
+def _in_buckets(x: jax.Array, bucket_size: int | None) -> jax.Array:
+    """``(buckets, coordinates)``; the last bucket is filled up with copies of the last value, which keep its range."""
+    bucket = _bucket(x.size, bucket_size)
+    return jnp.pad(x, (0, -x.size % bucket), mode="edge").reshape(-1, bucket)
+
+
+def _unit(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
+    return (high - low) / (2**bits - 1)
+
+
+def _pack(codes: jax.Array) -> jax.Array:
+    """Byte i holds code i in its low half and code i + ceil(d / 2) in its high half: two contiguous reads."""
+    half = -(-codes.size // 2)
+    return codes[:half] | (jnp.pad(codes[half:], (0, 2 * half - codes.size)) << 4)
+
+
+def _unpack(packed: jax.Array) -> jax.Array:
+    return jnp.concatenate([packed & 15, packed >> 4])

@@ -1,0 +1,61 @@
+"""Scale-then-privatise: Adam whose gradients are clipped in the geometry that Adam steps in."""
+
+from typing import Any
+
+import jax
+import optax
+
+from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.moments import last_moments
+
+
+def scale_then_privatize(
+    learning_rate: Any,
+    *,
+    l2_clip_norm: Any,
+    noise_multiplier: Any,
+    expected_batch_size: Any,
+    key: jax.Array,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_scale: float = 1e-2,
+    weight_decay: float = 0.0,
+) -> PrivateOptimizer:
+    r"""Scale by last step's second moment, clip, add noise, undo the scale, then Adam.
+
+    .. math::
+
+        \tilde g_t = \tfrac{1}{s_t B} \big( \textstyle\sum_i \mathrm{clip}(s_t g_i, C) + \sigma C z \big), \quad
+        s_t = 1 / (\sqrt{\hat v_{t-1}} + \epsilon_s), \quad s_1 = 1
+
+    and :math:`\tilde g_t` goes into Adam, whose second moment v is.
+
+    Args:
+        learning_rate: a number or a schedule.
+        l2_clip_norm: C; bounds the SCALED gradient, so it is of the order of the root of the dimension.
+        noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+        b1, b2, eps: see ``optax.adam``.
+        eps_scale: epsilon_s, positive; bounds the scale where v is small.
+        weight_decay: decoupled, multiplied by the learning rate.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named.
+
+    *Privacy*: one Gaussian query a step with multiplier sigma: the scale comes from what was released before.
+
+    Reference: Ganesh, McMahan and Thakurta (2025), On Design Principles for Private Adaptive Optimizers, Algorithm 8.
+
+    >>> opt = scale_then_privatize(
+    ...     1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
+    >>> opt.privacy.step_event().noise_multiplier
+    1.0
+    """
+    core = privatize(
+        l2_clip_norm=l2_clip_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size,
+        key=key,
+        preconditioner=last_moments(b2=b2, eps_scale=eps_scale),
+    )
+    return chain(core, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))
