@@ -1,16 +1,19 @@
 """The engines that turn a loss and a batch into a clipped sum, one microbatch or many.
 
 The ``vmap`` engine is the definition of correct: form every gradient, take norms, add up what is left after the clip.
+The ``ghost`` engine (`dpopt.ghost`) gets the same sum without forming them.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dpopt import _trees
+from dpopt import _trees, ghost
 
 
 class ClipFunction(Protocol):
@@ -41,7 +44,9 @@ def safe_norm(x: jax.Array, axis: int) -> jax.Array:
     if x.shape[axis] == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
     largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-    unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
+    # Bounded on both sides: XLA may divide by a reciprocal, and that of a number near the largest is flushed to zero.
+    bound = 2.0 ** (jnp.finfo(x.dtype).maxexp - 28)
+    unit = jnp.where(jnp.isfinite(largest), jnp.clip(largest, 1 / bound, bound), 1)
     return jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(x / unit), axis=axis))
 
 
@@ -68,10 +73,16 @@ def clip_stacked(grads: Any, mask: jax.Array, scale: Any, offset: Any, clip: Cli
 
 
 def affine(grads: Any, scale: Any, offset: Any) -> Any:
+    """``S g_i + o`` in the gradients' own dtype; ``S`` and ``o`` have no batch axis."""
+
+    def like(g, entry):
+        entry = jnp.asarray(entry, g.dtype)
+        return entry[None] if entry.ndim else entry
+
     if scale is not None:
-        grads = jax.tree.map(lambda g, s: g * s, grads, scale)
+        grads = jax.tree.map(lambda g, s: g * like(g, s), grads, scale)
     if offset is not None:
-        grads = jax.tree.map(lambda g, o: g + o, grads, offset)
+        grads = jax.tree.map(lambda g, o: g + like(g, o), grads, offset)
     return grads
 
 
@@ -120,15 +131,41 @@ class Loss:
         losses, aux = values if self.has_aux else (values, None)
         return clip_stacked(grads, mask, scale, offset, clip)._replace(losses=losses, aux=aux)
 
+    def _microbatch(self, batch, mask, scale, offset, clip) -> EngineResult:
+        """One microbatch, by the engine asked for, or by ``vmap`` where that is the only or the faster one."""
+        if self.engine == "vmap":
+            return self._vmap_engine(batch, mask, scale, offset, clip)
+        try:
+            plan = ghost.plan_clipped_sum(
+                self.loss_fn, self.params, batch, scale=scale, offset=offset, has_aux=self.has_aux
+            )
+        except ghost.CannotFollow as reason:
+            _warn_once(reason)
+            return self._vmap_engine(batch, mask, scale, offset, clip)
+        if self.engine == "auto" and plan.prefers_vmap:
+            return self._vmap_engine(batch, mask, scale, offset, clip)
+        ran = ghost.clipped_sum(
+            self.loss_fn,
+            self.params,
+            batch,
+            coefficients=clip.coefficients,
+            mask=mask,
+            scale=scale,
+            offset=offset,
+            has_aux=self.has_aux,
+            plan=plan,
+        )
+        return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, is_finite=ran.ok | ~mask)
+
     def run(self, mask, scale, offset, clip) -> EngineResult:
         """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
         size = self.microbatch_size
         if size is None or size >= self.batch_size:
-            return self._vmap_engine(self.batch, mask, scale, offset, clip)
+            return self._microbatch(self.batch, mask, scale, offset, clip)
 
         steps = -(-self.batch_size // size)
         # The last microbatch is filled up with copies of the last example, masked out.
-        rows = jnp.minimum(jnp.arange(steps * size), self.batch_size - 1)
+        rows = np.minimum(np.arange(steps * size), self.batch_size - 1)
         batch = self.batch if steps * size == self.batch_size else jax.tree.map(lambda x: x[rows], self.batch)
         mask = jnp.where(jnp.arange(steps * size) < self.batch_size, mask[rows], False)
 
@@ -139,8 +176,21 @@ class Loss:
             return x.reshape((steps * size,) + x.shape[2:])[: self.batch_size]
 
         def step(total, microbatch):
-            ran = self._vmap_engine(*microbatch, scale, offset, clip)
+            ran = self._microbatch(*microbatch, scale, offset, clip)
             return jax.tree.map(jnp.add, total, ran.sum), ran._replace(sum=None)
 
         total, ran = jax.lax.scan(step, _trees.zeros(self.params), jax.tree.map(fold, (batch, mask)))
         return jax.tree.map(unfold, ran)._replace(sum=total)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(reason: ghost.CannotFollow) -> None:
+    if reason.primitive not in _warned:
+        _warned.add(reason.primitive)
+        warnings.warn(
+            f"{reason}. Falling back to engine='vmap', which gives the same result and forms every gradient; pass "
+            "engine='vmap' to silence this.",
+            stacklevel=2,
+        )

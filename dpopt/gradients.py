@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dpopt import _engines, _trees, _validate
 
-Engine = Literal["auto", "vmap"]
+Engine = Literal["auto", "ghost", "vmap"]
 
 
 class SensitiveAux(NamedTuple):
@@ -61,6 +61,11 @@ class PerExampleGrads:
         new._observed = self._observed  # one record for a promise and all that is derived from it
         return new
 
+    @property
+    def unit(self) -> str:
+        """What one row is: ``"example"``, or ``"client"`` where `dpopt.federated` made the promise."""
+        return getattr(self._source, "unit", "example")
+
     def scale(self, diagonal: Any) -> "PerExampleGrads":
         """Multiplies every gradient by ``diagonal``, a pytree (prefix allowed) that broadcasts to the parameters.
 
@@ -86,7 +91,9 @@ class PerExampleGrads:
         *Privacy*: as for `scale`.
         """
         offset = _trees.broadcast_prefix(offset, self._source.like, "offset")
-        return self._mapped(self._scale, _engines.affine(offset, None, self._offset))
+        return self._mapped(
+            self._scale, offset if self._offset is None else jax.tree.map(jnp.add, self._offset, offset)
+        )
 
     def clipped_sum(self, clip: _engines.ClipFunction) -> ClippedSum:
         """Runs the engine: ``sum_i clip(S g_i + o)`` over the examples that are real and finite.
@@ -138,6 +145,14 @@ class PerExampleGrads:
         # flax's TrainState asks whether the gradients hold a special key; a promise holds none.
         return False
 
+    def _refuse(self, *_):
+        raise TypeError(
+            "per-example gradients reached a transformation that computes with them before they were clipped: put "
+            "dpopt.clip_and_sum first, and noise after it."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __pow__ = __neg__ = __abs__ = _refuse
+
     def __repr__(self) -> str:
         return (
             f"PerExampleGrads(batch_size={self._source.batch_size}): a promise of per-example gradients, not an array; "
@@ -157,7 +172,9 @@ def per_example_grads(
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``, the loss of ONE example (no batch axis); with ``has_aux``,
             ``(scalar, aux)``.
-        engine: how the clipped sum is computed: ``"vmap"`` forms all gradients; ``"auto"`` picks the cheapest engine.
+        engine: how the clipped sum is computed: ``"vmap"`` forms all gradients, ``"ghost"`` forms none (or only what it
+            must; see `dpopt.explain`), ``"auto"`` picks the one that should be faster. The result is the same. A loss
+            that ``ghost`` cannot follow falls back to ``vmap``, with one warning that names the operation.
         microbatch_size: how many examples to process at a time, or None for the whole batch. The result is the same;
             memory goes down. The unit that is clipped stays the example.
         has_aux: whether the loss returns a second value; it comes back per example, in `SensitiveAux`.
@@ -180,7 +197,7 @@ def per_example_grads(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
-    _validate.one_of(("auto", "vmap"), engine=engine)
+    _validate.one_of(("auto", "ghost", "vmap"), engine=engine)
     if microbatch_size is not None:
         _validate.positive_int(microbatch_size=microbatch_size)
 
@@ -188,6 +205,7 @@ def per_example_grads(
         _validate.floating_params(params)
         batch_size = _batch_size(batch)
         mask = _checked_mask(mask, batch_size)
+        params, batch = jax.tree.map(jnp.asarray, (params, batch))
         _check_loss(loss_fn, params, batch, has_aux)
         return PerExampleGrads(
             _engines.Loss(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux), mask

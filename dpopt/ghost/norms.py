@@ -1,0 +1,137 @@
+"""Squared norms of per-example gradients from their factors, without the gradients where possible.
+
+With ``G = sum_t l_t (x) r_t`` (rules.py) there are four ways, all exact, and the planner picks one:
+
+* ``rank_one``  T = 1:  ``|G|^2 = |l|^2 |r|^2``; with a diagonal S, ``(l^2) @ (S^2) . (r^2)``: one matmul.
+* ``gram``      ``|G|^2 = <l l', r r'>``, both T x T: ``T^2 (a + p)`` operations and no weight-sized buffer.
+* ``segments``  one-hot ``l`` (embeddings): add up the rows of equal index, then square.
+* ``explicit``  form G (``T a p``, what the weighted sum costs, which can then reuse it).
+
+Every function takes one example; the engine maps them over the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dpopt.ghost.rules import Factors
+
+# Norms bound the sensitivity: they are taken at full float32 precision on accelerators, too.
+_PRECISION = lax.Precision.HIGHEST
+
+
+def _einsum(spec: str, *operands: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(jnp.result_type(*operands), jnp.float32)
+    return jnp.einsum(spec, *operands, precision=_PRECISION, preferred_element_type=dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def sum_squares(x: jax.Array) -> jax.Array:
+    """Sum of squares in at least float32."""
+    return jnp.sum(jnp.square(_wide(x)))
+
+
+def rank_one(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """``|S * G|^2`` for T = 1; ``scale`` is folded to ``[K, N, a, p]``."""
+    left, right = factors.split(x, y)
+    right_squares = jnp.square(_wide(right[:, 0]))  # [N, p]
+    if factors.one_hot:
+        if scale is not None:
+            right_squares = right_squares * jnp.square(scale[0, 0].at[left[0][:, 0]].get(mode="clip"))
+        return jnp.sum(right_squares)
+    total = 0
+    for k, rows in enumerate(left):
+        left_squares = jnp.square(_wide(rows[:, 0]))  # [N, a]
+        if scale is None:
+            total += jnp.sum(jnp.sum(left_squares, axis=1) * jnp.sum(right_squares, axis=1))
+        else:
+            mixed = _einsum("na,nap->np", left_squares, jnp.square(scale[k]))
+            total += jnp.sum(mixed * right_squares)
+    return total
+
+
+def gram(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """``<l l', r r'>``; with a diagonal only for one-hot ``l``, whose rows it multiplies."""
+    left, right = factors.split(x, y)
+    if factors.one_hot:
+        ids = left[0]
+        if scale is not None:
+            right = right * scale[0, 0].at[ids].get(mode="clip")
+        inner = (ids[:, :, None] == ids[:, None, :]).astype(jnp.float32)
+    else:
+        inner = sum(_einsum("nta,nsa->nts", rows, rows) for rows in left)
+    outer = _einsum("ntp,nsp->nts", right, right)
+    return jnp.maximum(jnp.sum(inner * outer), 0)  # rounding may leave a tiny negative number
+
+
+def segments(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """One-hot ``l``: rows of equal index are added at the index's first position."""
+    (ids,), right = factors.split(x, y)
+    right = _wide(right)
+    if scale is not None:
+        right = right * scale[0, 0].at[ids].get(mode="clip")
+    positions = jnp.arange(ids.shape[1])
+    equal = ids[0, :, None] == ids[0, None, :]
+    first = jnp.min(jnp.where(equal, positions[None], ids.shape[1]), axis=1)
+    return sum_squares(jnp.zeros_like(right[0]).at[first].add(right[0]))
+
+
+METHODS = {"rank_one": rank_one, "gram": gram, "segments": segments}
+
+
+def explicit(factors: Factors, x: jax.Array, y: jax.Array) -> list[jax.Array]:
+    """G itself: K arrays ``[N, a, p]`` in at least float32 (apart, as joining them would copy)."""
+    left, right = factors.split(x, y)
+    _, _, a, p = factors.shape
+    if factors.one_hot:
+        table = jnp.zeros((a, p), jnp.promote_types(right.dtype, jnp.float32))
+        return [table.at[left[0][0]].add(right[0].astype(table.dtype), mode="drop")[None]]
+    if a == p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
+        return [jnp.sum(_wide(rows) * _wide(right), axis=1, keepdims=True) for rows in left]
+    return [_einsum("nta,ntp->nap", rows, right) for rows in left]
+
+
+def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> jax.Array:
+    """``|sum_k G_k|^2`` for several uses of one matrix (tied weights), cross terms included.
+
+    Each use is ``(factors, is it transposed?, x, y)``, relative to the parameter. Uses of one kind
+    are joined along T, so that an unrolled recurrent network is one Gram matrix, not one for each
+    pair of steps.
+    """
+    kinds: dict[Any, list] = {}
+    for factors, transposed, x, y in uses:
+        (left,), right = factors.split(x, y)
+        pair = [(factors.one_hot, left[0]), (False, right[0])]
+        if transposed:
+            pair.reverse()
+        kinds.setdefault((pair[0][0], pair[1][0]), []).append(pair)
+    joined = [
+        [(side[0][0], jnp.concatenate([z for _, z in side])) for side in zip(*pairs, strict=True)]
+        for pairs in kinds.values()
+    ]
+    total = 0
+    for i, (left, right) in enumerate(joined):
+        for j, (other_left, other_right) in enumerate(joined[: i + 1]):
+            term = jnp.sum(_inner(left, other_left) * _inner(right, other_right))
+            total += term if i == j else 2 * term
+    return jnp.maximum(total, 0)
+
+
+def _inner(one: tuple[bool, jax.Array], other: tuple[bool, jax.Array]) -> jax.Array:
+    """Inner products of all rows of ``one`` with all rows of ``other``; True marks one-hot indices."""
+    (one_hot, x), (other_hot, y) = one, other
+    if one_hot and other_hot:
+        return (x[:, None] == y[None, :]).astype(jnp.float32)
+    if one_hot:
+        return _wide(y).T.at[x].get(mode="clip")
+    if other_hot:
+        return _inner(other, one).T
+    return _einsum("ta,sa->ts", x, y)

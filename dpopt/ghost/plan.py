@@ -1,0 +1,298 @@
+"""Planning: which norm for which parameter, and what it should cost.
+
+A parameter whose every contact keeps its entries apart (reshaped, transposed, cast, multiplied by
+constants) can have its norm taken at the contact by any method of norms.py. For any other (weight
+standardisation, a low-rank product, a bias added to a whole sequence) the contacts' per-example
+gradients are formed and *pulled back* through the prologue, example by example.
+
+A formed gradient is *kept* for the weighted sum, which then needs no matrix product of its own, as
+long as all that is kept stays smaller than the activations.
+
+The unit of cost is one floating-point operation. Only ratios matter: they choose between exact methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from dpopt.ghost.trace import Contact, Trace, wide_dtype
+
+# Operations in the time that one byte takes to or from memory: CPUs and GPUs lie near 5 to 20.
+_OPERATIONS_PER_BYTE = 8
+# Ghost must not lose to vmap by more than 5%; the model is trusted to that and no further.
+_MARGIN = 1.05
+# Kept gradients may take this share of what the contacts' inputs and cotangents take.
+_KEPT_SHARE = 1.0
+# Formed gradients that are not kept live in a buffer of this size: it should fit a cache.
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """How one parameter's per-example norms are found."""
+
+    leaf: int
+    contacts: tuple[Contact, ...]
+    method: str  # none, rank_one, gram, segments, shared_gram, explicit or pulled_back
+    operations: float  # for the norms of the whole batch
+    bytes: float  # of buffers that an ordinary gradient does not have
+
+
+@dataclass
+class Plan:
+    """The trace, a method for every parameter, and the contacts whose gradients are kept."""
+
+    trace: Trace
+    batch_size: int
+    leaves: list[LeafPlan]
+    kept: frozenset[Contact]
+    ordinary_cost: float
+    ghost_cost: float
+    vmap_cost: float
+    paths: list[str] = field(default_factory=list)
+
+    @property
+    def pulled_back(self) -> list[tuple[list[Contact], list[int]]]:
+        """Contacts and parameters whose norms are found together, since they are connected."""
+        groups: list[tuple[set[Contact], set[int]]] = []
+        for leaf in self.leaves:
+            if leaf.method != "pulled_back":
+                continue
+            contacts, members = set(leaf.contacts), {leaf.leaf}
+            apart = []
+            for other in groups:
+                if other[0] & contacts:
+                    contacts, members = contacts | other[0], members | other[1]
+                else:
+                    apart.append(other)
+            groups = [*apart, (contacts, members)]
+        return [(sorted(c, key=lambda k: k.index), sorted(m)) for c, m in groups]
+
+    def chunk(self, contacts: Sequence[Contact]) -> int:
+        """How many examples to form gradients for at a time."""
+        size = sum(_formed_bytes(c) for c in contacts if c not in self.kept and c.factors)
+        wanted = max(1, _CHUNK_BYTES // max(size, 1))
+        divisors = (n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
+        return max(n for n in divisors if n <= wanted)
+
+    @property
+    def prefers_vmap(self) -> bool:
+        """True where plain per-example gradients should be faster by more than the margin."""
+        return self.ghost_cost > _MARGIN * self.vmap_cost
+
+
+def _size(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+def _bytes(shape: Sequence[int], dtype: Any) -> int:
+    return _size(shape) * wide_dtype(dtype).itemsize
+
+
+def _formed_bytes(contact: Contact) -> int:
+    return _bytes(contact.weight.shape, contact.weight.dtype)
+
+
+def _product(contact: Contact) -> float:
+    """Operations of the weighted sum at this contact, for one example."""
+    if contact.factors is None:
+        return _size(contact.tap_shape)
+    K, N, a, p = contact.factors.shape
+    if contact.factors.one_hot:  # a scatter-add, bound by memory
+        return 2 * _OPERATIONS_PER_BYTE * _bytes(contact.tap_shape, contact.tap_dtype)
+    return 2 * K * N * contact.factors.positions * a * p
+
+
+def _norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float]:
+    """(operations, extra bytes) of one example's squared norm."""
+    formed = _formed_bytes(contact)
+    if method == "explicit":
+        if contact.factors is None:  # the backward pass has formed it already
+            return _OPERATIONS_PER_BYTE * formed, 0
+        writes = 2 * _OPERATIONS_PER_BYTE * formed
+        return _product(contact) + writes, formed
+    K, N, a, p = contact.factors.shape
+    T = contact.factors.positions
+    width = wide_dtype(contact.weight.dtype).itemsize
+    if method == "rank_one":
+        reads = _OPERATIONS_PER_BYTE * width * N * (K * a + p)
+        mixed = scaled and not contact.factors.one_hot
+        return reads + (2 * K * N * a * p if mixed else 0), 0
+    if method == "segments":
+        return T * T + 8 * _OPERATIONS_PER_BYTE * width * T * p, width * T * p
+    square = N * T * T * width
+    inner = 0 if contact.factors.one_hot else K * a
+    return 2 * N * T * T * (inner + p) + 3 * _OPERATIONS_PER_BYTE * square, 2 * square
+
+
+def _methods(contact: Contact, scaled: bool) -> list[str]:
+    if contact.factors is None:
+        return ["explicit"]
+    if contact.factors.positions == 1:
+        return ["rank_one"]
+    if contact.factors.one_hot:
+        return ["gram", "segments", "explicit"]
+    return ["explicit"] if scaled else ["gram", "explicit"]
+
+
+def _sources(trace: Trace) -> list[list[Contact]]:
+    uses: list[list[Contact]] = [[] for _ in trace.leaves]
+    for contact in trace.contacts:
+        for leaf in contact.weight.leaves:
+            uses[leaf].append(contact)
+    return uses
+
+
+def _is_direct(contact: Contact) -> bool:
+    return len(contact.weight.leaves) == 1 and contact.weight.entry is not None
+
+
+def orientation(contact: Contact) -> tuple[int, int] | None:
+    """The parameter's axes that are a and p at this contact, if it is a matrix used as it is."""
+    entry, factors = contact.weight.entry, contact.factors
+    if not _is_direct(contact) or factors is None or factors.axes is None:
+        return None
+    if not entry.copy or entry.order is None or len(entry.order) != 2:
+        return None
+    return entry.order[factors.axes[0]], entry.order[factors.axes[1]]
+
+
+def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bool, paths: Sequence[str] = ()) -> Plan:
+    """Chooses a method for every parameter.
+
+    Args:
+      trace: the traced loss.
+      batch_size: examples in the batch.
+      scaled: per parameter, whether a diagonal (not a mere number) multiplies its gradient.
+      shifted: whether an offset is added to the gradients.
+      paths: names of the parameters, for ``explain``.
+    """
+    uses = _sources(trace)
+    activations = sum(_bytes(c.tap_shape, c.tap_dtype) + _bytes(c.input_shape, c.weight.dtype) for c in trace.contacts)
+    chosen: dict[int, tuple[str, float, float]] = {}
+    forming: set[Contact] = set()  # contacts whose per-example gradients must be formed
+    optional: list[tuple[float, int, Contact]] = []  # ... or may be, with what keeping them saves
+    for leaf, contacts in enumerate(uses):
+        if not contacts:
+            chosen[leaf] = ("none", 0, 0)
+            continue
+        contact = contacts[0]
+        if len(contacts) == 1 and _is_direct(contact):
+            scaling = scaled[leaf] or not contact.weight.entry.copy
+            costs = {m: _norm_cost(contact, m, scaling) for m in _methods(contact, scaling)}
+            method = min(costs, key=lambda m: costs[m][0] + (m == "explicit") * _product(contact) * 1e-6)
+            if method != "explicit" and "explicit" in costs and not shifted:
+                saving = costs[method][0] + _product(contact) - costs["explicit"][0]
+                if saving > 0:
+                    optional.append((saving, leaf, contact))
+            if shifted and method == "explicit":
+                method = "pulled_back"
+            chosen[leaf] = (method, *costs.get(method, costs.get("explicit", (0, 0))))
+            if method in ("explicit", "pulled_back"):
+                forming.add(contact)
+            continue
+        tied = {orientation(c) for c in contacts}
+        shared = len(contacts) > 1 and None not in tied and not scaled[leaf]
+        explicit = [_norm_cost(c, "explicit", scaled[leaf]) for c in contacts]
+        whole = (sum(c for c, _ in explicit), sum(b for _, b in explicit) + _leaf_bytes(trace, leaf))
+        if shared:
+            joined = _shared_cost(contacts)
+            if joined[0] < whole[0]:
+                chosen[leaf] = ("shared_gram", *joined)
+                continue
+        chosen[leaf] = ("pulled_back", *whole)
+        forming.update(contacts)
+    budget = _KEPT_SHARE * activations
+    kept: set[Contact] = set()
+    for contact in sorted(forming, key=_formed_bytes):
+        size = 0 if contact.factors is None else _formed_bytes(contact)
+        if size <= budget:
+            kept.add(contact)
+            budget -= size
+    for _, leaf, contact in sorted(optional, key=lambda o: _formed_bytes(o[2]) / o[0]):
+        if _formed_bytes(contact) <= budget:
+            kept.add(contact)
+            budget -= _formed_bytes(contact)
+            chosen[leaf] = ("explicit", *_norm_cost(contact, "explicit", scaled[leaf]))
+    leaves = [
+        LeafPlan(leaf, tuple(contacts), chosen[leaf][0], *(batch_size * c for c in chosen[leaf][1:]))
+        for leaf, contacts in enumerate(uses)
+    ]
+    products = {c: _product(c) for c in trace.contacts}
+    passes = 2 * sum(products.values())  # forward, and backward to the inputs
+    shared_forming = {c: 0.0 for c in forming}
+    for contact in forming:  # a concatenated weight is formed once for all its parameters
+        shared_forming[contact] = len(contact.weight.leaves) - 1
+    repeated = sum(n * _norm_cost(c, "explicit", False)[0] for c, n in shared_forming.items())
+    norms = sum(chosen[leaf][1] for leaf in chosen) - repeated
+    weighted = sum(_OPERATIONS_PER_BYTE * _formed_bytes(c) if c in kept else products[c] for c in trace.contacts)
+    per_example = 3 * _OPERATIONS_PER_BYTE * sum(_leaf_bytes(trace, i) for i in range(len(uses)))
+    return Plan(
+        trace,
+        batch_size,
+        leaves,
+        frozenset(kept),
+        ordinary_cost=batch_size * (passes + sum(products.values())),
+        ghost_cost=batch_size * (passes + norms + weighted),
+        vmap_cost=batch_size * (passes + sum(products.values()) + per_example),
+        paths=list(paths),
+    )
+
+
+def _leaf_bytes(trace: Trace, leaf: int) -> int:
+    return _bytes(trace.leaves[leaf].shape, trace.leaves[leaf].dtype)
+
+
+def _shared_cost(contacts: Sequence[Contact]) -> tuple[float, float]:
+    T = sum(c.factors.positions for c in contacts)
+    _, _, a, p = contacts[0].factors.shape
+    return 2 * T * T * (a + p) + 12 * _OPERATIONS_PER_BYTE * T * T, 8 * T * T
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the ghost engine would do; ``print`` it."""
+
+    plan: Plan
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "contacts", "norm", "operations", "extra bytes")
+        rows = [header]
+        for leaf in self.plan.leaves:
+            names: dict[str, int] = {}
+            for c in leaf.contacts:
+                names[c.primitive] = names.get(c.primitive, 0) + 1
+            kept = leaf.method == "explicit" and set(leaf.contacts) <= self.plan.kept
+            rows.append((
+                self.plan.paths[leaf.leaf],
+                str(self.plan.trace.leaves[leaf.leaf].shape),
+                ", ".join(n if k == 1 else f"{n} x{k}" for n, k in names.items()) or "none",
+                leaf.method + (", kept" if kept else ""),
+                f"{leaf.operations:.2g}",
+                f"{leaf.bytes:.2g}",
+            ))  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+        plan = self.plan
+        ordinary = max(plan.ordinary_cost, 1.0)
+        lines += [
+            "",
+            f"batch of {plan.batch_size}: an ordinary gradient takes {ordinary:.2g} operations, "
+            f"ghost {plan.ghost_cost / ordinary:.2f} times as many, "
+            f"vmap {plan.vmap_cost / ordinary:.2f} times (memory traffic included)",
+            "engine='auto' would take " + ("vmap" if plan.prefers_vmap else "ghost"),
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def leaf_paths(params: Any) -> list[str]:
+    """The parameters' names, as ``jax.tree_util.keystr`` writes them."""
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -1,0 +1,265 @@
+"""Rules: how a primitive's gradient by its weight is a sum of outer products.
+
+Wherever a weight ``w`` meets an example-dependent value ``x`` through a primitive that is linear
+in ``w``, the gradient of one example's loss is
+
+    ``G = sum_t left_t (x) right_t``         (x) the outer product, t = 1..T
+
+where ``left`` is read off ``x`` and ``right`` off the cotangent ``y`` of the primitive's output. For
+a dense layer on a sequence, ``left_t`` is the input and ``right_t`` the output cotangent at
+position ``t``; for an embedding ``left_t`` is a one-hot vector, kept as its index; for a
+convolution there is one such sum for every offset of the filter. A rule states this
+factorisation and nothing else. Norms (norms.py), costs (plan.py) and weighted sums (engine.py)
+follow from it, so a new primitive is one function here: see docs/adding_a_ghost_rule.md.
+
+A primitive without a rule is not an error: the engine then takes the gradient of its weight
+per example by JAX's own differentiation, which is exact and costs a buffer of ``B`` such weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Use(NamedTuple):
+    """One equation where a weight meets an example-dependent value, as a rule sees it.
+
+    Shapes are those of a single example and, under ``scan``, of a single step.
+    """
+
+    params: dict[str, Any]  # the equation's parameters
+    position: int  # which input is the weight
+    input_position: int  # which input is the example-dependent value x
+    literals: dict[int, Any]  # the other inputs that are known constants
+    weight: tuple[int, ...]  # shapes ...
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+class Factors(NamedTuple):
+    """``G[k, n] = sum_t left[k][n, t] (x) right[n, t]``, an array ``[K, N, a, p]`` per example.
+
+    ``K`` counts offsets that share ``right`` (a filter's window; else 1), ``N`` independent groups
+    (batch dimensions of the weight), ``T`` contracted positions.
+    """
+
+    shape: tuple[int, int, int, int]  # K, N, a, p
+    positions: int  # T
+    split: Callable[[jax.Array, jax.Array], tuple[list[jax.Array], jax.Array]]
+    """``(x, y) -> (left, right)`` for one example: K arrays [N, T, a] (or indices [N, T]); [N, T, p]."""
+    fold: Callable[[jax.Array], jax.Array]
+    """The weight rearranged to ``[K, N, a, p]``."""
+    unfold: Callable[[jax.Array], jax.Array]
+    """The inverse of ``fold``."""
+    one_hot: bool = False  # left holds indices of one-hot vectors
+    axes: tuple[int, int] | None = None  # weight axes of a and p when each is one axis and K = N = 1
+
+
+Rule = Callable[[Use], "Factors | None"]
+_RULES: dict[str, Rule] = {}
+
+
+def rule(primitive: str) -> Callable[[Rule], Rule]:
+    """Registers the decorated function as the rule of ``primitive``; None from it means "not mine"."""
+
+    def register(function: Rule) -> Rule:
+        _RULES[primitive] = function
+        return function
+
+    return register
+
+
+def factors_for(primitive: str, use: Use) -> Factors | None:
+    """The factorisation of one use, or None where no rule applies."""
+    found = _RULES.get(primitive)
+    return found(use) if found else None
+
+
+def _pick(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    return math.prod(shape[i] for i in axes)
+
+
+def _arranger(shape: tuple[int, ...], *groups: tuple[int, ...]):
+    """``fold`` and ``unfold`` between ``shape`` and ``[1, *groups]``, each group of axes merged."""
+    order = [axis for group in groups for axis in group]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    merged = (1, *(_pick(shape, group) for group in groups))
+    permuted = tuple(shape[i] for i in order)
+    return (
+        lambda w: jnp.transpose(w, order).reshape(merged),
+        lambda g: jnp.transpose(g.reshape(permuted), inverse),
+    )
+
+
+@rule("dot_general")
+def dot_general(use: Use) -> Factors | None:
+    """Dense layers of any rank: contracted axes are ``a``, free axes ``p``, batch axes ``N``."""
+    contracting, batching = use.params["dimension_numbers"]
+    ours, theirs = use.position, use.input_position
+    w_contract, x_contract = tuple(contracting[ours]), tuple(contracting[theirs])
+    w_batch, x_batch = tuple(batching[ours]), tuple(batching[theirs])
+    w_free = tuple(i for i in range(len(use.weight)) if i not in w_contract + w_batch)
+    x_free = tuple(i for i in range(len(use.input)) if i not in x_contract + x_batch)
+    groups, positions = _pick(use.weight, w_batch), _pick(use.input, x_free)
+    a, p = _pick(use.weight, w_contract), _pick(use.weight, w_free)
+    # The output's axes are: batch, then the left operand's free axes, then the right operand's.
+    weight_last = ours == 1
+
+    def split(x, y):
+        left = jnp.transpose(x, x_batch + x_free + x_contract).reshape(groups, positions, a)
+        if weight_last:
+            right = y.reshape(groups, positions, p)
+        else:
+            right = jnp.swapaxes(y.reshape(groups, p, positions), 1, 2)
+        return [left], right
+
+    fold, unfold = _arranger(use.weight, w_batch, w_contract, w_free)
+    single = len(w_contract) == len(w_free) == 1 and not w_batch
+    axes = (w_contract[0], w_free[0]) if single else None
+    return Factors((1, groups, a, p), positions, split, fold, unfold, axes=axes)
+
+
+def _rows(use: Use, axis: int, positions: int, offset: tuple[int, ...], index: Callable) -> Factors:
+    """Factors of a look-up along one axis of a table; ``offset``: output axes that are not looked up."""
+    size, p = use.weight[axis], math.prod(use.weight) // use.weight[axis]
+    looked_up = tuple(i for i in range(len(use.output)) if i not in offset)
+    rest = tuple(i for i in range(len(use.weight)) if i != axis)
+
+    def split(x, y):
+        ids, valid = index(x)
+        right = jnp.transpose(y, looked_up + offset).reshape(1, positions, p)
+        if valid is not None:  # an index out of range read a fill value, which has no gradient
+            right = jnp.where(valid.reshape(1, positions, 1), right, 0)
+        return [ids.reshape(1, positions)], right
+
+    fold, unfold = _arranger(use.weight, (), (axis,), rest)
+    axes = (axis, rest[0]) if len(rest) == 1 else None
+    return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=axes)
+
+
+@rule("gather")
+def gather(use: Use) -> Factors | None:
+    """Embeddings: whole slices of a table picked along one axis, repeated indices included."""
+    dims, sizes = use.params["dimension_numbers"], tuple(use.params["slice_sizes"])
+    if use.position != 0 or len(dims.start_index_map) != 1 or dims.operand_batching_dims:
+        return None
+    (axis,) = dims.start_index_map
+    if tuple(dims.collapsed_slice_dims) != (axis,) or sizes[axis] != 1:
+        return None
+    if any(sizes[i] != n for i, n in enumerate(use.weight) if i != axis):
+        return None
+    size, mode = use.weight[axis], use.params["mode"]
+
+    def index(x):
+        ids = x[..., 0]
+        if mode == lax.GatherScatterMode.CLIP:
+            return jnp.clip(ids, 0, size - 1), None
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:
+            return ids, (ids >= 0) & (ids < size)
+        return ids, None
+
+    return _rows(use, axis, math.prod(use.input[:-1]), tuple(dims.offset_dims), index)
+
+
+@rule("dynamic_slice")
+def dynamic_slice(use: Use) -> Factors | None:
+    """One row of a table at a computed index, as ``table[i]`` gives for a scalar ``i``."""
+    axis = use.input_position - 1
+    if use.position != 0 or use.output != (*use.weight[:axis], 1, *use.weight[axis + 1 :]):
+        return None
+    size = use.weight[axis]
+    offset = tuple(i for i in range(len(use.weight)) if i != axis)
+    return _rows(use, axis, 1, offset, lambda x: (jnp.clip(x, 0, size - 1), None))
+
+
+@rule("conv_general_dilated")
+def conv_general_dilated(use: Use) -> Factors | None:
+    """Convolutions: for each filter offset, the shifted and strided input meets the output cotangent."""
+    p = use.params
+    if use.position != 1 or p["batch_group_count"] != 1:
+        return None
+    dims, groups = p["dimension_numbers"], p["feature_group_count"]
+    (out_axis, in_axis, *window_axes) = dims.rhs_spec
+    window = tuple(use.weight[i] for i in window_axes)
+    a, b = use.weight[in_axis], use.weight[out_axis] // groups
+    images = use.input[dims.lhs_spec[0]]
+    outputs = tuple(use.output[i] for i in dims.out_spec[2:])
+    positions = images * math.prod(outputs)
+
+    def split(x, y):
+        # Channels before positions: the product of left and right then contracts left's last
+        # axis, which CPUs do twice as fast as the other way round.
+        x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
+        spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
+        left = []
+        for offset in range(math.prod(window)):
+            start, limit = [0, 0], [x.shape[0], images]
+            for axis, at in enumerate(_unravel(offset, window)):
+                first = at * p["rhs_dilation"][axis]
+                start.append(first)
+                limit.append(first + p["window_strides"][axis] * (outputs[axis] - 1) + 1)
+            shifted = lax.slice(x, start, limit, (1, 1, *p["window_strides"]))
+            left.append(jnp.swapaxes(shifted.reshape(groups, a, positions), 1, 2))
+        y = jnp.transpose(y, (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1]))
+        return left, jnp.swapaxes(y.reshape(positions, groups, b), 0, 1)
+
+    # Weight axes in the order window, output group, input channel, output channel within the group.
+    order = (*window_axes, out_axis, in_axis)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+
+    def fold(w):
+        w = jnp.transpose(w, order).reshape(math.prod(window), groups, b, a)
+        return jnp.swapaxes(w, 2, 3)
+
+    def unfold(g):
+        g = jnp.swapaxes(g, 2, 3).reshape(*window, groups * b, a)
+        return jnp.transpose(g, inverse)
+
+    return Factors((math.prod(window), groups, a, b), positions, split, fold, unfold)
+
+
+def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    at: tuple[int, ...] = ()
+    for size in reversed(shape):
+        flat, remainder = divmod(flat, size)
+        at = (remainder, *at)
+    return at
+
+
+def lift(factors: Factors, length: int, mapped: bool) -> Factors:
+    """The factors of a use inside ``scan``: x and y gain a leading axis of ``length`` steps.
+
+    A weight that is itself scanned (layers) has its own gradient in every step: steps are groups.
+    A weight that all steps share (time) adds up over steps: steps are positions.
+    """
+    K, N, a, p = factors.shape
+    inner = jax.vmap(factors.split)
+
+    def split(x, y):
+        left, right = inner(x, y)  # [L, N, T, ...]
+        if mapped:
+            return [z.reshape(length * N, *z.shape[2:]) for z in left], right.reshape(length * N, -1, p)
+
+        def merge(z):
+            z = jnp.swapaxes(z, 0, 1)
+            return z.reshape(N, length * factors.positions, *z.shape[3:])
+
+        return [merge(z) for z in left], merge(right)
+
+    if not mapped:
+        return factors._replace(positions=length * factors.positions, split=split)
+    fold, unfold = jax.vmap(factors.fold, out_axes=1), jax.vmap(factors.unfold, in_axes=1)
+    return factors._replace(
+        shape=(K, length * N, a, p),
+        split=split,
+        fold=lambda w: fold(w).reshape(K, length * N, a, p),
+        unfold=lambda g: unfold(g.reshape(K, length, N, a, p)),
+        axes=None,
+    )

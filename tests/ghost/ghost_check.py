@@ -1,0 +1,90 @@
+"""The comparison with the plain definition, ``vmap(grad)``, that most ghost tests make."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpopt import ghost
+
+# Small models are compiled for the test's sake, not run: skip the slow optimizations.
+_FAST_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+def flat_clip(bound):
+    """One coefficient for all parameters, from the global norm."""
+
+    def coefficients(norms):
+        total = jnp.sqrt(sum(n**2 for n in jax.tree.leaves(norms)))
+        c = jnp.minimum(1, bound / jnp.maximum(total, 1e-30))
+        return jax.tree.map(lambda _: c, norms)
+
+    return coefficients
+
+
+def leaf_clip(bound):
+    """A coefficient per parameter, from its own norm."""
+    return lambda norms: jax.tree.map(lambda n: jnp.minimum(1, bound / jnp.maximum(n, 1e-30)), norms)
+
+
+def plain(loss_fn, params, batch, coefficients, mask, scale=None, offset=None):
+    """Sum and norms by ``vmap(grad)``."""
+    grads = jax.vmap(jax.grad(loss_fn), (None, 0))(params, batch)
+    grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+    if scale is not None:
+        grads = jax.tree.map(lambda g, s: jax.vmap(lambda g: g * s)(g), grads, scale)
+    if offset is not None:
+        grads = jax.tree.map(lambda g, o: jax.vmap(lambda g: g + o)(g), grads, offset)
+    norms = jax.tree.map(lambda g: jnp.sqrt(jnp.sum(g.reshape(len(g), -1) ** 2, axis=1)), grads)
+
+    def weigh(g, c):
+        return jnp.tensordot(jnp.where(mask, c, 0).astype(g.dtype), g, 1)
+
+    return jax.tree.map(weigh, grads, coefficients(norms)), norms
+
+
+def assert_trees_close(got, want, rtol, atol=0.0):
+    """Compares leaf by leaf, relative to each leaf's largest entry."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    flat = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    for (path, x), y in flat:
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape, jax.tree_util.keystr(path)
+        error = np.max(np.abs(x - y), initial=0)
+        bound = atol + rtol * np.max(np.abs(y), initial=0)
+        assert error <= bound, f"{jax.tree_util.keystr(path)}: error {error:.2e}, allowed {bound:.2e}"
+
+
+def random_like(params, seed, low=0.5):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(low + rng.uniform(size=p.shape), jnp.float64).astype(p.dtype), params)
+
+
+def check(loss_fn, params, batch, *, scale=None, offset=None, rtol=1e-9, atol=1e-12, clips=(flat_clip, leaf_clip)):
+    """Asserts that ghost equals the plain definition, whole and masked, flat and per parameter.
+
+    ``atol`` is for parameters whose true gradient is zero, such as a key bias under softmax.
+    """
+    size = jax.tree.leaves(batch)[0].shape[0]
+    masks = jnp.stack([jnp.ones(size, bool), jnp.arange(size) % 3 != 1])
+
+    def both(params, batch, mask, scale, offset):
+        out = []
+        for clip in clips:
+            coefficients = clip(0.7)
+            got = ghost.clipped_sum(
+                loss_fn, params, batch, coefficients=coefficients, mask=mask, scale=scale, offset=offset
+            )
+            want = plain(loss_fn, params, batch, coefficients, mask, scale, offset)
+            losses = jax.vmap(loss_fn, (None, 0))(params, batch)
+            out.append((got, want, losses))
+        return out
+
+    compiled = jax.jit(both).lower(params, batch, masks[0], scale, offset).compile(compiler_options=_FAST_COMPILE)
+    for mask in masks:
+        for got, (total, norms), losses in compiled(params, batch, mask, scale, offset):
+            assert_trees_close(got.leaf_norms, norms, rtol, atol)
+            assert_trees_close(got.sum, total, rtol, atol)
+            assert_trees_close(got.losses, losses, rtol, atol)
+            np.testing.assert_array_equal(got.ok, mask)

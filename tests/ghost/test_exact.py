@@ -1,0 +1,66 @@
+"""The ghost engine equals ``vmap(grad)`` for every coverage item, in float64 and float32."""
+
+import ghost_cases
+import jax
+import jax.numpy as jnp
+import pytest
+from ghost_check import check, flat_clip, leaf_clip, random_like
+
+CASES = pytest.mark.parametrize("case", ghost_cases.CASES, ids=lambda case: case.__name__)
+
+
+# One case for every norm method and every kind of weight: what offsets and float32 go through.
+KINDS = pytest.mark.parametrize(
+    "case",
+    [
+        ghost_cases.dense, ghost_cases.dense_wide, ghost_cases.dense_sequence, ghost_cases.scaled_weight,
+        ghost_cases.norms_and_scales, ghost_cases.embedding, ghost_cases.embedding_long,
+        ghost_cases.tied_embedding_large, ghost_cases.conv2d, ghost_cases.conv_small_image,
+        ghost_cases.weight_standardized, ghost_cases.matrix_factorization, ghost_cases.attention,
+        ghost_cases.lstm, ghost_cases.scanned_layers, ghost_cases.frozen_and_unused, ghost_cases.cond,
+    ],
+    ids=lambda case: case.__name__,
+)  # fmt: skip
+
+
+@CASES
+@pytest.mark.parametrize("diagonal", [False, True], ids=["plain", "diagonal"])
+def test_equals_vmap_in_float64(case, diagonal, x64):
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    scale = random_like(params, 1) if diagonal else None
+    clips = (leaf_clip,) if diagonal else (flat_clip, leaf_clip)
+    with jax.numpy_rank_promotion("allow"):  # the models may; the engine is tested in test_transforms
+        check(loss_fn, params, batch, scale=scale, clips=clips)
+
+
+@KINDS
+def test_equals_vmap_with_an_offset(case, x64):
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    scale, offset = random_like(params, 1), random_like(params, 2, low=-0.5)
+    with jax.numpy_rank_promotion("allow"):
+        check(loss_fn, params, batch, scale=scale, offset=offset, clips=(flat_clip,))
+
+
+@KINDS
+def test_equals_vmap_in_float32(case):
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    with jax.numpy_rank_promotion("allow"):
+        check(loss_fn, params, batch, rtol=1e-5, atol=1e-5, clips=(flat_clip,))
+
+
+@pytest.mark.parametrize("case", [ghost_cases.dense, ghost_cases.conv2d, ghost_cases.tied_embedding])
+def test_scales_and_offsets_broadcast(case, x64):
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    with jax.numpy_rank_promotion("allow"):
+        numbers = jax.tree.map(lambda p: jnp.float64(-1.7), params)
+        check(loss_fn, params, batch, scale=numbers, clips=(flat_clip,))
+        check(
+            loss_fn,
+            params,
+            batch,
+            clips=(flat_clip,),
+            scale=numbers,
+            offset=jax.tree.map(lambda p: jnp.float64(0.2), params),
+        )
+        rows = jax.tree.map(lambda p: random_like(p[..., :1], 3), params)
+        check(loss_fn, params, batch, scale=rows, offset=rows, clips=(flat_clip,))

@@ -1,0 +1,96 @@
+"""The planner picks the method that was meant, says so, and steps aside where it would lose."""
+
+import ghost_cases
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dpopt import ghost
+
+METHODS = [
+    (ghost_cases.dense, "w", "rank_one"),
+    (ghost_cases.dense_wide, "w", "gram"),
+    (ghost_cases.dense_long_sequence, "w", "explicit"),
+    (ghost_cases.dense_general, "w", "gram"),
+    (ghost_cases.batched_weight, "w", "explicit"),
+    (ghost_cases.conv2d, "w", "explicit"),
+    (ghost_cases.conv_small_image, "w", "gram"),
+    (ghost_cases.conv_transposed, "w", "explicit"),
+    (ghost_cases.conv_depthwise, "w", "explicit"),
+    (ghost_cases.matrix_factorization, "u", "rank_one"),
+    (ghost_cases.matrix_factorization, "bu", "rank_one"),
+    (ghost_cases.tied_embedding_large, "e", "shared_gram"),
+    (ghost_cases.weight_standardized, "w", "pulled_back"),
+    (ghost_cases.scanned_layers, "shared", "explicit"),
+    (ghost_cases.scaled_weight, "w", "rank_one"),
+    (ghost_cases.frozen_and_unused, "unused", "none"),
+    (ghost_cases.frozen_and_unused, "w", "none"),
+]
+
+
+def plan_of(case):
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    with jax.numpy_rank_promotion("allow"):
+        plan = ghost.plan_clipped_sum(loss_fn, params, batch)
+    names = [path.strip("[]'") for path in plan.paths]
+    return plan, dict(zip(names, plan.leaves, strict=True))
+
+
+@pytest.mark.parametrize("case, name, method", METHODS, ids=lambda v: getattr(v, "__name__", v))
+def test_method(case, name, method):
+    _, leaves = plan_of(case)
+    assert leaves[name].method == method
+
+
+def test_rules_are_used_where_they_should_be():
+    """No weight of a layer falls back to its own tap."""
+    expected = {
+        ghost_cases.lstm: {"x": "dot_general", "h[0": "dot_general"},
+        ghost_cases.attention: {"q": "dot_general", "o": "dot_general"},
+        ghost_cases.conv_groups: {"w": "conv_general_dilated"},
+        ghost_cases.embedding: {"e": "gather", "w": "dot_general"},
+        ghost_cases.matrix_factorization: {"u": "dynamic_slice", "v": "dynamic_slice"},
+        ghost_cases.scanned_layers_over_time: {"w": "dot_general"},
+        ghost_cases.remat: {"w": "dot_general"},
+    }
+    for case, uses in expected.items():
+        _, leaves = plan_of(case)
+        leaves = {name.replace("']", "").replace("['", ""): leaf for name, leaf in leaves.items()}
+        for name, primitive in uses.items():
+            assert {c.primitive for c in leaves[name].contacts} == {primitive}, (case.__name__, name)
+
+
+def test_explain_prints_a_row_per_parameter(capsys):
+    loss_fn, params, batch = ghost_cases.dense_sequence(ghost_cases.Arrays())
+    example = batch[0]
+    with jax.numpy_rank_promotion("allow"):
+        explanation = ghost.explain(loss_fn, params, example, batch_size=8)
+    text = capsys.readouterr().out
+    assert text.strip() == str(explanation).strip()
+    for word in ("parameter", "['w']", "dot_general", "identity", "ordinary gradient"):
+        assert word in text
+
+
+def test_steps_aside_where_nothing_is_saved():
+    """A low-rank product of huge matrices must be formed and pulled back: vmap does it for less."""
+    params = {"w": jnp.zeros((900, 900)), "a": jnp.zeros((900, 2)), "b": jnp.zeros((2, 900))}
+
+    def loss_fn(p, x):
+        return jnp.sum(x @ (p["w"] + p["a"] @ p["b"]))
+
+    plan = ghost.plan_clipped_sum(loss_fn, params, jnp.zeros((4, 2000, 900)))
+    assert plan.ghost_cost > 0.9 * plan.vmap_cost
+    dense = ghost.plan_clipped_sum(lambda p, x: jnp.sum(x @ p["w"]), params, jnp.zeros((4, 900)))
+    assert not dense.prefers_vmap and dense.ghost_cost < 0.2 * dense.vmap_cost
+
+
+def test_no_batch_of_weights_beyond_the_activations():
+    _, leaves = plan_of(ghost_cases.tied_embedding_large)
+    plan, _ = plan_of(ghost_cases.conv_small_image)
+    assert not plan.kept
+    assert leaves["e"].method == "shared_gram"
+
+
+def test_a_wrong_batch_is_refused():
+    with pytest.raises(ValueError, match="leading axis"):
+        ghost.plan_clipped_sum(lambda w, x: w * x[0] * x[1], jnp.float32(1), (jnp.ones(3), jnp.ones(4)))
