@@ -1,0 +1,265 @@
+"""Federated, user-level privacy: what a client's local run changes takes the place of an example's gradient.
+
+A round of AdaDPS's Algorithm 3 is a step of the same chains: every sampled client trains for itself, its change
+``Delta_i = w_i - w`` is clipped, noise falls on the sum, and the server moves by the mean. `client_deltas` promises
+``-Delta_i``, since an Optax optimizer subtracts what it is given: ``dp_sgd(1.0, ...)`` adds the private mean of the
+changes, ``momentum=0.9`` makes that server momentum, ``dp_adam`` makes it FedAdam.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpopt import _engines, _trees, _validate
+from dpopt.chain import PrivateOptimizer
+from dpopt.gradients import PerExampleGrads, _check_loss, _checked_mask
+from dpopt.preconditioning import side_information
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ClientRuns(_engines.Loss):
+    """Local runs to be: a batch is ``(data of the clients, their example masks or None)``, a row one client's run."""
+
+    local_steps: int
+    local_learning_rate: Any
+    local_scale: Any
+    local_batch_size: int | None
+
+    unit = "client"
+
+    def _value_and_grads(self, batch):
+        return jax.vmap(self._local_run)(*batch)
+
+    def _local_run(self, data: Any, mask: jax.Array | None) -> tuple[jax.Array, Any]:
+        """One client: its mean loss at the start, and ``w - w_i``."""
+        first_batch = self._local_batch(data, mask, 0)
+
+        def mean_loss(w, local_batch):
+            examples, counts = local_batch
+            # The run is kept in float32; the model sees weights of its own type.
+            w = jax.tree.map(lambda x, p: x.astype(jnp.result_type(p)), w, self.params)
+            losses = jax.vmap(self.loss_fn, in_axes=(None, 0))(w, examples)
+            return jnp.sum(jnp.where(counts, losses, 0)) / jnp.maximum(jnp.sum(counts), 1)
+
+        def step(moved, k):
+            local_batch = first_batch if self.local_batch_size is None else self._local_batch(data, mask, k)
+            w = jax.tree.map(jnp.subtract, self.params, moved)
+            loss, grads = jax.value_and_grad(mean_loss)(w, local_batch)
+            if self.local_scale is not None:
+                grads = jax.tree.map(lambda g, s: g * jnp.asarray(s, g.dtype), grads, self.local_scale)
+            # What has been subtracted so far, instead of w_i itself: no digits are lost in w - w_i.
+            moved = jax.tree.map(lambda d, g: d + jnp.asarray(self.local_learning_rate, g.dtype) * g, moved, grads)
+            return moved, loss
+
+        moved, losses = jax.lax.scan(step, _trees.zeros(self.params), jnp.arange(self.local_steps))
+        return losses[0], moved
+
+    def _local_batch(self, data: Any, mask: jax.Array | None, step: Any) -> tuple[Any, jax.Array]:
+        """The examples of a local step, and which of them count: each of the client's own at most once."""
+        num_examples = jax.tree.leaves(data)[0].shape[0]
+        size = num_examples if self.local_batch_size is None else min(self.local_batch_size, num_examples)
+        if mask is None and size == num_examples:
+            return data, jnp.ones((size,), bool)
+        mask = jnp.ones((num_examples,), bool) if mask is None else mask
+        own = jnp.sum(mask)
+        own_first = jnp.argsort(jnp.logical_not(mask), stable=True)
+        # Round and round through the client's own examples; padding is never read, whatever it holds.
+        rows = own_first[(step * size + jnp.arange(size)) % jnp.maximum(own, 1)]
+        return jax.tree.map(lambda x: x[rows], data), jnp.arange(size) < own
+
+
+def client_deltas(
+    loss_fn: Callable,
+    *,
+    local_steps: int,
+    local_learning_rate: Any,
+    scale: Any = None,
+    local_batch_size: int | None = None,
+    microbatch_size: int | None = None,
+) -> Callable[..., PerExampleGrads]:
+    r"""Makes ``f(params, client_batches, *, mask=None, example_mask=None)``, which promises every client's change.
+
+    Client i starts at the server's w and takes ``local_steps`` steps of
+    :math:`w_i \leftarrow w_i - \eta\, S \nabla F_i(w_i)` on its own data. Row i of the promise is
+    :math:`-\Delta_i = w - w_i`: a server optimizer with learning rate 1 and no momentum then adds the private mean of
+    the :math:`\Delta_i`, as the paper does.
+
+    Args:
+        loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example.
+        local_steps: number of local steps, at least 1.
+        local_learning_rate: eta, positive.
+        scale: S = 1 / A, side information that multiplies the local gradients: positive numbers, a pytree with the
+            parameters' structure or a prefix of it. None for 1. (To scale the clients' changes themselves, before the
+            clip, use `dpopt.precondition_by_side_information` on the server.)
+        local_batch_size: how many of its examples a client uses in a local step. Step k takes the next ones in the
+            order given, round and round; a client with fewer uses all of them. None: every step uses all.
+        microbatch_size: how many clients to run at a time, or None for all. Memory goes down, the result is the same.
+
+    Returns:
+        A function of ``params``; ``client_batches``, leaves ``(clients, examples, ...)``; ``mask``, ``(clients,)``
+        bool, False for clients that only fill up the round; and ``example_mask``, ``(clients, examples)`` bool, False
+        for padding of clients with fewer examples. Content under a False is irrelevant. A client whose run ends in
+        NaN or Inf contributes zero. ``SensitiveAux.losses`` holds each client's mean loss at its first step.
+
+    Raises:
+        ValueError, TypeError: for a bad argument; in the returned function, for parameters, batches, masks or losses
+            that do not fit.
+
+    *Privacy*: the unit is the client: the clip bounds all that one client's data, however many, can change. Say so with
+    `client_level`, and sample clients, not examples: ``expected_batch_size`` and the sampler count clients. ``scale``
+    must be public.
+
+    Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 3.
+
+    >>> deltas = client_deltas(lambda w, x: 0.5 * (w - x) ** 2, local_steps=2, local_learning_rate=0.5)
+    >>> promise = deltas(jnp.array(0.0), jnp.array([[4.0, 4.0], [8.0, 0.0]]))
+    >>> promise.materialize().tolist()  # both move from 0 to 2, then to 3
+    [-3.0, -3.0]
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
+    _validate.positive_int(local_steps=local_steps)
+    _validate.positive(local_learning_rate=local_learning_rate)
+    for name, size in (("local_batch_size", local_batch_size), ("microbatch_size", microbatch_size)):
+        if size is not None:
+            _validate.positive_int(**{name: size})
+    if scale is not None:
+        side_information(scale)  # the same conditions
+
+    def promise(params: Any, client_batches: Any, *, mask: Any = None, example_mask: Any = None) -> PerExampleGrads:
+        _validate.floating_params(params)
+        client_batches = jax.tree.map(jnp.asarray, client_batches)
+        clients, examples = _round_shape(client_batches)
+        mask = _checked_mask(mask, clients)
+        if example_mask is not None:
+            example_mask = _checked_example_mask(example_mask, (clients, examples))
+        all_examples = jax.tree.map(lambda x: x.reshape((clients * examples,) + x.shape[2:]), client_batches)
+        _check_loss(loss_fn, params, all_examples, has_aux=False)
+        local_scale = None if scale is None else _trees.broadcast_prefix(scale, params, "scale")
+        runs = _ClientRuns(
+            loss_fn,
+            params,
+            (client_batches, example_mask),
+            batch_size=clients,
+            engine="vmap",
+            microbatch_size=microbatch_size,
+            has_aux=False,
+            local_steps=local_steps,
+            local_learning_rate=local_learning_rate,
+            local_scale=local_scale,
+            local_batch_size=local_batch_size,
+        )
+        return PerExampleGrads(runs, mask)
+
+    return promise
+
+
+def client_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
+    """The same optimizer, whose privacy is stated for clients, and which refuses gradients of single examples.
+
+    Args:
+        optimizer: what a named optimizer, `dpopt.privatize` or `dpopt.chain` returns.
+
+    Raises:
+        TypeError: if it is another kind of transformation; in ``update``, for a promise of single examples' gradients.
+
+    *Privacy*: ``privacy.unit`` is ``"client"``: the event holds for adding or removing one client with all its data.
+
+    >>> import dpopt
+    >>> server = client_level(dpopt.dp_sgd(
+    ...     1.0, l2_clip_norm=0.5, noise_multiplier=1.0, expected_batch_size=20, key=jax.random.key(0), momentum=0.9))
+    >>> server.privacy.unit
+    'client'
+    """
+    if not isinstance(optimizer, PrivateOptimizer):
+        raise TypeError(
+            "client_level needs an optimizer made by dpopt (by name, dpopt.privatize or dpopt.chain); got "
+            f"{optimizer!r}."
+        )
+
+    def run(grads, state, params=None, **extra_args):
+        if isinstance(grads, PerExampleGrads) and grads.unit != "client":
+            raise TypeError(
+                "this optimizer states its privacy for clients and got gradients of single examples, which would bound "
+                "one example only: pass what dpopt.federated.client_deltas(...) promises."
+            )
+        return optimizer.run(grads, state, params, **extra_args)
+
+    privacy = dataclasses.replace(optimizer.privacy, unit="client")
+    stated = PrivateOptimizer(optimizer.init, run, privacy, optimizer.stages)
+    stated.noise_unknown = getattr(optimizer, "noise_unknown", False)
+    return stated
+
+
+def device_noise(noise_multiplier: Any, *, num_devices: int) -> Any:
+    r"""The noise multiplier of the sum when every device adds noise of its own: :math:`\sqrt{b}\, \sigma`.
+
+    In the paper each of b devices sends :math:`\mathrm{clip}(\Delta_i) + N(0, \sigma^2 C^2)`. The server's sum then
+    holds noise of standard deviation :math:`\sqrt b \sigma C`, which one draw of that size has too: pass the result as
+    ``noise_multiplier``, and the noise that is drawn and the event that is accounted for agree.
+
+    b is a public constant, not the number of clients that happen to be in a round. With rounds of fixed size
+    (`dpopt.FixedSizeSampler`) the two are the same. Under Poisson sampling they are not, and noise from reporting
+    devices alone would have a variance that depends on who takes part (and be absent from an empty round), for which a
+    Gaussian event with :math:`\sqrt b \sigma` does not hold. So here a round holds exactly b shares of noise whoever
+    takes part, as if the server made up the difference; the paper's own noise is that for rounds of fixed size. In a
+    deployment where only the devices add noise, use such rounds, and for b the smallest number of honest devices that
+    is sure to report.
+
+    Args:
+        noise_multiplier: sigma on one device, relative to the clip norm: a number, or a schedule ``step -> number``.
+        num_devices: b, the number of shares, at least 1.
+
+    Returns:
+        :math:`\sqrt b \sigma`, a number or a schedule.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named.
+
+    *Privacy*: the result is the multiplier towards everybody who sees the sum but not the single reports. Towards a
+    server that sees the reports, one report is a Gaussian mechanism with multiplier sigma alone (sigma / 2 when a
+    client's data are replaced), not amplified by sampling that the server knows; dpopt does not account for that view.
+
+    Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 3.
+
+    >>> device_noise(0.3, num_devices=100)
+    3.0
+    """
+    _validate.positive_int(num_devices=num_devices)
+    shares = math.sqrt(num_devices)
+    if callable(noise_multiplier):
+        return lambda step: shares * noise_multiplier(step)
+    _validate.non_negative(noise_multiplier=noise_multiplier)
+    return shares * noise_multiplier
+
+
+def _round_shape(client_batches: Any) -> tuple[int, int]:
+    leaves = jax.tree_util.tree_leaves_with_path(client_batches)
+    if not leaves:
+        raise ValueError("client_batches has no arrays.")
+    shapes = {jax.tree_util.keystr(path) or "client_batches": leaf.shape for path, leaf in leaves}
+    for where, shape in shapes.items():
+        if len(shape) < 2:
+            raise ValueError(
+                f"every array of client_batches needs leading axes (clients, examples); {where} has shape {shape}."
+            )
+    if len({shape[:2] for shape in shapes.values()}) > 1:
+        found = ", ".join(f"{where}: {shape[:2]}" for where, shape in shapes.items())
+        raise ValueError(f"the arrays of client_batches disagree on (clients, examples): {found}.")
+    clients, examples = next(iter(shapes.values()))[:2]
+    if examples == 0:
+        raise ValueError("client_batches has room for no example: pad clients to at least one, and mask it out.")
+    return clients, examples
+
+
+def _checked_example_mask(example_mask: Any, shape: tuple[int, int]) -> jax.Array:
+    example_mask = jnp.asarray(example_mask)
+    if example_mask.dtype != bool:
+        raise TypeError(f"example_mask must be boolean, True for real examples; got dtype {example_mask.dtype}.")
+    if example_mask.shape != shape:
+        raise ValueError(f"example_mask must have shape (clients, examples) = {shape}; got {example_mask.shape}.")
+    return example_mask
