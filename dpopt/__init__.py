@@ -70,6 +70,7 @@ from dpopt.optimizers.dp2 import dp2 as dp2
 from dpopt.optimizers.dp2 import dp2_noise_first as dp2_noise_first
 from dpopt.optimizers.dp2 import scale_by_phase_learning_rate as scale_by_phase_learning_rate
 from dpopt.optimizers.dp2_extra_query import dp2_extra_query as dp2_extra_query
+from dpopt.optimizers.dp2_extra_query import extra_query as extra_query
 from dpopt.optimizers.adam_bc import dp_adam_bc as dp_adam_bc
 from dpopt.optimizers.adam_bc import scale_by_adagrad_bc as scale_by_adagrad_bc
 from dpopt.optimizers.adam_bc import scale_by_adam_bc as scale_by_adam_bc

@@ -35,6 +35,12 @@ def trajectory(optimizer, steps=9, **extra):
     return params
 
 
+SIDE = {"w": jnp.array([[0.5], [1.0], [2.0]]), "b": 1.0}
+LR = optax.scale_by_learning_rate(0.1)
+PUBLIC = {"w": 0.1 * jnp.ones((3, 2)), "b": jnp.array([0.2, -0.1])}
+PAIR = dict(adaptive_learning_rate=0.3, delay=2)
+
+# name: the named optimizer, the diagonals before the clip, the rule after the noise
 NAMED = {
     "dp_sgd": (dpopt.dp_sgd(0.1, momentum=0.9, **FOUR), (), (optax.sgd(0.1, momentum=0.9),)),
     "dp_adam": (dpopt.dp_adam(0.1, **FOUR), (), (optax.adam(0.1),)),
@@ -42,7 +48,37 @@ NAMED = {
     "dp_rmsprop": (dpopt.dp_rmsprop(0.1, **FOUR), (), (optax.rmsprop(0.1),)),
     "dp_adagrad": (dpopt.dp_adagrad(0.1, **FOUR), (), (optax.adagrad(0.1),)),
     "dp_yogi": (dpopt.dp_yogi(0.1, **FOUR), (), (optax.yogi(0.1),)),
+    "adadps, fixed": (dpopt.adadps(0.1, scale=SIDE, **FOUR), (dpopt.side_information(SIDE),), (LR,)),
+    "adadps, public": (dpopt.adadps(0.1, rule="adam", **FOUR), (dpopt.public_moments(rule="adam"),), (LR,)),
+    "dp2": (
+        dpopt.dp2(0.1, adaptive_l2_clip_norm=1.4, **PAIR, **FOUR),
+        (dpopt.delayed_moments(2, adaptive_clip_ratio=1.4 / 0.7),),
+        (dpopt.scale_by_phase_learning_rate(0.1, 0.3, 2),),
+    ),
+    "dp2_noise_first": (
+        dpopt.dp2_noise_first(0.1, eps=1e-3, **PAIR, **FOUR),
+        (),
+        (
+            dpopt.precondition_after_noise(dpopt.delayed_moments(2, eps=1e-3)),
+            dpopt.scale_by_phase_learning_rate(0.1, 0.3, 2),
+        ),
+    ),
+    "scale_then_privatize": (
+        dpopt.scale_then_privatize(0.1, **FOUR),
+        (dpopt.last_moments(b2=0.999, eps_scale=1e-2),),
+        (optax.adamw(0.1, weight_decay=0.0),),
+    ),
+    "dp_adam_bc": (dpopt.dp_adam_bc(0.1, gamma=1e-6, **FOUR), (), (dpopt.scale_by_adam_bc(gamma=1e-6), LR)),
+    "dp_micro_adam": (dpopt.dp_micro_adam(0.1, density=0.3, **FOUR), (), (dpopt.scale_by_micro_adam(density=0.3), LR)),
+    "dp_r_pub": (
+        dpopt.dp_r_pub(0.1, **FOUR),
+        (),
+        (dpopt.precondition_after_noise(dpopt.public_moments()), LR),
+    ),
+    "dp_adam_pub": (dpopt.dp_adam_pub(0.1, **FOUR), (), (dpopt.scale_by_public_adam(), LR)),
+    "pda_dpmd": (dpopt.pda_dpmd(0.1, total_steps=20, **FOUR), (), (dpopt.blend_public_gradients(20), LR)),
 }
+ASKS_FOR_PUBLIC_GRADIENTS = ("adadps, public", "dp_r_pub", "dp_adam_pub", "pda_dpmd")
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -52,8 +88,22 @@ def test_builder_gives_the_trajectory_of_the_named_optimizer(name):
     for diagonal in diagonals:
         b = b.precondition(diagonal)
     plan = b.clip(0.7).noise(0.9).then(*rule).build()
+    extra = {"public_grads": PUBLIC} if name in ASKS_FOR_PUBLIC_GRADIENTS else {}
+    jax.tree.map(np.testing.assert_array_equal, trajectory(plan.optimizer, **extra), trajectory(named, **extra))
+    assert plan.optimizer.privacy == named.privacy
+
+
+def test_builder_covers_the_extra_query_with_its_budget():
+    mechanism = dpopt.extra_query(adaptive_l2_clip_norm=2.0, delay=3)
+    base = builder(num_examples=5_000, steps=300).mechanism(mechanism).clip(0.7)
+    named = dpopt.dp2_extra_query(0.1, adaptive_l2_clip_norm=2.0, delay=3, **FOUR)
+    plan = base.noise(0.9).then(LR).build()
     jax.tree.map(np.testing.assert_array_equal, trajectory(plan.optimizer), trajectory(named))
     assert plan.optimizer.privacy == named.privacy
+    one = builder(num_examples=5_000, steps=300).clip(0.7)
+    two, one = (b.budget(epsilon=2.0, delta=1e-5).then(LR).build() for b in (base, one))
+    assert 1.98 < two.epsilon() <= 2.0
+    assert two.noise_multiplier > 1.2 * one.noise_multiplier  # two queries on two steps of three cost more noise
 
 
 def test_budget_is_met_and_hardly_undercut():

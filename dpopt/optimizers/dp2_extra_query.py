@@ -1,6 +1,7 @@
 """DP2's ablation that asks twice a step: once to learn the diagonal, once to use it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -90,25 +91,55 @@ def dp2_extra_query(
     >>> len(opt.privacy.step_event(step=1).events)
     2
     """
+    make_core = extra_query(adaptive_l2_clip_norm=adaptive_l2_clip_norm, delay=delay, rule=rule, decay=decay, eps=eps)
+    core = make_core(
+        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
+    )
+    rates = (learning_rate, learning_rate if adaptive_learning_rate is None else adaptive_learning_rate)
+    return chain(core, *_weight_decay(weight_decay), _scale_by_either(*rates, _NotARefresh(int(delay))))
+
+
+def extra_query(
+    *, adaptive_l2_clip_norm: Any, delay: int, rule: str = "rmsprop", decay: float = 0.9, eps: float = 1e-7
+) -> Callable[..., PrivateOptimizer]:
+    """The private part of `dp2_extra_query`, for ``Builder.mechanism``: a function with the arguments of `privatize`.
+
+    Args:
+        adaptive_l2_clip_norm, delay, rule, decay, eps: see `dp2_extra_query`.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named.
+
+    *Privacy*: see `dp2_extra_query`; the multiplier is that of each query.
+
+    >>> make_core = extra_query(adaptive_l2_clip_norm=2.0, delay=3)
+    >>> core = make_core(l2_clip_norm=0.5, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
+    >>> len(core.privacy.queries)
+    2
+    """
     _validate.positive_int(delay=delay)
     _validate.one_of(("rmsprop", "adagrad", "yogi"), rule=rule)
     _validate.fraction(decay=decay)
     _validate.positive(eps=eps)
-    _validate.prng_key(key)
-    clip = as_clip_function(l2_clip_norm)
-    _clip_ratio(adaptive_l2_clip_norm, clip.sensitivity)
-    queries = [
-        privatize(
-            l2_clip_norm=norm,
-            noise_multiplier=noise_multiplier,
-            expected_batch_size=expected_batch_size,
-            key=jax.random.fold_in(key, i),  # the two noises of a step must not be the same
-        )
-        for i, norm in enumerate((clip, adaptive_l2_clip_norm))
-    ]
-    core = _two_queries(*queries, delay=int(delay), rule=rule, decay=decay, eps=eps)
-    rates = (learning_rate, learning_rate if adaptive_learning_rate is None else adaptive_learning_rate)
-    return chain(core, *_weight_decay(weight_decay), _scale_by_either(*rates, _NotARefresh(int(delay))))
+
+    def make_core(*, l2_clip_norm, noise_multiplier, expected_batch_size, key, preconditioner=()):
+        if preconditioner not in ((), None):
+            raise ValueError("the extra query learns a diagonal of its own: leave precondition(...) out.")
+        _validate.prng_key(key)
+        clip = as_clip_function(l2_clip_norm)
+        _clip_ratio(adaptive_l2_clip_norm, clip.sensitivity)
+        queries = [
+            privatize(
+                l2_clip_norm=norm,
+                noise_multiplier=noise_multiplier,
+                expected_batch_size=expected_batch_size,
+                key=jax.random.fold_in(key, i),  # the two noises of a step must not be the same
+            )
+            for i, norm in enumerate((clip, adaptive_l2_clip_norm))
+        ]
+        return _two_queries(*queries, delay=int(delay), rule=rule, decay=decay, eps=eps)
+
+    return make_core
 
 
 def _two_queries(
