@@ -17,7 +17,7 @@ def upcast(tree: Any) -> Any:
 
     def cast(x):
         dtype = jnp.result_type(x)
-        return x.astype(accumulator_dtype(dtype)) if jnp.issubdtype(dtype, jnp.floating) else x
+        return jnp.asarray(x, accumulator_dtype(dtype)) if jnp.issubdtype(dtype, jnp.floating) else x
 
     return jax.tree.map(cast, tree)
 
@@ -51,7 +51,9 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> Any:
                 f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(entry)}, which does not broadcast to the "
                 f"parameter's shape {jnp.shape(leaf)}."
             )
-        return entry
+        # One axis for each of the leaf's, so that no later product has to promote ranks.
+        missing = jnp.ndim(leaf) - jnp.ndim(entry)
+        return jnp.reshape(entry, (1,) * missing + jnp.shape(entry)) if missing and jnp.ndim(entry) else entry
 
     return jax.tree_util.tree_map_with_path(check, full, tree)
 

@@ -96,8 +96,15 @@ def prng_key(key: Any) -> None:
             raise ValueError(f"key must be a single PRNG key; got an array of keys of shape {key.shape}: {advice}.")
     elif key.dtype != np.uint32:
         raise TypeError(f"key must be a JAX PRNG key; got an array of dtype {key.dtype}: {advice}.")
-    elif key.ndim != 1:  # the length depends on the key's implementation: 2 for threefry, 4 for rbg
+    elif key.ndim != 1:
         raise ValueError(f"key must be a single PRNG key; got shape {key.shape}: {advice}.")
+    else:
+        try:
+            jax.random.wrap_key_data(key)  # the right length depends on JAX's default kind of key
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"key must be a JAX PRNG key; got a uint32 array of shape {key.shape}: {advice}."
+            ) from error
 
 
 def floating_params(params: Any) -> None:

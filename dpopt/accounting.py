@@ -49,7 +49,6 @@ def epsilon(
     >>> round(epsilon(**settings), 2), round(epsilon(**settings, accountant="rdp"), 2)
     (2.81, 3.03)
     """
-    _validate.non_negative(noise_multiplier=noise_multiplier, allow_inf=True)
     event = poisson_event(noise_multiplier=noise_multiplier, sampling_prob=sampling_prob, steps=steps)
     return epsilon_of_event(event, delta=delta, accountant=accountant)
 
@@ -143,6 +142,7 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
     if delta >= 1:
         raise ValueError(f"delta must be below 1; got {delta}.")
     _validate.one_of(("pld", "rdp"), accountant=accountant)
+    events.check(event)
     event = events.merged(event)
     if isinstance(event, dp_accounting.NoOpDpEvent):
         return 0.0
@@ -172,6 +172,11 @@ def _rdp_epsilon(event: dp_accounting.DpEvent, delta: float, relation: Relation,
     try:
         absl.setLevel(logging.ERROR)  # it reports every order that it leaves out, which is sound and of no interest
         composed = rdp.RdpAccountant(orders, relation).compose(event)
+    except dp_accounting.UnsupportedEventError as error:
+        raise ValueError(
+            f"no accountant takes this event under {relation.name}: {error}. Poisson samples are accounted for under "
+            "add-or-remove-one, samples of fixed size under replace-one; a run cannot mix them."
+        ) from error
     finally:
         absl.setLevel(level)
     # Cancellation can make the divergence negative at extreme orders; dp_accounting would then report epsilon 0.
@@ -205,10 +210,15 @@ class Ledger:
         """Appends ``count`` repetitions of a step's event. Call it before the step's result is released.
 
         Raises:
-            TypeError: if ``event`` is of a kind that cannot be stored; ValueError: if ``count`` is below 1.
+            TypeError: if ``event`` is of a kind that cannot be stored; ValueError: if ``count`` is below 1, or a number
+                in the event is out of range.
         """
         _validate.positive_int(count=count)
-        events.to_json(event)
+        if not isinstance(event, dp_accounting.DpEvent):
+            raise TypeError(f"a ledger records events of dp_accounting; got {event!r} of type {type(event).__name__}.")
+        count = int(count)
+        events.check(event)
+        event = events.from_json(events.to_json(event))  # a copy: a composed event holds a list that others can change
         if self._entries and self._entries[-1][0] == event:
             self._entries[-1] = (event, self._entries[-1][1] + count)
         else:
@@ -222,11 +232,23 @@ class Ledger:
     @property
     def event(self) -> dp_accounting.DpEvent:
         """Everything recorded, as one event."""
-        return dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(e, n) for e, n in self._entries])
+        # Order does not matter to composition; equal steps counted together are composed fast.
+        counts: dict[str, int] = {}
+        for event, count in self._entries:
+            text = json.dumps(events.to_json(event))
+            counts[text] = counts.get(text, 0) + count
+        parts = [dp_accounting.SelfComposedDpEvent(events.from_json(json.loads(e)), n) for e, n in counts.items()]
+        return dp_accounting.ComposedDpEvent(parts)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "pld") -> float:
         """Epsilon of everything recorded; 0 for an empty ledger."""
         return epsilon_of_event(self.event, delta=delta, accountant=accountant) if self._entries else 0.0
+
+    def copy(self) -> "Ledger":
+        """A ledger with the same entries, that grows on its own."""
+        ledger = Ledger()
+        ledger._entries = list(self._entries)
+        return ledger
 
     def to_json(self) -> str:
         """The ledger as text."""
@@ -240,7 +262,10 @@ class Ledger:
             ValueError: if the text is damaged or holds an unknown event.
         """
         ledger = cls()
-        for entry in json.loads(text):
+        entries = json.loads(text)
+        if not isinstance(entries, list):
+            raise ValueError(f"a stored ledger is a list of entries; got {entries!r}.")
+        for entry in entries:
             if not isinstance(entry, dict) or set(entry) != {"event", "count"}:
                 raise ValueError(f"an entry of a ledger has the fields 'event' and 'count'; got {entry!r}.")
             ledger.record(events.from_json(entry["event"]), entry["count"])

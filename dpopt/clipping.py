@@ -128,13 +128,21 @@ class NormalizedClip:
 
     def coefficients(self, leaf_norms: Any) -> Any:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
-        c = self.l2_clip_norm / (_engines.global_norms(leaf_norms) + self.gamma)
+        norms = _engines.global_norms(leaf_norms)
+        c = _without_denormals(self.l2_clip_norm / (norms + self.gamma), norms.dtype)
         return jax.tree.map(lambda _: c, leaf_norms)
 
 
 def _shrink_to(l2_clip_norm: Any, norms: jax.Array) -> jax.Array:
     # Not min(1, C / norm): 0 / 0 would spoil an example without gradient, inf / inf one under an infinite clip.
-    return jnp.where(norms > l2_clip_norm, l2_clip_norm / norms, jnp.ones_like(norms))
+    shrunk = _without_denormals(l2_clip_norm / norms, norms.dtype)
+    return jnp.where(norms > l2_clip_norm, shrunk, jnp.ones_like(norms))
+
+
+def _without_denormals(coefficients: jax.Array, dtype: Any) -> jax.Array:
+    # A denormal factor has lost digits and may be too large for the bound by a per mille; 0 keeps it.
+    coefficients = coefficients.astype(dtype)
+    return jnp.where(coefficients < jnp.finfo(dtype).tiny, 0, coefficients)
 
 
 def as_clip_function(l2_clip_norm: Any) -> _engines.ClipFunction:

@@ -1,5 +1,6 @@
 """Events: what a run did to privacy, in the words of ``dp_accounting``, and in JSON."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -24,6 +25,7 @@ def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) 
     >>> poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=2).count
     2
     """
+    _validate.non_negative(noise_multiplier=noise_multiplier, allow_inf=True)
     return compose(Privacy((Query(noise_multiplier),)), Poisson(sampling_prob), steps)
 
 
@@ -37,7 +39,7 @@ def compose(privacy: Privacy, sampling: Any, steps: int, *, start: int = 0) -> d
         start: the first step, for optimizers whose cost depends on the step.
 
     Raises:
-        ValueError, TypeError: for a count that is no non-negative integer.
+        ValueError, TypeError: for a count that is no non-negative integer, or a sampling that is no scheme.
 
     *Privacy*: a description; reads no data.
 
@@ -48,14 +50,20 @@ event=GaussianDpEvent(noise_multiplier=1.0)), count=3)
     """
     _validate.non_negative_int(steps=steps, start=start)
     scheme = getattr(sampling, "scheme", sampling)
+    if not (hasattr(scheme, "event") and hasattr(scheme, "relation")):
+        raise TypeError(
+            f"sampling must be a sampler or a scheme of dpopt.sampling, such as Poisson(0.01); got {sampling!r}."
+        )
     if steps == 0:
         return dp.NoOpDpEvent()
+    steps = int(steps)  # dp_accounting takes no NumPy integers
     # Composition does not care about order, so equal steps are counted together.
     if privacy.varies:
-        counts = Counter(privacy.step_event(t, scheme.relation) for t in range(start, start + steps))
+        # Merged, since an event that is a list of queries cannot be counted.
+        counts = Counter(merged(privacy.step_event(t, scheme.relation)) for t in range(start, start + steps)).items()
     else:
-        counts = {privacy.step_event(start, scheme.relation): steps}
-    events = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in counts.items()]
+        counts = [(privacy.step_event(start, scheme.relation), steps)]
+    events = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in counts]
     return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
 
 
@@ -88,7 +96,7 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
     r"""The same event in a form that either accountant takes: Gaussian queries on one sample become one.
 
     k Gaussian queries on the same data are one of multiplier :math:`(\sum_j \sigma_j^{-2})^{-1/2}`, exactly. A query
-    without noise becomes the event that is not private.
+    without noise becomes the event that is not private, one of infinite noise the event that costs nothing.
 
     *Privacy*: a description; reads no data.
 
@@ -98,24 +106,59 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
     match event:
         case dp.GaussianDpEvent(noise_multiplier=0):
             return dp.NonPrivateDpEvent()
+        case dp.GaussianDpEvent(noise_multiplier=math.inf):
+            return dp.NoOpDpEvent()
         case dp.ComposedDpEvent(events=parts):
-            parts = [merged(e) for e in parts]
+            parts = [e for e in map(merged, parts) if not isinstance(e, dp.NoOpDpEvent)]
+            if not parts:
+                return dp.NoOpDpEvent()
             if all(isinstance(e, dp.GaussianDpEvent) for e in parts):
                 return dp.GaussianDpEvent(sum(e.noise_multiplier**-2 for e in parts) ** -0.5)
             if any(isinstance(e, dp.NonPrivateDpEvent) for e in parts):
                 return dp.NonPrivateDpEvent()
             return dp.ComposedDpEvent(parts)
         case dp.SelfComposedDpEvent(event=inner, count=count):
-            return _unless_not_private(merged(inner), lambda e: dp.SelfComposedDpEvent(e, count))
+            return _unless_trivial(merged(inner), lambda e: dp.SelfComposedDpEvent(e, count))
         case dp.PoissonSampledDpEvent(sampling_probability=q, event=inner):
-            return _unless_not_private(merged(inner), lambda e: dp.PoissonSampledDpEvent(q, e))
+            return _unless_trivial(merged(inner), lambda e: dp.PoissonSampledDpEvent(q, e))
         case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b, event=inner):
-            return _unless_not_private(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
+            return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
     return event
 
 
-def _unless_not_private(inner: dp.DpEvent, wrap: Any) -> dp.DpEvent:
-    return inner if isinstance(inner, dp.NonPrivateDpEvent) else wrap(inner)
+def _unless_trivial(inner: dp.DpEvent, wrap: Any) -> dp.DpEvent:
+    return inner if isinstance(inner, dp.NonPrivateDpEvent | dp.NoOpDpEvent) else wrap(inner)
+
+
+def check(event: Any) -> None:
+    """Refuses an event whose numbers are out of range, at any depth: composed, a negative count would pay back.
+
+    Raises:
+        ValueError: naming the event.
+
+    *Privacy*: a description; reads no data.
+
+    >>> check(dp.SelfComposedDpEvent(dp.GaussianDpEvent(1.0), -3))
+    Traceback (most recent call last):
+    ...
+    ValueError: this event cannot be accounted for, a number in it is out of range: SelfComposedDpEvent(...
+    """
+    match event:
+        case dp.GaussianDpEvent(noise_multiplier=sigma):
+            is_sound = sigma >= 0
+        case dp.SelfComposedDpEvent(count=count):
+            is_sound = count >= 1 and count == int(count)
+        case dp.PoissonSampledDpEvent(sampling_probability=q):
+            is_sound = 0 <= q <= 1
+        case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
+            is_sound = 0 <= b <= n
+        case _:
+            is_sound = True
+    if not is_sound:  # NaN compares false
+        raise ValueError(f"this event cannot be accounted for, a number in it is out of range: {event!r}.")
+    for part in (getattr(event, "event", None), *getattr(event, "events", ())):
+        if part is not None:
+            check(part)
 
 
 def samples_without_replacement(event: dp.DpEvent) -> bool:
@@ -160,7 +203,7 @@ def to_json(event: Any) -> Any:
     if isinstance(event, list):
         return [to_json(e) for e in event]
     if not isinstance(event, dp.DpEvent):
-        return event
+        return event.item() if hasattr(event, "item") else event  # a number, perhaps NumPy's or JAX's
     kind = type(event).__name__
     if kind not in _CODED:
         raise TypeError(f"a ledger cannot store events of kind {kind}; it knows {', '.join(_CODED)}.")

@@ -75,7 +75,8 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
 
     def init_fn(params):
         del params
-        return AddGaussianNoiseState(key=jnp.asarray(key), count=jnp.zeros([], jnp.int32))
+        # A copy: a training step that donates its state must not delete the caller's key.
+        return AddGaussianNoiseState(key=jnp.array(key, copy=True), count=jnp.zeros([], jnp.int32))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args

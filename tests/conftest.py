@@ -1,0 +1,52 @@
+"""Settings of all tests: reproducible hypothesis runs, and no silent promotion of ranks."""
+
+import hypothesis
+import jax
+import pytest
+from helpers import enable_x64
+
+hypothesis.settings.register_profile(
+    "dpopt",
+    derandomize=True,
+    max_examples=30,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("dpopt")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_rank_promotion():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    """Runs the test with 64-bit types."""
+    with enable_x64(True):
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["x32", "x64"])
+def either_precision(request):
+    """Runs the test twice: with 32-bit and with 64-bit types."""
+    with enable_x64(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def count_draws(monkeypatch):
+    """A list that grows by the structure of every noise draw made while tracing or running."""
+    from dpopt import noise
+
+    draws = []
+    real = noise.standard_normal_like
+
+    def counted(key, tree):
+        draws.append(jax.tree.structure(tree))
+        return real(key, tree)
+
+    monkeypatch.setattr(noise, "standard_normal_like", counted)
+    return draws

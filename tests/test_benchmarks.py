@@ -1,0 +1,84 @@
+"""The benchmarks run, in a small setting, and record what they claim."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import dpopt
+
+pytest.importorskip("sklearn")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from benchmarks import data, quickstart, records, speed
+from benchmarks.families import Family
+
+
+@pytest.fixture
+def short_quickstart(monkeypatch):
+    monkeypatch.setattr(quickstart, "STEPS", 10)
+    monkeypatch.setattr(quickstart, "STEPS_PER_CALL", 5)
+    monkeypatch.setattr(quickstart, "EPSILONS", (8.0,))
+
+
+def test_quickstart_writes_table_json_and_plot(short_quickstart, tmp_path, capsys):
+    quickstart.main(tmp_path, seeds=2)
+    written = json.loads((tmp_path / "quickstart.json").read_text())
+    assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+    assert "DP-Adam" in capsys.readouterr().out
+    assert [r["method"] for r in written["runs"]] == ["DP-SGD", "SGD", "DP-Adam", "Adam"]
+    assert set(written["environment"]["versions"]) == set(records.PACKAGES)
+    for run in written["runs"]:
+        assert len(run["test_accuracies"]) == 2
+        if run["epsilon"] is not None:
+            spent = dpopt.epsilon(
+                noise_multiplier=run["noise_multiplier"],
+                sampling_prob=run["expected_batch_size"] / run["num_examples"],
+                steps=run["steps"],
+                delta=run["delta"],
+            )
+            assert run["epsilon"] == spent <= run["target_epsilon"]
+    private, twin = written["runs"][0], written["runs"][1]
+    assert twin["noise_multiplier"] == 0.0 and twin["epsilon"] is None
+    assert private["mean"] > 0.2 and twin["mean"] > 0.5  # ten steps; chance is 0.1
+
+
+def test_digits_are_all_there_and_disjoint():
+    split = data.digits()
+    assert len(split.train_x) + len(split.test_x) == 1_797
+    assert split.train_x.shape[1:] == (8, 8, 1) and split.train_x.max() == 1.0
+    assert np.bincount(split.test_y).min() >= 30
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "record.json"
+    records.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        records.write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["record.json"]
+
+
+def test_speed_checks_results_before_timing(monkeypatch):
+    import jax.numpy as jnp
+
+    family = Family(
+        lambda w, x: jnp.sum(jnp.tanh(x @ w["kernel"]) ** 2),
+        {"kernel": jnp.ones((3, 2))},
+        jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32),
+    )
+    monkeypatch.setitem(speed.FAMILIES, "tiny", lambda: family)
+    row = speed.measure("tiny", others=False, budget_s=0.01)
+    assert row["ratio"]["ordinary"] == 1.0 and all(math.isfinite(r) for r in row["ratio"].values())
+    assert speed.table([row]).row_count == 1
+
+    right = speed.clipped
+
+    def wrong(family, engine, diagonal, clip):
+        return right(family, engine, diagonal, clip if engine == "vmap" else 1.01 * clip)
+
+    monkeypatch.setattr(speed, "clipped", wrong)
+    with pytest.raises(AssertionError, match="differ from the vmap engine"):
+        speed.measure("tiny", others=False, budget_s=0.01)

@@ -1,0 +1,269 @@
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import RTOL32, RTOL64, assert_near, distance, dot_loss, enable_x64, loop_clipped_sum, norm, random_tree
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dpopt
+from dpopt import _engines
+from dpopt.clipping import FlatClip, GroupClip, NormalizedClip, clip_and_sum
+from dpopt.gradients import stacked_grads
+
+# What an example's gradient may hold: ordinary, zero, denormal, huge, and no number at all.
+ENTRIES = st.one_of(
+    st.floats(-10, 10, width=32),
+    st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-20, 1e30, -1e30, 3.4e38, np.nan, np.inf, -np.inf]),
+)
+FINITE_SIZES = st.sampled_from([1e-30, 1e-3, 0.5, 1.0, 7.3, 1e4, 1e30])
+
+
+def batches(size):
+    return st.lists(st.lists(ENTRIES, min_size=5, max_size=5), min_size=size, max_size=size).map(
+        lambda values: np.array(values, np.float32)
+    )
+
+
+def as_tree(values):
+    return {"a": values[:, :3], "b": values[:, 3:]}
+
+
+@jax.jit
+def flat_sum(grads, mask, c):
+    return stacked_grads(grads, mask).clipped_sum(FlatClip(c)).sum
+
+
+@given(st.integers(0, 2**31), FINITE_SIZES)
+def test_clip_and_sum_equals_a_loop(seed, c):
+    grads = random_tree(seed, batch=6)
+    transformation = clip_and_sum(c)
+    total, _ = transformation.update(grads, transformation.init(random_tree(0)), random_tree(0))
+    # Terms may cancel: the error is relative to what was added, at most 6 C.
+    clipped = min(6 * c, 6 * max(norm(jax.tree.map(lambda g, i=i: g[i], grads)) for i in range(6)))
+    assert distance(total, loop_clipped_sum(grads, c)) <= RTOL32 * clipped
+
+
+def test_clip_and_sum_equals_a_loop_in_relative_error():
+    for seed in range(5):
+        grads = random_tree(seed, batch=64)
+        total, _ = clip_and_sum(2.0).update(grads, optax.EmptyState(), random_tree(0))
+        assert_near(total, loop_clipped_sum(grads, 2.0))
+
+
+def test_clip_and_sum_equals_a_loop_in_64_bits(x64):
+    grads = jax.tree.map(lambda g: g.astype(np.float64), random_tree(0, batch=64))
+    total, _ = clip_and_sum(2.0).update(grads, optax.EmptyState())
+    assert_near(total, loop_clipped_sum(grads, 2.0), RTOL64)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 1e18, 1e30, 1e37])
+def test_norms_do_not_overflow_or_underflow(size):
+    grads = np.full((1, 4), size, np.float32)  # squares leave float32's range
+    total, _ = clip_and_sum(size).update(grads, optax.EmptyState())
+    assert_near(total, loop_clipped_sum(grads, size))
+
+
+def test_a_long_gradient_keeps_its_norm():
+    grads = np.random.default_rng(0).normal(size=(1, 3_000_000)).astype(np.float32)
+    total, _ = clip_and_sum(1.0).update(grads, optax.EmptyState())
+    assert abs(norm(total) - 1) <= RTOL32
+
+
+CLIPS = {
+    "flat": FlatClip(0.7),
+    "tiny flat": FlatClip(1e-6),
+    "per leaf": GroupClip({"a": 0.5, "b": 1.2}),
+    "one group": GroupClip(0.9),
+    "normalised": NormalizedClip(0.7),
+    "normalised, tiny gamma": NormalizedClip(2.0, gamma=1e-12),
+}
+
+
+@functools.cache
+def summing(clip_name):
+    clip = CLIPS.get(clip_name) or WRONG_CLIPS[clip_name]
+    return jax.jit(lambda grads, mask: stacked_grads(grads, mask).clipped_sum(clip).sum), clip.sensitivity
+
+
+@functools.cache
+def summing_by_engine(engine):
+    grads = dpopt.per_example_grads(dot_loss, engine=engine)
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    return jax.jit(lambda batch, mask: grads(params, batch, mask=mask).clipped_sum(FlatClip(0.7)).sum), 0.7
+
+
+@pytest.mark.parametrize("engine", ["vmap", "auto"])
+@given(batches(4), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_the_bound_holds_for_gradients_of_a_loss(engine, values, mask):
+    check_sensitivity(*summing_by_engine(engine), values, np.array(mask))
+
+
+def check_sensitivity(run, bound, values, mask):
+    """Removing any one example, by masking it or by deleting its row, moves the sum by at most the sensitivity."""
+    whole = run(as_tree(values), mask)
+    assert all(np.isfinite(leaf).all() for leaf in whole.values())
+    for i in range(len(values)):
+        masked = run(as_tree(values), mask & (np.arange(len(values)) != i))
+        deleted = run(as_tree(np.delete(values, i, axis=0)), np.delete(mask, i))
+        for without in (masked, deleted):
+            assert distance(whole, without) <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("clip_name", CLIPS)
+@given(batches(4), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_adding_or_removing_one_example_moves_the_sum_by_at_most_the_sensitivity(clip_name, values, mask):
+    check_sensitivity(*summing(clip_name), values, np.array(mask))
+
+
+@dataclasses.dataclass(frozen=True)
+class EachLeafToC:
+    """Wrong: clips every leaf to C and claims C for the whole."""
+
+    sensitivity: float = 0.7
+
+    def coefficients(self, leaf_norms):
+        return jax.tree.map(lambda n: jnp.minimum(1.0, self.sensitivity / n), leaf_norms)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlooredNorm:
+    """Wrong: a stability constant that keeps small denominators, and an example a per mille above the bound."""
+
+    sensitivity: float = 0.7
+
+    def coefficients(self, leaf_norms):
+        c = jnp.minimum(1.0, self.sensitivity / (_engines.global_norms(leaf_norms) * 0.999))
+        return jax.tree.map(lambda _: c, leaf_norms)
+
+
+WRONG_CLIPS = {"each leaf": EachLeafToC(), "floored": FlooredNorm()}
+
+
+@pytest.mark.parametrize("clip_name", WRONG_CLIPS)
+def test_the_sensitivity_check_has_power(clip_name):
+    with pytest.raises(AssertionError):
+        check_sensitivity(*summing(clip_name), np.full((3, 5), 4.0, np.float32), np.ones(3, bool))
+
+
+@given(batches(3), st.sampled_from([1e-3, 1.0, 50.0]))
+def test_the_bound_holds_after_a_diagonal_and_an_offset(values, size):
+    scale = {"a": np.array([size, 1.0, 1e6], np.float32), "b": np.float32(size)}
+    clip = FlatClip(0.7)
+
+    def run(values):
+        return stacked_grads(as_tree(values)).scale(scale).shift(3.0).clipped_sum(clip).sum
+
+    for i in range(3):
+        assert distance(run(values), run(np.delete(values, i, axis=0))) <= 0.7 * (1 + 1e-6)
+
+
+@given(batches(5))
+def test_the_bound_holds_in_64_bits_to_the_last_digits(values):
+    with enable_x64(True):
+        values = values.astype(np.float64)
+        whole = flat_sum(as_tree(values), np.ones(5, bool), 0.7)
+        for i in range(5):
+            assert distance(whole, flat_sum(as_tree(values), np.arange(5) != i, 0.7)) <= 0.7 * (1 + RTOL64)
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_examples_do_not_interact(seed, other):
+    """An example adds the same, whichever company it keeps."""
+    grads, others = random_tree(seed, batch=1), random_tree(other, batch=3)
+    both = jax.tree.map(lambda a, b: np.concatenate([a, b]), grads, others)
+    alone = loop_clipped_sum(grads, 0.5)
+    with_others = stacked_grads(both).clipped_sum(FlatClip(0.5)).sum
+    only_others = stacked_grads(others).clipped_sum(FlatClip(0.5)).sum
+    assert distance(jax.tree.map(np.subtract, with_others, only_others), alone) <= 4 * 0.5 * RTOL32
+
+
+def test_group_clip_clips_each_group_alone():
+    grads = {"a": {"x": np.array([[3.0]]), "y": np.array([[4.0]])}, "b": np.array([[0.3]])}
+    total = stacked_grads(grads).clipped_sum(GroupClip({"a": 1.0, "b": 0.1})).sum
+    assert_near(total, {"a": {"x": np.array([0.6]), "y": np.array([0.8])}, "b": np.array([0.1])})
+    assert GroupClip({"a": 1.0, "b": 0.1}).sensitivity == pytest.approx(math.hypot(1.0, 0.1))
+
+
+def test_group_clip_of_one_group_is_a_flat_clip():
+    grads = random_tree(0, batch=5)
+    one, flat = (stacked_grads(grads).clipped_sum(c).sum for c in (GroupClip(0.8), FlatClip(0.8)))
+    assert_near(one, flat)
+
+
+def test_normalised_clip_follows_its_formula():
+    total = stacked_grads(np.array([[3.0, 4.0]], np.float32)).clipped_sum(NormalizedClip(2.0, gamma=0.5)).sum
+    assert_near(total, np.array([3.0, 4.0]) * 2.0 / 5.5)
+
+
+def test_an_infinite_clip_norm_sums_unchanged():
+    grads = random_tree(0, batch=5)
+    total, _ = clip_and_sum(math.inf).update(grads, optax.EmptyState())
+    assert_near(total, jax.tree.map(lambda g: g.astype(np.float64).sum(0), grads))
+
+
+def test_zero_gradients_stay_zero():
+    for clip in CLIPS.values():
+        total = stacked_grads(as_tree(np.zeros((2, 5), np.float32))).clipped_sum(clip).sum
+        assert norm(total) == 0.0
+
+
+@pytest.mark.parametrize("make", [clip_and_sum, FlatClip, GroupClip, NormalizedClip])
+@pytest.mark.parametrize(
+    ("c", "error", "shown"),
+    [
+        (-1.0, ValueError, "-1.0"),
+        (0.0, ValueError, "0.0"),
+        (math.nan, ValueError, "nan"),
+        (jnp.float32(-2.0), ValueError, "-2.0"),
+        ("1", TypeError, "'1'"),
+        (None, (TypeError, ValueError), "l2_clip_norm"),
+        (True, TypeError, "True"),
+        (1j, TypeError, "1j"),
+    ],
+)
+def test_a_bad_clip_norm_is_refused_and_shown(make, c, error, shown):
+    with pytest.raises(error, match="l2_clip_norm") as caught:
+        make(c)
+    assert shown in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [GroupClip, NormalizedClip])
+def test_only_a_flat_clip_may_be_infinite(make):
+    with pytest.raises(ValueError, match="finite"):
+        make(math.inf)
+
+
+def test_a_group_tree_that_does_not_fit_is_refused():
+    for groups in ({"a": 1.0}, {"a": 1.0, "c": 1.0}, [1.0, 1.0]):
+        with pytest.raises(ValueError, match="prefix of the parameters' tree"):
+            stacked_grads(as_tree(np.ones((2, 5)))).clipped_sum(GroupClip(groups))
+
+
+@pytest.mark.parametrize(
+    ("updates", "params", "message"),
+    [
+        ({"w": np.ones((3, 2))}, {"w": np.ones(2), "b": np.ones(2)}, "tree structure"),
+        ({"w": np.ones(2)}, {"w": np.ones(2)}, r"\['w'\] has shape \(2,\) for a parameter of shape \(2,\)"),
+        ({"w": np.ones((3, 5))}, {"w": np.ones(2)}, r"\['w'\] has shape \(3, 5\)"),
+        ({"w": np.ones((3, 2)), "b": np.ones((4, 2))}, None, "disagree on the batch size"),
+        ({"w": np.float32(1.0)}, None, "leading batch axis"),
+    ],
+)
+def test_gradients_without_a_batch_axis_are_refused(updates, params, message):
+    with pytest.raises(ValueError, match=message):
+        clip_and_sum(1.0).update(updates, optax.EmptyState(), params)
+
+
+def test_the_state_is_empty_and_extra_arguments_pass():
+    transformation = clip_and_sum(1.0)
+    state = transformation.init(jnp.zeros(2))
+    assert jax.tree.leaves(state) == []
+    transformation.update(jnp.ones((1, 2)), state, jnp.zeros(2), anything=1)
+    assert isinstance(transformation, optax.GradientTransformation)
+    assert dpopt.clip_and_sum is clip_and_sum
