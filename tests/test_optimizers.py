@@ -58,6 +58,18 @@ ROWS = {
     ),
     "adagrad": row(dpopt.dp_adagrad, 0.1, optax.adagrad(0.1)),
     "yogi": row(dpopt.dp_yogi, 0.1, optax.yogi(0.1)),
+    "adadps": row(dpopt.adadps, 0.1, scale={"w": 2.0, "b": 1.0}),
+    "adadps, public": row(
+        dpopt.adadps, 0.1, extra={"public_grads": {"w": np.full((3, 2), 0.1, np.float32), "b": np.ones(2, np.float32)}}
+    ),
+    "dp2": row(dpopt.dp2, 0.1, adaptive_learning_rate=0.01, adaptive_l2_clip_norm=1.0, delay=(2, 1), eps=0.1),
+    "dp2, delay longer than the run": row(
+        dpopt.dp2, 0.1, optax.sgd(0.1), adaptive_learning_rate=9.0, adaptive_l2_clip_norm=math.inf, delay=1_000
+    ),
+    "adam_bc": row(dpopt.dp_adam_bc, 0.1, gamma=1e-4),
+    "micro_adam": row(dpopt.dp_micro_adam, 0.1, density=0.3, memory_size=3),
+    "scale_then_privatize": row(dpopt.scale_then_privatize, 0.1),
+    "extra query": row(dpopt.dp2_extra_query, 0.1, adaptive_l2_clip_norm=1.0, delay=2, eps=0.1),
 }
 # Settings of a row that is here already are compared with its twin only: compiling is what these tests spend time on.
 EVERY = pytest.mark.parametrize("name", [name for name in ROWS if "," not in name])
@@ -134,7 +146,7 @@ def test_it_draws_noise_once_a_step(name, count_draws):
     opt = ROWS[name].make(**privacy_four())
     step, params = dpopt.make_train_step(loss_fn, opt, microbatch_size=3), make_params()
     jax.eval_shape(lambda: step(params, opt.init(params), mlp_batch(8), **ROWS[name].extra))
-    assert len(count_draws) == 1
+    assert len(count_draws) == len(opt.privacy.queries)
 
 
 @EVERY
