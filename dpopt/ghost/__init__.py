@@ -1,6 +1,7 @@
 """The fast engine: clipped gradient sums at about the price of an ordinary gradient.
 
 * trace.py   finds where parameters meet the example, and puts taps there
+* program.py the traced loss as a program that runs with taps
 * rules.py   one function per primitive: its gradient as a sum of outer products
 * norms.py   per-example squared norms from those factors
 * plan.py    which norm for which parameter, at what cost; ``explain``

@@ -22,7 +22,8 @@ from jax import lax
 
 from dpopt.ghost import norms
 from dpopt.ghost.plan import Explanation, LeafPlan, Plan, leaf_paths, make_plan, orientation
-from dpopt.ghost.trace import CannotFollow, Contact, trace_loss, wide_dtype
+from dpopt.ghost.program import Contact, wide_dtype
+from dpopt.ghost.trace import CannotFollow, trace_loss
 
 _PRECISION = lax.Precision.HIGHEST
 
@@ -50,8 +51,7 @@ def plan_clipped_sum(
 
     ``plan.prefers_vmap`` tells whether plain per-example gradients should be faster.
 
-    Privacy:
-      Looks at shapes only.
+    *Privacy*: Looks at shapes only.
 
     Raises:
       CannotFollow: the loss cannot be traced; the exception names the primitive.
@@ -92,8 +92,7 @@ def explain(
       scale: the pre-clip diagonal, if there is one.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
 
-    Privacy:
-      Looks at shapes only; nothing private is read.
+    *Privacy*: Looks at shapes only; nothing private is read.
 
     >>> import jax.numpy as jnp
     >>> plan = explain(lambda w, x: (x @ w).sum(), jnp.ones((3, 2)), jnp.ones(3), batch_size=8)
@@ -138,8 +137,7 @@ def clipped_sum(
     Returns:
       A :class:`GhostResult`.
 
-    Privacy:
-      ``sum`` has the sensitivity that ``coefficients`` enforces: every example enters through its
+    *Privacy*: ``sum`` has the sensitivity that ``coefficients`` enforces: every example enters through its
       own ``c_i`` and one whose gradient is not finite contributes zero. Nothing here is noised;
       norms, losses and aux are per example and must not be released.
 
@@ -175,8 +173,12 @@ def clipped_sum(
         slow = _one_by_one(loss_fn, params, batch, mask, run, weigh, has_aux)
         return (jnp.array(True), *slow)
 
-    # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides.
-    _, total, leaf_norms, ok = lax.while_loop(lambda state: ~state[0], redo, init)
+    # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
+    # the loop would be compiled at every call, Python looks for itself.
+    if isinstance(finite, jax.core.Tracer):
+        _, total, leaf_norms, ok = lax.while_loop(lambda state: ~state[0], redo, init)
+    else:
+        _, total, leaf_norms, ok = init if bool(finite) else redo(init)
     aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
     return GhostResult(jax.tree.unflatten(tree, total), jax.tree.unflatten(tree, leaf_norms), losses, aux, ok)
 

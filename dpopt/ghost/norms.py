@@ -8,6 +8,10 @@ With ``G = sum_t l_t (x) r_t`` (rules.py) there are four ways, all exact, and th
 * ``explicit``  form G (``T a p``, what the weighted sum costs, which can then reuse it).
 
 Every function takes one example; the engine maps them over the batch.
+
+A norm bounds a sensitivity, so it must not come out too small. A Gram matrix loses digits where terms cancel, hence a
+slack of a few roundings is added to it; and where factors are so large that squares of the other side may have vanished,
+the answer is infinity, which makes the engine compute that batch by the plain definition.
 """
 
 from __future__ import annotations
@@ -39,6 +43,17 @@ def sum_squares(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(_wide(x)))
 
 
+def _guarded(square: jax.Array, *sizes: jax.Array) -> jax.Array:
+    """``square``, or infinity where a squared factor is beyond the root of the largest number."""
+    limit = jnp.finfo(square.dtype).max ** 0.5
+    return jnp.where(jnp.max(jnp.stack([jnp.max(x) for x in sizes])) > limit, jnp.inf, square)
+
+
+def _with_slack(square: jax.Array, row_sizes: jax.Array) -> jax.Array:
+    """Adds what rounding may have taken from a Gram sum whose rows have norms ``|l_t| |r_t|``."""
+    return jnp.maximum(square, 0) + 4 * jnp.finfo(square.dtype).eps * jnp.square(jnp.sum(row_sizes))
+
+
 def rank_one(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
     """``|S * G|^2`` for T = 1; ``scale`` is folded to ``[K, N, a, p]``."""
     left, right = factors.split(x, y)
@@ -47,15 +62,16 @@ def rank_one(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | No
         if scale is not None:
             right_squares = right_squares * jnp.square(scale[0, 0].at[left[0][:, 0]].get(mode="clip"))
         return jnp.sum(right_squares)
-    total = 0
+    total, sizes = 0, [right_squares]
     for k, rows in enumerate(left):
         left_squares = jnp.square(_wide(rows[:, 0]))  # [N, a]
+        sizes.append(left_squares)
         if scale is None:
             total += jnp.sum(jnp.sum(left_squares, axis=1) * jnp.sum(right_squares, axis=1))
         else:
             mixed = _einsum("na,nap->np", left_squares, jnp.square(scale[k]))
             total += jnp.sum(mixed * right_squares)
-    return total
+    return _guarded(total, *sizes)
 
 
 def gram(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -69,7 +85,9 @@ def gram(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) 
     else:
         inner = sum(_einsum("nta,nsa->nts", rows, rows) for rows in left)
     outer = _einsum("ntp,nsp->nts", right, right)
-    return jnp.maximum(jnp.sum(inner * outer), 0)  # rounding may leave a tiny negative number
+    left_squares, right_squares = (jnp.diagonal(m, axis1=1, axis2=2) for m in (inner, outer))
+    square = _with_slack(jnp.sum(inner * outer), jnp.sqrt(left_squares) * jnp.sqrt(right_squares))
+    return _guarded(square, left_squares, right_squares)
 
 
 def segments(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -117,12 +135,19 @@ def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> j
         [(side[0][0], jnp.concatenate([z for _, z in side])) for side in zip(*pairs, strict=True)]
         for pairs in kinds.values()
     ]
-    total = 0
+    total, row_sizes, sizes = 0, [], []
     for i, (left, right) in enumerate(joined):
+        squares = [_row_squares(*side) for side in (left, right)]
+        sizes += squares
+        row_sizes.append(jnp.sqrt(squares[0]) * jnp.sqrt(squares[1]))
         for j, (other_left, other_right) in enumerate(joined[: i + 1]):
             term = jnp.sum(_inner(left, other_left) * _inner(right, other_right))
             total += term if i == j else 2 * term
-    return jnp.maximum(total, 0)
+    return _guarded(_with_slack(total, jnp.concatenate(row_sizes)), *sizes)
+
+
+def _row_squares(one_hot: bool, x: jax.Array) -> jax.Array:
+    return jnp.ones(x.shape, jnp.float32) if one_hot else jnp.sum(jnp.square(_wide(x)), axis=1)
 
 
 def _inner(one: tuple[bool, jax.Array], other: tuple[bool, jax.Array]) -> jax.Array:

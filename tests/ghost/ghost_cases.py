@@ -108,19 +108,19 @@ def group_norm(a):
 
 
 def embedding(a):
-    params = {"e": a(7, 3), "pos": a(6, 3), "w": a(3, 2)}
+    params = {"e": a(90, 3), "pos": a(6, 3), "w": a(3, 2)}  # large enough not to be formed
     return lambda p, x: half_square((p["e"][x] + p["pos"]) @ p["w"]), params, a.ids(7, B, 6)
 
 
 def embedding_long(a):  # enough repeats for the segment method
-    return lambda p, x: half_square(p["e"][x].mean(0)), {"e": a(5, 3)}, a.ids(5, B, 40)
+    return lambda p, x: half_square(p["e"][x] * p["s"]), {"e": a(900, 3), "s": a(40, 1)}, a.ids(9, B, 40)
 
 
 def embedding_out_of_range(a):  # reads a fill value, so has no gradient there
     def loss(p, x):
         return half_square(jnp.take(p["e"], x, axis=0, mode="fill", fill_value=0.5))
 
-    return loss, {"e": a(4, 3)}, a.ids(7, B, 6)
+    return loss, {"e": a(40, 3)}, a.ids(70, B, 9).at[:, 5:].set(50)
 
 
 def embedding_clipped(a):

@@ -19,6 +19,10 @@ METHODS = [
     (ghost_cases.conv_depthwise, "w", "explicit"),
     (ghost_cases.matrix_factorization, "u", "rank_one"),
     (ghost_cases.matrix_factorization, "bu", "rank_one"),
+    (ghost_cases.embedding, "e", "gram"),
+    (ghost_cases.embedding_long, "e", "segments"),
+    (ghost_cases.embedding_out_of_range, "e", "segments"),
+    (ghost_cases.embedding_clipped, "e", "explicit"),
     (ghost_cases.tied_embedding_large, "e", "shared_gram"),
     (ghost_cases.weight_standardized, "w", "pulled_back"),
     (ghost_cases.scanned_layers, "shared", "explicit"),
@@ -82,6 +86,14 @@ def test_steps_aside_where_nothing_is_saved():
     assert plan.ghost_cost > 0.9 * plan.vmap_cost
     dense = ghost.plan_clipped_sum(lambda p, x: jnp.sum(x @ p["w"]), params, jnp.zeros((4, 900)))
     assert not dense.prefers_vmap and dense.ghost_cost < 0.2 * dense.vmap_cost
+
+
+def test_prefers_ghost_for_weight_standardized_convolutions():
+    """Forming and pulling back is still faster than vmap's grouped convolutions."""
+    loss_fn, _, _ = ghost_cases.weight_standardized_only(ghost_cases.Arrays())
+    params, batch = {"w": jnp.zeros((3, 3, 64, 64))}, jnp.zeros((32, 16, 16, 64))
+    with jax.numpy_rank_promotion("allow"):
+        assert not ghost.plan_clipped_sum(loss_fn, params, batch).prefers_vmap
 
 
 def test_no_batch_of_weights_beyond_the_activations():
