@@ -17,14 +17,56 @@ def main() -> None:
     speed.add_argument("--others", action="store_true", help="also time optax.contrib and jax_privacy, if installed")
     speed.add_argument("--seconds", type=float, default=20.0, help="time to spend on each family (default 20)")
     speed.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
+    utility = commands.add_parser("utility", help="the papers' tables on real data, and what beats them (hours)")
+    utility.add_argument("--suite", choices=("papers", "frontier", "all"), default="papers")
+    utility.add_argument("--only", help="part of the name of a table or row")
+    utility.add_argument("--epsilon", type=float, action="append", help="frontier: only this one (may be repeated)")
+    utility.add_argument("--seeds", type=int, default=5, help="runs of every setting (default 5)")
+    utility.add_argument("--jobs", type=int, default=1, help="processes at a time (default 1)")
+    utility.add_argument("--together", type=int, default=1, help="seeds in one program, under vmap (default 1)")
+    utility.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
+    utility.add_argument("--out", type=Path, default=records.LOCAL, help="folder for records, tables and plots")
+    scaling = commands.add_parser(
+        "scaling", help="time and memory of a step as batch, model and sequence grow (minutes)"
+    )
+    scaling.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
+    audit = commands.add_parser("audit", help="lower bounds on epsilon by attack, of sound and broken builds (minutes)")
+    audit.add_argument("--only", help="part of an optimizer's name")
+    audit.add_argument("--canaries", type=int, default=2_000, help="canaries of the one large run (default 2000)")
+    audit.add_argument("--runs", type=int, default=8_000, help="small runs with one canary each (default 8000)")
+    audit.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
+    report = commands.add_parser("report", help="writes RESULTS.md and its plots from the tables of other commands")
+    report.add_argument("--tables", type=Path, default=records.LOCAL, help="folder with utility-*.json and others")
+    report.add_argument("--to", type=Path, default=Path(__file__).parent, help="folder of RESULTS.md")
     options = parser.parse_args()
     if options.command == "speed":
         from benchmarks.speed import main as measure
 
         measure(options.out, options.only, options.others, options.seconds)
+    for name in ("seeds", "jobs", "together", "canaries", "runs"):
+        if getattr(options, name, 1) < 1:
+            parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
+    if options.command == "utility":
+        from benchmarks.data import DamagedData, MissingData
+        from benchmarks.utility import main as compare
+
+        try:
+            compare(options)
+        except (MissingData, DamagedData) as error:
+            parser.exit(2, f"{error}\n")
+    if options.command == "audit":
+        from benchmarks.audit import main as attack
+
+        attack(options.out, options.canaries, options.runs, options.only)
+    if options.command == "scaling":
+        from benchmarks.scaling import main as grow
+
+        grow(options.out)
+    if options.command == "report":
+        from benchmarks.report import main as write
+
+        write(options.tables, options.to)
     if options.command == "quickstart":
-        if options.seeds < 1:
-            parser.error(f"--seeds must be at least 1; got {options.seeds}")
         from benchmarks.quickstart import main as run
 
         run(options.out, options.seeds)

@@ -1,0 +1,103 @@
+"""Optimizers by name, from plain settings that fit in JSON."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+import dpopt
+from dpopt.delayed import delayed_moments
+from dpopt.moments import last_moments, public_moments
+from dpopt.optimizers.adadps import adadps
+from dpopt.optimizers.adam_bc import dp_adam_bc, scale_by_adam_bc
+from dpopt.optimizers.dp2 import dp2, dp2_noise_first
+from dpopt.optimizers.dp2_extra_query import dp2_extra_query
+from dpopt.optimizers.microadam import dp_micro_adam, scale_by_micro_adam
+from dpopt.optimizers.public import dp_adam_pub, dp_r_pub, pda_dpmd
+from dpopt.optimizers.scale_then_privatize import scale_then_privatize
+
+# Optimizers that a paper describes, called with their own arguments.
+NAMED: dict[str, Callable[..., dpopt.PrivateOptimizer]] = {
+    "DP-SGD": dpopt.dp_sgd,
+    "DP-Adam": dpopt.dp_adam,
+    "DP-RMSProp": lambda lr, **options: dpopt.dp_rmsprop(lr, eps_in_sqrt=False, **options),
+    "DP-AdamBC": dp_adam_bc,
+    "DP-MicroAdam": dp_micro_adam,
+    "scale-then-privatise": scale_then_privatize,
+    "AdaDPS": adadps,
+    "PDA-DPMD": pda_dpmd,
+    "DP-R-Pub": dp_r_pub,
+    "DP-Adam-Pub": dp_adam_pub,
+    "DP2": dp2,
+    "DP2, extra query": dp2_extra_query,
+    "DP2, noise first": dp2_noise_first,
+}
+NEEDS_PUBLIC_DATA = {"AdaDPS", "PDA-DPMD", "DP-R-Pub", "DP-Adam-Pub"}
+
+# What may follow the noise in a combination.
+AFTER: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "sgd": lambda momentum=0.0: optax.trace(momentum) if momentum else optax.identity(),
+    "adam": optax.scale_by_adam,
+    "adam_bc": scale_by_adam_bc,
+    "micro_adam": scale_by_micro_adam,
+}
+BEFORE: dict[str, Callable[..., Any]] = {
+    "delayed": delayed_moments,
+    "public": public_moments,
+    "last": last_moments,
+}
+
+
+def needs_public_gradients(method: str, options: dict[str, Any]) -> bool:
+    """Whether ``update`` wants ``public_grads``."""
+    if method == "combination":
+        return options.get("before", {}).get("kind") == "public"
+    return method in NEEDS_PUBLIC_DATA and "scale" not in options
+
+
+def clip_function(clip: Any) -> Any:
+    """A clip norm, or ``{"normalized": C}``."""
+    return dpopt.NormalizedClip(clip["normalized"]) if isinstance(clip, dict) else clip
+
+
+def build(
+    method: str, options: dict[str, Any], *, steps: int, privacy_four: dict[str, Any], side_information: Any = None
+) -> dpopt.PrivateOptimizer:
+    """The optimizer of one run.
+
+    Args:
+        method: a name in `NAMED`, or ``"combination"``: ``{"before": {...}, "after": {...}}`` with kinds from `BEFORE`
+            (or ``"side information"``) and `AFTER`.
+        options: arguments of the optimizer; ``learning_rate`` is a number, ``decay_to`` (optional) the share of it at
+            which a linear decay ends. ``scale: "side information"`` stands for the task's own diagonal.
+        steps: length of the run.
+        privacy_four: the arguments that privacy depends on.
+        side_information: the task's diagonal.
+    """
+    options = dict(options)
+    rate = options.pop("learning_rate")
+    decay_to = options.pop("decay_to", None)
+    if decay_to is not None:
+        rate = optax.linear_schedule(rate, rate * decay_to, steps)
+    privacy_four = privacy_four | {"l2_clip_norm": clip_function(privacy_four["l2_clip_norm"])}
+    if method != "combination":
+        if options.get("scale") == "side information":
+            options["scale"] = side_information
+        if method == "PDA-DPMD":
+            options["total_steps"] = steps
+        return NAMED[method](rate, **options, **privacy_four)
+    before, after = dict(options.get("before", {})), dict(options["after"])
+    kind = before.pop("kind", None)
+    if kind == "side information":
+        preconditioner = dpopt.side_information(side_information)
+    else:
+        preconditioner = None if kind is None else BEFORE[kind](**before)
+    core = dpopt.privatize(**privacy_four, preconditioner=preconditioner)
+    return dpopt.chain(core, AFTER[after.pop("kind")](**after), optax.scale_by_learning_rate(rate))
+
+
+def state_bytes(optimizer: dpopt.PrivateOptimizer, params: Any) -> int:
+    """Bytes of optimizer state."""
+    state = jax.eval_shape(optimizer.init, params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -1,0 +1,73 @@
+"""The plots of the utility benchmarks: small, readable in black and white, from the rows of the tables alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+matplotlib.rcParams["svg.hashsalt"] = "dpopt"  # the same rows give the same file
+
+
+def _tables(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {title: [r for r in rows if r["table"] == title] for title in dict.fromkeys(r["table"] for r in rows)}
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+def stem(suite: str, title: str) -> str:
+    """File name of a table's plot, without its ending."""
+    return f"{suite}-" + "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
+
+
+def papers(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
+    """One plot a table: what was measured (with the spread over seeds), and what was published."""
+    paths = []
+    for title, own in _tables(rows).items():
+        figure, axes = plt.subplots(figsize=(6, 0.35 * len(own) + 0.9))
+        for i, row in enumerate(own):
+            axes.errorbar(row["mean"], i, xerr=row["std"] or 0, fmt="o", color="C0", capsize=3)
+            if row["published"] is not None:
+                axes.plot(row["published"], i, "x", color="black")
+        axes.plot([], [], "o", color="C0", label="measured")
+        axes.plot([], [], "x", color="black", label="published")
+        axes.set_yticks(range(len(own)), [r["label"] for r in own])
+        axes.invert_yaxis()
+        axes.set_xlabel(own[0]["metric"])
+        axes.set_title(title, fontsize=10)
+        axes.legend(fontsize=8)
+        paths.append(_save(figure, out / f"{stem('papers', title)}.svg"))
+    return paths
+
+
+def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
+    """One plot a task: the score against epsilon, a line for each contender."""
+    paths = []
+    for title, own in _tables(rows).items():
+        figure, axes = plt.subplots(figsize=(6, 4))
+        styles = ["o-", "s--", "^:", "d-.", "v-", "p--", "*:", "h-.", "<-", ">--"]
+        for i, name in enumerate(dict.fromkeys(r["contender"] for r in own)):
+            points = sorted((r["target_epsilon"], r["mean"], r["std"] or 0) for r in own if r["contender"] == name)
+            x, y, error = zip(*points, strict=True)
+            axes.errorbar(x, y, yerr=error, fmt=styles[i % len(styles)], label=name, capsize=2, markersize=4)
+        axes.set_xscale("log")
+        ticks = sorted({r["target_epsilon"] for r in own})
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("epsilon")
+        axes.set_ylabel(own[0]["metric"])
+        axes.set_title(title, fontsize=10)
+        axes.legend(fontsize=7)
+        paths.append(_save(figure, out / f"{stem('frontier', title)}.svg"))
+    return paths
+
+
+DRAW = {"papers": papers, "frontier": frontier}

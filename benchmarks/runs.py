@@ -1,0 +1,253 @@
+"""One run: a setting and a seed give a record. Seeds of one setting run together, under ``vmap``."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpopt
+from benchmarks import methods, records, tasks
+from dpopt import events
+from dpopt.accounting import calibrate_event
+
+STEPS_PER_CALL = 1_000
+CHECKPOINTS = 5  # scores along the way, for the curve
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Everything that a run depends on but the seed."""
+
+    task: str
+    task_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    method: str
+    options: dict[str, Any]
+    l2_clip_norm: Any = 1.0
+    noise_multiplier: float | None = None  # this, or a target epsilon
+    epsilon: float | None = None
+    delta: float
+    expected_batch_size: float | None = None  # None: all examples
+    steps: int
+    average_from: float | None = None  # average the parameters from this share of the run on; free post-processing
+    label: str = dataclasses.field(default="", compare=False)
+
+    def content(self) -> dict[str, Any]:
+        """What identifies the run: all but the label."""
+        fields = dataclasses.asdict(self)
+        fields.pop("label")
+        return fields
+
+    def name(self, seed: int) -> str:
+        """File name of a record."""
+        code = hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:12]
+        return f"{self.task}-{code}-{seed}.json"
+
+    def program(self) -> str:
+        """What a compiled program depends on: all but the seed and the learning rate."""
+        fields = self.content()
+        fields["options"] = {k: v for k, v in fields["options"].items() if k != "learning_rate"}
+        return json.dumps(fields, sort_keys=True)
+
+    def batch_size(self, task: tasks.Task) -> float:
+        return task.num_examples if self.expected_batch_size is None else self.expected_batch_size
+
+
+def _with_release(task: tasks.Task, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+    return event if task.release is None else dp_accounting.ComposedDpEvent([task.release, event])
+
+
+def _optimizer(
+    setting: Setting, task: tasks.Task, noise_multiplier: float, key: jax.Array, side: Any, rate: Any = None
+) -> dpopt.PrivateOptimizer:
+    four = {
+        "l2_clip_norm": setting.l2_clip_norm,
+        "noise_multiplier": noise_multiplier,
+        "expected_batch_size": setting.batch_size(task),
+        "key": key,
+    }
+    options = setting.options if rate is None else setting.options | {"learning_rate": rate}
+    return methods.build(setting.method, options, steps=setting.steps, privacy_four=four, side_information=side)
+
+
+def event_of(setting: Setting, task: tasks.Task, noise_multiplier: float) -> dp_accounting.DpEvent:
+    """The event of a whole run, from the chain itself, with what was released before it."""
+    optimizer = _optimizer(setting, task, noise_multiplier, jax.random.key(0), task.side_information(0))
+    sampling = dpopt.sampling.Poisson(setting.batch_size(task) / task.num_examples)
+    return _with_release(task, dpopt.privacy_event(optimizer, sampling=sampling, steps=setting.steps))
+
+
+@functools.lru_cache(maxsize=256)
+def _epsilons(event: str, delta: float) -> dict[str, float]:
+    event = events.from_json(json.loads(event))
+    return {kind: dpopt.epsilon_of_event(event, delta=delta, accountant=kind) for kind in ("pld", "rdp")}
+
+
+_CALIBRATED: dict[str, float] = {}
+
+
+def noise_for(setting: Setting, task: tasks.Task) -> float:
+    """The noise multiplier: given, or the least that meets the target."""
+    if setting.noise_multiplier is not None:
+        return setting.noise_multiplier
+    # Two runs that differ in what comes after the noise, or before the clip, need the same.
+    alike = json.dumps(events.to_json(event_of(setting, task, 7.0))) + f"{setting.epsilon} {setting.delta}"
+    if alike not in _CALIBRATED:
+        _CALIBRATED[alike] = calibrate_event(
+            lambda sigma: event_of(setting, task, sigma), epsilon=setting.epsilon, delta=setting.delta
+        )
+    return _CALIBRATED[alike]
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn(num_examples: int, batch_size: float, seed: int, steps: int) -> list[np.ndarray]:
+    sampler = dpopt.PoissonSampler(num_examples, batch_size, seed=seed)
+    return [sampler.drawn(t).astype(np.int32) for t in range(steps)]
+
+
+class Program:
+    """A setting made ready: its task, its noise, and its steps compiled once, for any seed and learning rate.
+
+    Args:
+        setting: what to run.
+        where: data folder.
+    """
+
+    def __init__(self, setting: Setting, *, where: Path | None = None):
+        self.setting = setting
+        self.task = task = tasks.make(setting.task, setting.task_options, where)
+        if methods.needs_public_gradients(setting.method, setting.options) and not task.has_public_data:
+            raise ValueError(f"{setting.method} learns from public gradients: set the task's public_share above 0.")
+        self.noise_multiplier = noise_for(setting, task)
+        self.batch_size = setting.batch_size(task)
+        self.is_whole = self.batch_size == task.num_examples
+        self._compiled: dict[Any, Any] = {}
+        self._sizes: tuple[int, ...] = ()
+        self.compile_seconds = 0.0
+        self._step = jax.jit(jax.vmap(self._scan, in_axes=(0, 0, 0, None, 0, None, None)), donate_argnums=0)
+        # An argument of the program: as a constant of it, XLA would compute with it while compiling.
+        self._whole = task.all_examples() if self.is_whole else None
+        self._score = jax.jit(jax.vmap(task.score))
+
+    def _optimizer(self, key: jax.Array, side: Any, rate: Any = None) -> dpopt.PrivateOptimizer:
+        return _optimizer(self.setting, self.task, self.noise_multiplier, key, side, rate)
+
+    def _scan(
+        self, carry: Any, key: jax.Array, side: Any, rate: jax.Array, batches: Any, times: jax.Array, whole: Any
+    ) -> Any:
+        """Many steps of one seed."""
+        s, task = self.setting, self.task
+        optimizer = self._optimizer(key, side, rate)
+        needs_public = methods.needs_public_gradients(s.method, s.options)
+        average_from = s.steps if s.average_from is None else round(s.average_from * s.steps)
+
+        def one(carry, step_and_batch):
+            (params, state, average), (t, batch) = carry, step_and_batch
+            extra = {"public_grads": task.public_grads(params)} if needs_public else {}
+            grads = task.promise(params, whole if self.is_whole else batch)
+            updates, state = optimizer.update(grads, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+            weight = 1 / jnp.maximum(t - average_from + 1, 1)
+            average = jax.tree.map(lambda a, p: a + weight * (p - a), average, params)
+            return (params, state, average), None
+
+        return jax.lax.scan(one, carry, (times, batches))[0]
+
+    def _call(self, *args: Any) -> Any:
+        """Runs the compiled program for these shapes; what compiling takes is kept apart."""
+        shapes = str(jax.tree.map(jnp.shape, args[4:6]))
+        if shapes not in self._compiled:
+            began = time.perf_counter()
+            self._compiled[shapes] = self._step.lower(*args).compile()
+            self.compile_seconds += time.perf_counter() - began
+        return jax.block_until_ready(self._compiled[shapes](*args))
+
+    def train(
+        self,
+        seeds: Sequence[int],
+        advance: Callable[[int], None] = lambda steps: None,
+        setting: Setting | None = None,
+    ) -> list[dict[str, Any]]:
+        """Trains these seeds together, under ``vmap``, and returns a record for each.
+
+        Args:
+            seeds: the seeds.
+            advance: called with the number of steps just done.
+            setting: one that differs from the program's in its learning rate or label, or None.
+        """
+        s, task = setting or self.setting, self.task
+        if s.program() != self.setting.program():
+            raise ValueError("this program was compiled for another setting.")
+        rate = jnp.asarray(s.options["learning_rate"], jnp.float32)
+        began = time.perf_counter()
+        drawn = []
+        if not self.is_whole:
+            drawn = [_drawn(task.num_examples, self.batch_size, seed, s.steps) for seed in seeds]
+            sizes = [task.sizes(d) for d in drawn] + ([self._sizes] if self._sizes else [])
+            self._sizes = tuple(max(x) for x in zip(*sizes, strict=True))
+        sampling_seconds = time.perf_counter() - began
+        sides = [task.side_information(seed) for seed in seeds]
+        sides = None if sides[0] is None else jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *sides)
+        params = jax.tree.map(lambda *x: jnp.stack(x), *[task.init(seed) for seed in seeds])
+        keys = jnp.stack([jax.random.fold_in(jax.random.key(2_000), seed) for seed in seeds])
+        state = jax.vmap(lambda p, k, side: self._optimizer(k, side).init(p))(params, keys, sides)
+        carry = (params, state, jax.tree.map(jnp.copy, params))  # donated: no array may be there twice
+        per_call = min(STEPS_PER_CALL, s.steps)
+        compiled_before, began, curve = self.compile_seconds, time.perf_counter(), []
+        for start in range(0, s.steps, per_call):
+            stop = min(start + per_call, s.steps)
+            batches = None
+            if not self.is_whole:
+                packed = [task.pack(d[start:stop], self._sizes) for d in drawn]
+                batches = jax.tree.map(lambda *x: np.stack(x), *packed)
+            carry = self._call(carry, keys, sides, rate, batches, jnp.arange(start, stop), self._whole)
+            if stop * CHECKPOINTS // s.steps > start * CHECKPOINTS // s.steps:
+                curve.append((stop, np.asarray(self._score(carry[2]))))
+            advance((stop - start) * len(seeds))
+        seconds = time.perf_counter() - began - (self.compile_seconds - compiled_before)
+        timing = {"seconds": seconds, "seeds_together": len(seeds), "sampling_seconds": sampling_seconds}
+        last = np.asarray(self._score(carry[0]))
+        return [
+            self._common(s)
+            | timing
+            | {
+                "seed": seed,
+                "score": float(curve[-1][1][i]),
+                "score_of_last": float(last[i]),
+                "curve": [[step, float(values[i])] for step, values in curve],
+            }
+            for i, seed in enumerate(seeds)
+        ]
+
+    def _common(self, s: Setting) -> dict[str, Any]:
+        task = self.task
+        event = events.to_json(event_of(s, task, self.noise_multiplier))
+        params = task.init(0)
+        optimizer = self._optimizer(jax.random.key(0), task.side_information(0))
+        return {
+            "label": s.label,
+            "setting": s.content(),
+            "metric": task.metric,
+            "higher_is_better": task.higher_is_better,
+            "num_examples": task.num_examples,
+            "noise_multiplier": self.noise_multiplier,
+            "sampling": {"kind": "Poisson", "sampling_prob": self.batch_size / task.num_examples},
+            "event": event,
+            "epsilon": _epsilons(json.dumps(event), s.delta),
+            "delta": s.delta,
+            "relation": "add or remove one example",
+            "not_covered_by_epsilon": task.taken_for_free,
+            "parameters": sum(p.size for p in jax.tree.leaves(params)),
+            "state_bytes": methods.state_bytes(optimizer, params),
+            "compile_seconds": self.compile_seconds,
+            "environment": records.environment(),
+        }

@@ -1,0 +1,77 @@
+"""From records of single runs to the rows of a table."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+
+def summarize(records: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """One row for the runs of one setting: every seed's score, their mean and spread, and what the runs share."""
+    if not records:
+        raise ValueError("a row needs at least one run.")
+    scores = [r["score"] for r in records]
+    first = records[0]
+    shared = (
+        "label", "setting", "metric", "higher_is_better", "num_examples", "noise_multiplier", "sampling", "event",
+        "epsilon", "delta", "relation", "not_covered_by_epsilon", "parameters", "state_bytes", "environment",
+    )  # fmt: skip
+    return {
+        **{key: first[key] for key in shared},
+        "seeds": [r["seed"] for r in records],
+        "scores": scores,
+        "mean": statistics.fmean(scores),
+        "std": statistics.stdev(scores) if len(scores) > 1 else None,
+        # Of one run, whatever ran beside it.
+        "seconds": statistics.median(r["seconds"] / r["seeds_together"] for r in records),
+        "curve": [
+            [points[0][0], statistics.fmean(p[1] for p in points)]
+            for points in zip(*(r["curve"] for r in records), strict=True)
+        ],
+        **more,
+    }
+
+
+def grouped(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs by setting (their content, not their label), in the order of first appearance."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for r in records:
+        groups.setdefault(json.dumps(r["setting"], sort_keys=True), []).append(r)
+    return groups
+
+
+def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of ``old`` with those of ``new`` put in their place, or behind the rows of their table."""
+
+    def key(row):
+        return row["table"], row["label"], row.get("target_epsilon")
+
+    fresh = {key(row): row for row in new}
+    rows = [fresh.pop(key(row), row) for row in old] + list(fresh.values())
+    tables = list(dict.fromkeys(row["table"] for row in rows))
+    return sorted(rows, key=lambda row: tables.index(row["table"]))
+
+
+def spread(row: dict[str, Any]) -> str:
+    """``mean ± std`` over seeds."""
+    return f"{row['mean']:.3f}" + ("" if row["std"] is None else f" ± {row['std']:.3f}")
+
+
+def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """A table for the terminal. It holds nothing that differs between a sweep and the same sweep resumed."""
+    view = Table(title=title)
+    for column in ("", "epsilon (PLD)", "epsilon (RDP)", "score", "published", "seeds"):
+        view.add_column(column, justify="left" if not column else "right")
+    for row in rows:
+        published = row.get("published")
+        view.add_row(
+            row["label"],
+            f"{row['epsilon']['pld']:.2f}",
+            f"{row['epsilon']['rdp']:.2f}",
+            spread(row),
+            "" if published is None else f"{published:g}",
+            str(len(row["seeds"])),
+        )
+    return view

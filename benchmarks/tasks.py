@@ -1,0 +1,94 @@
+"""What is learned: a task gives parameters, the promise of per-example gradients, and the score on held-out data.
+
+Every option that decides what is private is named here: which reviews are public, where the vocabulary and the word
+frequencies come from, and which data are scored.
+"""
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import dp_accounting
+import jax
+import numpy as np
+
+from dpopt import PerExampleGrads
+
+
+class Task(Protocol):
+    """What `benchmarks.runs` asks of a task."""
+
+    num_examples: int  # private ones
+    metric: str
+    higher_is_better: bool
+    release: dp_accounting.DpEvent | None  # what was spent before the first step
+    has_public_data: bool
+    taken_for_free: list[str]  # what was read off private data without being paid for
+
+    def init(self, seed: int) -> Any:
+        """Parameters."""
+        ...
+
+    def side_information(self, seed: int) -> Any:
+        """The diagonal, or None; the seed is for those that draw noise."""
+        ...
+
+    def sizes(self, drawn: list[np.ndarray]) -> tuple[int, ...]:
+        """The padded sizes that these batches need."""
+        ...
+
+    def pack(self, drawn: list[np.ndarray], sizes: tuple[int, ...]) -> Any:
+        """The batches of consecutive steps, stacked."""
+        ...
+
+    def all_examples(self) -> Any:
+        """The whole data set as one batch, on the device."""
+        ...
+
+    def promise(self, params: Any, batch: Any) -> PerExampleGrads:
+        """Per-example gradients of one batch."""
+        ...
+
+    def public_grads(self, params: Any) -> Any:
+        """The mean gradient on the public data."""
+        ...
+
+    def score(self, params: Any) -> jax.Array:
+        """The metric on held-out data."""
+        ...
+
+
+def padded(drawn: list[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices and mask of several batches, ``(steps, size)`` each."""
+    mask = np.arange(size) < np.array([len(d) for d in drawn])[:, None]
+    indices = np.zeros((len(drawn), size), np.int32)
+    indices[mask] = np.concatenate(drawn)
+    return indices, mask
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple, at least one, that is not below ``size``."""
+    return max(1, -(-size // multiple)) * multiple
+
+
+# Where each task lives; its module is imported when it is asked for, since networks need Flax.
+TASKS = {
+    "imdb": ("text_task", "Imdb"),
+    "movielens": ("rating_task", "MovieLens"),
+    "mnist": ("network_tasks", "MnistClassification"),
+    "mnist-autoencoder": ("network_tasks", "MnistAutoencoder"),
+}
+
+
+@functools.lru_cache(maxsize=4)
+def _make(name: str, options: tuple, where: Path | None) -> Task:
+    module, kind = TASKS[name]
+    task = getattr(importlib.import_module(f"benchmarks.{module}"), kind)
+    return task(where, **{k: dict(v) if isinstance(v, tuple) else v for k, v in options})
+
+
+def make(name: str, options: dict[str, Any], where: Path | None = None) -> Task:
+    """The task of this name, kept for the next run that wants it."""
+    frozen = tuple(sorted((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in options.items()))
+    return _make(name, frozen, where)

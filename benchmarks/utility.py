@@ -1,0 +1,80 @@
+"""Utility of private training: the papers' tables on real data, and what beats them at the same budget."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import plots, records, summaries, sweeps, utility_frontier, utility_papers
+
+
+def papers(options: Any, console: Console) -> list[dict[str, Any]]:
+    """Runs the papers' settings and returns the rows of their tables."""
+    rows = [row for row in utility_papers.rows() if _wanted(options.only, f"{row.table}, {row.setting.label}")]
+    if not rows:
+        names = sorted({row.table for row in utility_papers.rows()})
+        raise SystemExit(f"nothing is called {options.only!r}; there are: {'; '.join(names)}.")
+    done = _sweep([row.setting for row in rows], range(options.seeds), options, console)
+    groups = summaries.grouped(done)
+    by_setting = {key: runs for key, runs in groups.items()}
+    out = []
+    for row in rows:
+        runs = [r for key in by_setting for r in by_setting[key] if r["setting"] == row.setting.content()]
+        label = {"label": row.setting.label, "table": row.table, "published": row.published}
+        out.append(summaries.summarize(runs, **label))
+    return out
+
+
+def frontier(options: Any, console: Console) -> list[dict[str, Any]]:
+    """Tunes every contender on held-out training data with the same number of runs, then scores the winners."""
+    out = []
+    for contest in utility_frontier.contests():
+        if not _wanted(options.only, f"{contest.task}, {contest.label}"):
+            continue
+        for epsilon in contest.epsilons:
+            if options.epsilon and epsilon not in options.epsilon:
+                continue
+            tried = contest.candidates(epsilon, validate=True)
+            found = _sweep(tried, [0], options, console)  # one seed each: the budget of tuning
+            best = utility_frontier.best(found)
+            final = contest.candidates(epsilon, validate=False)[best]
+            runs = _sweep([final], range(options.seeds), options, console)
+            more = {"table": contest.task, "contender": contest.label, "label": contest.label, "tried": len(tried)}
+            out.append(summaries.summarize(runs, target_epsilon=epsilon, **more))
+            console.print(f"{contest.task}, epsilon {epsilon:g}, {contest.label}: {summaries.spread(out[-1])}")
+    return out
+
+
+SUITES = {"papers": papers, "frontier": frontier}
+
+
+def _wanted(only: str | None, name: str) -> bool:
+    return only is None or only.lower() in name.lower()
+
+
+def _sweep(settings: Sequence[Any], seeds: Sequence[int], options: Any, console: Console) -> list[dict[str, Any]]:
+    return sweeps.sweep(
+        settings,
+        seeds,
+        out=options.out / "runs",
+        where=options.data,
+        jobs=options.jobs,
+        together=options.together,
+        console=console,
+    )
+
+
+def main(options: Any) -> None:
+    """Runs the suites asked for; writes ``utility-SUITE.json`` and a plot for each, and prints its tables."""
+    console = Console()
+    for name in SUITES if options.suite == "all" else [options.suite]:
+        rows = SUITES[name](options, console)
+        for title in dict.fromkeys(row["table"] for row in rows):
+            console.print(summaries.table(title, [row for row in rows if row["table"] == title]))
+        path: Path = options.out / f"utility-{name}.json"
+        # A run of part of the suite (--only) leaves the other rows of the file as they are.
+        rows = summaries.merged((sweeps.stored(path) or {"rows": []})["rows"], rows)
+        records.write_json(path, {"suite": name, "rows": rows})
+        drawn = plots.DRAW[name](rows, options.out)
+        console.print(f"Wrote {path}{''.join(f', {p}' for p in drawn)}.")
