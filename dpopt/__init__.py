@@ -91,13 +91,23 @@ from dpopt.builder import Budget as Budget
 from dpopt.builder import Builder as Builder
 from dpopt.builder import Plan as Plan
 
-# How is it trained?
+# How is it trained, stopped at its budget, and resumed? (Checkpoints: dpopt.checkpoint, which needs orbax.)
 from dpopt.training import SensitiveMetrics as SensitiveMetrics
 from dpopt.training import TrainStep as TrainStep
 from dpopt.training import make_train_step as make_train_step
+from dpopt.loop import BudgetExceeded as BudgetExceeded
+from dpopt.loop import ReplayError as ReplayError
+from dpopt.loop import TrainResult as TrainResult
+from dpopt.loop import steps_within as steps_within
+from dpopt.loop import train as train
+from dpopt.identity import TrainState as TrainState
+from dpopt.journal import Journal as Journal
+from dpopt.journal import JournalError as JournalError
+from dpopt.keys import secure_key as secure_key
 
-# User-level privacy, and tools for looking at private data
+# User-level privacy, many devices, and tools for looking at private data
 from dpopt import diagnostics as diagnostics
 from dpopt import federated as federated
+from dpopt import sharding as sharding
 
 __version__ = _metadata.version("dpopt")

@@ -15,6 +15,8 @@ from dpopt import _validate, accounting, events
 from dpopt.chain import PrivateOptimizer, chain, privatize
 from dpopt.clipping import as_clip_function
 from dpopt.gradients import Engine
+from dpopt.journal import Journal
+from dpopt.loop import TrainResult, train
 from dpopt.preconditioning import Preconditioner, precondition
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
 from dpopt.training import TrainStep, make_train_step
@@ -219,6 +221,7 @@ class Plan:
         noise_multiplier: what was given or calibrated.
         sensitivity: L2 sensitivity of the clipped sum.
         budget: the `Budget`, or None.
+        journal: what `run` has spent so far; it grows with every step, whoever holds the plan.
 
     *Privacy*: `event` and `epsilon` cover the parameters after every step; ``print(plan)`` is safe to publish.
 
@@ -234,6 +237,7 @@ class Plan:
     noise_multiplier: Any
     sensitivity: Any
     budget: Budget | None
+    journal: Journal = dataclasses.field(default_factory=Journal, compare=False, repr=False)
 
     @property
     def event(self) -> dp_accounting.DpEvent:
@@ -262,6 +266,10 @@ class Plan:
         if self.budget is not None:
             return self.budget.accountant
         return "rdp" if isinstance(self.sampler, FixedSizeSampler) else "pld"
+
+    def run(self, loss_fn: Callable, params: Any, fetch_batch: Callable[[Any], Any], **options: Any) -> TrainResult:
+        """Trains within the budget, saves, resumes: `dpopt.loop.train` with this plan."""
+        return train(self, loss_fn, params, fetch_batch, **options)
 
     def train_step(
         self, loss_fn: Callable, *, microbatch_size: int | None = None, engine: Engine = "auto"

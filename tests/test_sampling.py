@@ -55,7 +55,9 @@ def uneven(step, n=4):
 
 
 @pytest.mark.parametrize(
-    "draw", [rounded_poisson, shuffled_epochs, uneven, FixedSizeSampler(4, 2, seed=0).drawn], ids=str
+    "draw",
+    [rounded_poisson, shuffled_epochs, uneven, FixedSizeSampler(4, 2, seed=0).drawn],
+    ids=lambda draw: draw.__name__,
 )
 def test_the_law_of_other_schemes_is_rejected(draw):
     assert joint_law_p_value(inclusions(draw, 4), 0.5) < ABSURD

@@ -10,8 +10,8 @@ With ``G = sum_t l_t (x) r_t`` (rules.py) there are four ways, all exact, and th
 Every function takes one example; the engine maps them over the batch.
 
 A norm bounds a sensitivity, so it must not come out too small. A Gram matrix loses digits where terms cancel, hence a
-slack of a few roundings is added to it; and where factors are so large that squares of the other side may have vanished,
-the answer is infinity, which makes the engine compute that batch by the plain definition.
+slack of a few roundings is added to it; and where factors are so large that squares of the other side may have
+vanished, the answer is infinity, which makes the engine compute that batch by the plain definition.
 """
 
 from __future__ import annotations

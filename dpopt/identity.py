@@ -1,0 +1,268 @@
+"""Who is who when a run is resumed: is it the same run, the same machine, the same state?"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpopt import events
+from dpopt.noise import AddGaussianNoiseState
+
+# Set apart from the keys that noise folds in (0, 1, 2, ...) and from the one that a sampler's seed is made of.
+_FRESH = 2**31 - 2
+
+
+class TrainState(NamedTuple):
+    """Everything that a run needs to go on.
+
+    *Privacy*: `params` are covered by the ledger. `opt_state` holds the noise key: whoever has it can subtract the
+    noise, so it is as private as the data. Publish the parameters alone.
+
+    >>> TrainState(params=jnp.zeros(2), opt_state=()).update
+    0
+    """
+
+    params: Any
+    opt_state: Any
+    update: int = 0  # steps in the history of this state
+    fresh: int = 0  # how many times the run's noise key was replaced
+
+
+def run_identity(plan: Any, params: Any) -> dict[str, Any]:
+    """What must not change between two parts of one run: the mechanism, the sampling, the data set's size, the model.
+
+    The number of steps and the budget may change; what comes after the noise is named, since it is part of the chain,
+    but its numbers (a learning rate) are free.
+
+    Args:
+        plan: a `dpopt.builder.Plan`.
+        params: the parameters; only names, shapes and dtypes are read.
+
+    *Privacy*: public constants, and a hash of the sampler's seed.
+
+    >>> import optax, dpopt
+    >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=2, key=jax.random.key(0)).clip(1.0).noise(
+    ...     2.0).then(optax.sgd(0.1)).build()
+    >>> run_identity(plan, jnp.zeros(2))["event"]["event"]["noise_multiplier"]
+    2.0
+    """
+    privacy, sampler = plan.optimizer.privacy, plan.sampler
+    scheme = sampler.scheme
+    # A schedule is known by what it costs at many steps, near and far.
+    steps = [0] if not privacy.varies else [*range(32), *(2**n for n in range(6, 20))]
+    costs = [events.to_json(scheme.event(privacy.step_event(t, scheme.relation))) for t in steps]
+    core, *post = plan.optimizer.stages
+    opt_state = jax.eval_shape(plan.optimizer.init, params)
+    return {
+        "event": costs[0],
+        "events": hashlib.sha256(json.dumps(costs).encode()).hexdigest()[:16],
+        "chain": [_described(s) for s in (*(core.stages or (core,)), *post)],
+        "sampling": repr(scheme),
+        "sampler_seed": hashlib.sha256(f"dpopt {sampler.seed}".encode()).hexdigest()[:16],
+        "num_examples": sampler.num_examples,
+        "unit": privacy.unit,
+        "params": _shapes(params),
+        "state": _shapes(opt_state),
+    }
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path) or ".": f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
+
+
+def _described(transformation: Any) -> str:
+    stage = getattr(transformation, "stage", None)
+    if stage is None:
+        return getattr(transformation.update, "__qualname__", type(transformation).__name__).split(".")[0]
+    fields = {f.name: _value(getattr(stage, f.name)) for f in dataclasses.fields(stage)}
+    return f"{stage.name}({', '.join(f'{k}={v}' for k, v in fields.items())})"
+
+
+def _value(value: Any) -> str:
+    if callable(value) and not dataclasses.is_dataclass(value):
+        return "schedule"
+    if dataclasses.is_dataclass(value):
+        fields = ", ".join(f"{f.name}={_value(getattr(value, f.name))}" for f in dataclasses.fields(value))
+        return f"{type(value).__name__}({fields})"
+    leaves = jax.tree.leaves(value)
+    if any(np.ndim(x) for x in leaves):
+        content = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()[:16]
+        return f"arrays of {sum(np.size(x) for x in leaves)} numbers, sha256 {content}"
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        value = value.item()
+    return repr(value)
+
+
+def environment(state: Any) -> dict[str, Any]:
+    """What may change the last bits of a step: versions, devices, compiler flags, and where the state lies.
+
+    Whether a step may be computed again with the same noise is decided by this alone, which depends on no data.
+
+    *Privacy*: reads no data.
+
+    >>> environment(jnp.zeros(2))["devices"]
+    1
+    """
+    leaves = jax.tree.leaves(state)
+    devices = max((len(x.sharding.device_set) for x in leaves if isinstance(x, jax.Array)), default=1)
+    shardings = sorted({str(getattr(getattr(x, "sharding", None), "spec", "single")) for x in leaves})
+    device = jax.devices()[0]
+    return {
+        **{name: metadata.version(name) for name in ("dpopt", "jax", "jaxlib", "optax", "numpy")},
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()} {platform.system()}",
+        "cpu": _cpu(),
+        "device": f"{device.platform} {device.device_kind}",
+        "devices": devices,
+        "processes": jax.process_count(),
+        "shardings": shardings,
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "x64": bool(jax.config.jax_enable_x64),
+        "matmul_precision": str(jax.config.jax_default_matmul_precision),
+        "prng": [str(jax.config.jax_default_prng_impl), bool(jax.config.jax_threefry_partitionable)],
+    }
+
+
+def _cpu() -> str:
+    """What the compiler's choice of instructions may hang on, where the system tells."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line.strip() for line in file if line.startswith(("model name", "flags"))]
+    except OSError:
+        return platform.processor()
+    return hashlib.sha256("\n".join(sorted(set(lines))).encode()).hexdigest()[:16]
+
+
+def digest(state: Any) -> jax.Array:
+    """A checksum of a state's bits, ``(2,)`` uint32, the same however the state is laid out over devices.
+
+    Sums of integers modulo 2^32 do not depend on their order. It finds accidental differences (one changed bit always
+    changes it) and is no cryptographic hash. Keys are left out: the checksum is linear, and would give them away.
+
+    *Privacy*: post-processing of the state; the noise key is not read.
+
+    >>> a, b = digest(jnp.array([1.0, 2.0])), digest(jnp.array([2.0, 1.0]))
+    >>> bool(jnp.any(a != b))
+    True
+    """
+    total = jnp.zeros(2, jnp.uint32)
+    for number, leaf in enumerate(jax.tree.leaves(_without_keys(state))):
+        words = _words(jnp.asarray(leaf))
+        # Odd weights, another at each place: a change at one place cannot vanish, and swapped values are seen.
+        place = jax.lax.iota(jnp.uint32, words.size).reshape(words.shape)
+        for i, multiplier in enumerate((0x9E3779B1, 0x85EBCA77)):
+            mixed = (place + jnp.uint32(number * 0x27D4EB2F & 0xFFFFFFFF)) * jnp.uint32(multiplier)
+            mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
+            weight = (mixed ^ (mixed >> 12)) | jnp.uint32(1)
+            total = total.at[i].add(jnp.sum(words * weight, dtype=jnp.uint32))
+    return total
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as uint32, in its own shape (with one axis more for 64-bit types)."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    bits = x.dtype.itemsize * 8
+    if bits == 64:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.integer) and bits < 8:
+        return x.astype(jnp.int32).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bits]).astype(jnp.uint32)
+
+
+def _is_noise(x: Any) -> bool:
+    return isinstance(x, AddGaussianNoiseState)
+
+
+def _without_keys(state: Any) -> Any:
+    state = jax.tree.map(lambda x: x._replace(key=None) if _is_noise(x) else x, state, is_leaf=_is_noise)
+    return [x for x in jax.tree.leaves(state) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
+
+
+def hex_digest(value: Any) -> str:
+    """A digest as text.
+
+    *Privacy*: post-processing.
+
+    >>> hex_digest(np.array([1, 255], np.uint32))
+    '00000001000000ff'
+    """
+    return "".join(f"{int(word):08x}" for word in np.asarray(value))
+
+
+_jitted_digest = jax.jit(digest)
+
+
+def state_digest(state: TrainState) -> str:
+    """The digest of a run's state as text, the same as its training step computes.
+
+    *Privacy*: see `digest`.
+
+    >>> len(state_digest(TrainState(jnp.zeros(2), ())))
+    16
+    """
+    return hex_digest(_jitted_digest((state.params, state.opt_state)))
+
+
+def noise_states(opt_state: Any) -> list[AddGaussianNoiseState]:
+    """The places of an optimizer's state that hold a noise key.
+
+    *Privacy*: what is returned holds the keys.
+
+    >>> from dpopt import add_gaussian_noise
+    >>> len(noise_states((add_gaussian_noise(1.0, jax.random.key(0)).init(None),)))
+    1
+    """
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_noise) if _is_noise(x)]
+
+
+def with_fresh_noise(opt_state: Any, number: int, queries: int) -> Any:
+    """The same optimizer state with another noise key, derived from the one it has.
+
+    Args:
+        opt_state: state of a private optimizer.
+        number: counts how often this was done in a run, from 1.
+        queries: how many noises a step draws, at least.
+
+    Raises:
+        ValueError: if fewer places that hold a noise key are found.
+
+    *Privacy*: a step that is taken again with other rounding, or on another batch, must not use its noise again: the
+    difference of the two results would hold no noise at all.
+
+    >>> from dpopt import add_gaussian_noise
+    >>> state = add_gaussian_noise(1.0, jax.random.key(0)).init(None)
+    >>> bool(with_fresh_noise(state, 1, 1).key == state.key)
+    False
+    """
+    found = noise_states(opt_state)
+    if len(found) < queries:
+        raise ValueError(
+            f"the optimizer's state has {len(found)} noise keys for {queries} queries a step, so it cannot be given "
+            "fresh noise. Draw noise with dpopt.add_gaussian_noise, or resume where steps can be repeated bit for bit."
+        )
+
+    def renew(x):
+        return x._replace(key=jax.random.fold_in(jax.random.fold_in(x.key, _FRESH), number)) if _is_noise(x) else x
+
+    return jax.tree.map(renew, opt_state, is_leaf=_is_noise)
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """The entries in which two descriptions differ, in words.
+
+    *Privacy*: reads descriptions only.
+
+    >>> differences({"devices": 8}, {"devices": 4})
+    'devices: 8, now 4'
+    """
+    return "; ".join(f"{n}: {a.get(n)}, now {b.get(n)}" for n in sorted({*a, *b}) if a.get(n) != b.get(n))

@@ -1,0 +1,287 @@
+"""The journal: a privacy ledger on disk, one line a step, written before the step's result is let out.
+
+A run that is killed may have let out more steps than its latest checkpoint shows. The journal is what was let out, and
+the budget is charged from it. Each step's line also holds a digest of the state after the step, so that a resumed run
+can prove that a step it computes again is, bit for bit, the one that was paid for.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+
+from dpopt import events
+from dpopt.accounting import Ledger
+
+FORMAT = 1
+
+
+class JournalError(RuntimeError):
+    """A journal that is damaged, in use, or belongs to another run.
+
+    *Privacy*: raised instead of counting too little.
+
+    >>> issubclass(JournalError, RuntimeError)
+    True
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One line of a journal after the first: a step, or the start of a segment.
+
+    A segment is a stretch of steps in one software and hardware environment under one noise key. Its first entry costs
+    nothing and has no event.
+
+    *Privacy*: the digest is of released values; it leaves the noise key out.
+
+    >>> Entry(event=None, digest="0", update=0, fresh=0, environment={"jax": "1"}).is_step
+    False
+    """
+
+    event: dp_accounting.DpEvent | None  # what the step cost; None where a segment starts
+    digest: str  # of the state after the step
+    update: int  # steps in the history of that state
+    fresh: int  # how many times this run's noise key was replaced
+    environment: Mapping[str, Any] | None = None  # where a segment starts: what it runs on
+
+    @property
+    def is_step(self) -> bool:
+        return self.event is not None
+
+    def to_json(self) -> dict[str, Any]:
+        event = None if self.event is None else events.to_json(self.event)
+        return {**dataclasses.asdict(dataclasses.replace(self, event=None)), "event": event}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Entry":
+        return cls(**{**data, "event": None if data["event"] is None else events.from_json(data["event"])})
+
+
+class Journal:
+    """An append-only list of entries, in memory until `attach` gives it a file.
+
+    The first line of the file says which run it belongs to. Every line carries a checksum over itself and all lines
+    before it, so a line that was changed, dropped or moved is found. A last line without its end is an append that was
+    cut off: its step was never let out, and it is dropped.
+
+    *Privacy*: `append` returns once the entry is on disk. What it says was spent is never less than what was released,
+    provided that every step is appended before its result leaves the process, which `dpopt.loop.train` does.
+
+    >>> journal = Journal()
+    >>> journal.append(Entry(events.poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=1), "d", 1, 0))
+    >>> journal.ledger.steps, len(journal)
+    (1, 1)
+    """
+
+    def __init__(self):
+        self._entries: list[Entry] = []
+        self._ledger = Ledger()
+        self._path: Path | None = None
+        self._file: Any = None
+        self._sum = ""
+        self._is_closed = False
+
+    @property
+    def path(self) -> Path | None:
+        """The file, or None for a journal in memory."""
+        return self._path
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries."""
+        return tuple(self._entries)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Everything spent so far: a copy, so that nothing done to it changes the journal."""
+        return self._ledger.copy()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def append(self, entry: Entry) -> None:
+        """Adds an entry, and returns when it is on disk.
+
+        Raises:
+            OSError: if it cannot be written (disk full). The entry then does not count, its step must not be released,
+                and the journal takes no more entries until it is opened again.
+        """
+        if self._is_closed:
+            raise JournalError(f"the journal {self._path} is not open: pass the run's checkpointer to go on.")
+        if self._file is not None:
+            self._write(entry.to_json())
+        self._keep(entry)
+
+    def attach(self, path: Path, identity: Mapping[str, Any], *, is_writer: bool = True) -> None:
+        """Keeps this journal in a file from now on: a new one, or one that holds the earlier part of the same run.
+
+        Args:
+            path: the file; its directory must exist.
+            identity: what must be the same each time the run is resumed; see `dpopt.identity.run_identity`.
+            is_writer: False to read what is there and write nothing, as all processes but the first of a run do.
+
+        Raises:
+            JournalError: if the file is damaged, is open in another process, or belongs to another run (the differences
+                are listed), or if this journal already holds steps that the file does not.
+        """
+        path = Path(path).absolute()
+        if self._path == path and not self._is_closed:
+            return
+        if self._path != path and (self._path is not None or self._entries):
+            where = self._path or "in memory only"
+            raise JournalError(
+                f"this plan has taken {self._ledger.steps} steps, recorded {where}, and cannot go on in {path}: their "
+                "cost would be lost. Build a new plan with a new key, or give the checkpointer to the first run."
+            )
+        if is_writer:
+            # Unbuffered: a line is handed to the system whole, and what was not written is known.
+            file = open(path, "ab+", buffering=0)
+            os.chmod(path, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.close()
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                raise JournalError(f"{path} is in use by another process: one run has one writer.") from error
+        else:
+            file = None
+        try:
+            entries, checksum, length = _read(path, identity)
+            if entries[: len(self)] != self._entries:
+                raise JournalError(f"{path} lacks steps that this plan has taken and written there before.")
+            if file is not None:
+                file.truncate(length)
+        except BaseException:
+            if file is not None:
+                file.close()
+            raise
+        for entry in entries[len(self) :]:  # all, or what another process added since
+            self._keep(entry)
+        self._path, self._file, self._sum, self._is_closed = path, file, checksum, False
+        if file is not None and length == 0:
+            self._write({"format": FORMAT, "identity": dict(identity)})
+            _sync_directory(path.parent)
+
+    def close(self) -> None:
+        """Lets go of the file and its lock. The journal stays readable; to take entries it must be attached again."""
+        if self._path is not None:
+            self._is_closed = True
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _keep(self, entry: Entry) -> None:
+        if entry.event is not None:
+            self._ledger.record(entry.event)
+        self._entries.append(entry)
+
+    def _write(self, body: dict[str, Any]) -> None:
+        line, checksum = _line(body, self._sum)
+        start = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, f"{self._path}: no space for an entry of {len(line)} bytes")
+            os.fsync(self._file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):  # a half line that stays is recognised and dropped when next opened
+                self._file.truncate(start)
+            self.close()
+            raise
+        self._sum = checksum
+
+
+def _line(body: dict[str, Any], before: str) -> tuple[bytes, str]:
+    text = json.dumps(body, sort_keys=True)
+    checksum = hashlib.sha256(f"{before}{text}".encode()).hexdigest()[:16]
+    return f"{checksum} {text}\n".encode(), checksum
+
+
+def _read(path: Path, identity: Mapping[str, Any]) -> tuple[list[Entry], str, int]:
+    """The entries of a file, the last checksum, and the length of what is whole."""
+    content = path.read_bytes() if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    bodies, checksum = [], ""
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            stored, text = line.decode().split(" ", 1)
+            body = json.loads(text)
+            expected, checksum = _line(body, checksum)
+        except (ValueError, UnicodeDecodeError):
+            body, stored = None, ""
+        if body is None or expected.rstrip(b"\n") != line or stored != checksum:
+            raise JournalError(
+                f"line {number} of {path} is damaged or was changed, so what was spent is not known. Restore the file "
+                "from a copy; without one the run cannot be resumed within a known budget."
+            )
+        bodies.append(body)
+    if not bodies:
+        return [], "", 0
+    header, *rest = bodies
+    if header.get("format") != FORMAT:
+        raise JournalError(f"{path} has format {header.get('format')!r}; this version of dpopt reads {FORMAT}.")
+    check_identity(header["identity"], identity, str(path))
+    return [Entry.from_json(body) for body in rest], checksum, len(whole)
+
+
+def check_identity(stored: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Compares what a file says about its run with the run at hand.
+
+    Args:
+        stored: what the file says.
+        now: the run at hand.
+        where: the name of the file.
+
+    Raises:
+        JournalError: if they differ, with every difference.
+
+    *Privacy*: a ledger continued under another mechanism would count the wrong cost.
+
+    >>> check_identity({"num_examples": 10}, {"num_examples": 12}, "ledger.jsonl")
+    Traceback (most recent call last):
+    ...
+    dpopt.journal.JournalError: ledger.jsonl belongs to another run:
+      num_examples: stored 10, now 12
+    Resume with the plan it was made by, or start in another directory.
+    """
+    now = json.loads(json.dumps(now))  # tuples become lists, as they did when stored
+    lines = [f"  {name}: stored {_short(a)}, now {_short(b)}" for name, a, b in _differences(stored, now)]
+    if lines:
+        raise JournalError(
+            f"{where} belongs to another run:\n" + "\n".join(lines) + "\nResume with the plan it was made by, or start "
+            "in another directory."
+        )
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    found = []
+    for name in sorted({*a, *b}):
+        x, y = a.get(name), b.get(name)
+        if isinstance(x, dict) and isinstance(y, dict):
+            found += [(f"{name}.{inner}", p, q) for inner, p, q in _differences(x, y)]
+        elif x != y:
+            found.append((name, x, y))
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 400 else f"{text[:400]}..."
+
+
+def _sync_directory(path: Path) -> None:
+    """Makes a new file's name durable, not only its content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,382 @@
+"""The training loop that keeps the books: every step is charged before it is let out, and the budget is a limit."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dpopt import _validate, accounting, events, identity
+from dpopt.accounting import Ledger
+from dpopt.gradients import Engine
+from dpopt.identity import TrainState
+from dpopt.journal import Entry, Journal
+from dpopt.training import make_train_step
+
+_log = logging.getLogger(__name__)
+
+
+class BudgetExceeded(RuntimeError):
+    """Not one more step fits into the budget. What was trained so far is in ``result``.
+
+    *Privacy*: raised before anything is drawn.
+
+    >>> issubclass(BudgetExceeded, RuntimeError)
+    True
+    """
+
+    result: "TrainResult"
+
+
+class ReplayError(RuntimeError):
+    """A step that was paid for came out differently when it was computed again; the result was dropped.
+
+    *Privacy*: the second result shares the noise of the first, so releasing both would reveal more than was accounted
+    for. That an error was raised says that some bit differed.
+
+    >>> issubclass(ReplayError, RuntimeError)
+    True
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What `train` returns.
+
+    Attributes:
+        state: parameters, optimizer state and position (`dpopt.identity.TrainState`); pass it on to go on.
+        ledger: everything that was spent, also on steps that were lost.
+        stopped: ``"steps"`` if all steps that were asked for are done, ``"budget"`` if the budget ends here.
+        message: the same in words.
+        lost: steps that were paid for but are not in the parameters, because a run died and could not be repeated.
+
+    *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
+
+    >>> TrainResult(state=None, ledger=Ledger(), stopped="steps", message="", lost=0).epsilon(delta=1e-5)
+    0.0
+    """
+
+    state: TrainState
+    ledger: Ledger
+    stopped: str
+    message: str
+    lost: int
+
+    @property
+    def params(self) -> Any:
+        """The trained parameters."""
+        return self.state.params
+
+    def epsilon(self, *, delta: float, accountant: accounting.Accountant = "pld") -> float:
+        """Epsilon of everything that was spent."""
+        return self.ledger.epsilon(delta=delta, accountant=accountant)
+
+
+def steps_within(plan: Any, budget: Any, *, ledger: Ledger | None = None, start: int = 0, most: int = 2**20) -> int:
+    """How many more steps of a plan a budget buys, on top of what a ledger holds.
+
+    Args:
+        plan: a `dpopt.builder.Plan`.
+        budget: a `dpopt.builder.Budget`; None buys the plan's own number of steps.
+        ledger: what is spent already; None for nothing.
+        start: number of the first step, for plans whose cost depends on the step.
+        most: do not count further than this.
+
+    Raises:
+        ValueError, TypeError: for a number out of range.
+
+    *Privacy*: arithmetic on public constants.
+
+    >>> import optax, dpopt
+    >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=20, key=jax.random.key(0)).clip(1.0).noise(
+    ...     1.0).then(optax.sgd(0.1)).build()
+    >>> n = steps_within(plan, dpopt.Budget(3.0, 1e-5))
+    >>> plan.epsilon(n, delta=1e-5) <= 3.0 < plan.epsilon(n + 1, delta=1e-5)
+    True
+    """
+    _validate.non_negative_int(start=start, most=most)
+    ledger = Ledger() if ledger is None else ledger
+    if budget is None:
+        return max(0, min(most, plan.steps - ledger.steps))
+
+    def fits(steps: int) -> bool:
+        more = events.compose(plan.optimizer.privacy, plan.sampler, steps, start=start)
+        event = dp_accounting.ComposedDpEvent([ledger.event, more])
+        spent = accounting.epsilon_of_event(event, delta=budget.delta, accountant=budget.accountant)
+        return spent <= budget.epsilon
+
+    if most == 0 or fits(most):
+        return most
+    low, high = 0, 1  # what fits (or costs nothing more), and what does not
+    while high < most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def train(
+    plan: Any,
+    loss_fn: Callable,
+    params: Any,
+    fetch_batch: Callable[[np.ndarray], Any],
+    *,
+    steps: int | None = None,
+    budget: Any = None,
+    checkpointer: Any = None,
+    on_step: Callable[[int, Any], None] | None = None,
+    extra: Callable[[int, Any], dict[str, Any]] | None = None,
+    place_batch: Callable[[Any], Any] | None = None,
+    microbatch_size: int | None = None,
+    engine: Engine = "auto",
+    replay: bool = True,
+) -> TrainResult:
+    """Trains, resumes and stops within a budget.
+
+    Each step draws its batch from the plan's sampler, is computed, is entered in the journal (on disk, with a
+    checkpointer), and only then is given to ``on_step``, saved or returned.
+
+    A run that died is resumed by the same call. Steps that the journal holds and the checkpoint does not were paid for;
+    they are computed again with the same batch and noise, and each must come out bit for bit as the journal says, so
+    that nothing new is released. On other devices or versions that cannot be expected: then these steps are given
+    up, the noise gets a fresh key, and the steps that replace them are charged anew.
+
+    Args:
+        plan: a `dpopt.builder.Plan`.
+        loss_fn: ``loss_fn(params, example) -> scalar``.
+        params: the initial parameters (not changed), or a `TrainState`: a new one (say, sharded), in whose place a
+            checkpoint is restored where there is one, or the ``state`` of an earlier result.
+        fetch_batch: from indices ``(B,)`` to the batch, leaves ``(B, ...)``. Must return the same data each time.
+        steps: train until the parameters have had this many steps; None for the plan's.
+        budget: a `dpopt.builder.Budget` that replaces the plan's, to go on after it is used up. It covers the whole
+            ledger, not only what is to come.
+        checkpointer: a `dpopt.checkpoint.Checkpointer`, or None to keep the books in memory.
+        on_step: called with the number of steps done and the new parameters, after each step that is not a repetition.
+        extra: from the step's number and the parameters to keyword arguments of the optimizer's update, such as
+            ``public_grads``.
+        place_batch: puts (batch, mask) on devices, such as `dpopt.sharding.shard_batch`; None for JAX's default.
+        microbatch_size, engine: see `dpopt.make_train_step`.
+        replay: False never repeats a step: what the checkpoint lacks is always charged anew, with fresh noise.
+
+    Returns:
+        A `TrainResult`. If the budget ends before ``steps``, ``stopped`` is ``"budget"``.
+
+    Raises:
+        BudgetExceeded: if not one step can be taken; ReplayError: if a repeated step comes out differently;
+        JournalError, CheckpointError: if what is stored is damaged or belongs to another run; ValueError, TypeError:
+            for a bad argument.
+
+    *Privacy*: the parameters after every step, all of them together, cost what the ledger says.
+
+    >>> import jax.numpy as jnp, optax, dpopt
+    >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=4, key=jax.random.key(0)).clip(1.0).noise(
+    ...     2.0).then(optax.sgd(0.1)).build()
+    >>> data = np.ones((100, 2), np.float32)
+    >>> result = train(plan, lambda w, x: jnp.sum((w - x) ** 2), jnp.zeros(2), lambda indices: data[indices])
+    >>> result.ledger.steps, result.epsilon(delta=1e-5) == plan.epsilon(delta=1e-5)
+    (4, True)
+    """
+    target = plan.steps if steps is None else steps
+    _validate.positive_int(steps=target)
+    step = make_train_step(loss_fn, plan.optimizer, microbatch_size=microbatch_size, engine=engine)
+    state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.init(params))
+    run = identity.run_identity(plan, state.params)
+    journal = plan.journal
+    try:
+        if checkpointer is not None:
+            _attach(journal, checkpointer, run)
+            restored = checkpointer.restore(state, journal, run) if state.update == 0 else None
+            state = state if restored is None else restored.state
+        return _Run(plan, _compiled(step), fetch_batch, on_step, extra, place_batch, checkpointer, run).to(
+            target, state, plan.budget if budget is None else budget, replay
+        )
+    finally:
+        if checkpointer is not None:  # what was opened here; others may go on with the run now
+            journal.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One call of `train`, its arguments checked and its files open."""
+
+    plan: Any
+    step: Callable
+    fetch_batch: Callable
+    on_step: Callable | None
+    extra: Callable | None
+    place_batch: Callable | None
+    checkpointer: Any
+    identity: dict[str, Any]
+
+    def to(self, target: int, state: TrainState, limit: Any, replay: bool) -> TrainResult:
+        """Takes steps until the state has had ``target`` of them, or the limit is reached."""
+        plan, journal = self.plan, self.plan.journal
+        _check_count(state)
+        state, pending = _enter(plan, journal, state, replay)
+        if not pending:
+            self._save(state)
+        # The step reuses the buffers it is given, and the caller's must live on.
+        state = state._replace(params=_copied(state.params), opt_state=_copied(state.opt_state))
+        paid = state.update + len(pending)
+        allowed = steps_within(plan, limit, ledger=journal.ledger, start=paid, most=max(0, target - paid))
+        spent = journal.ledger.steps - len(pending)  # number of the next step to be charged, or repeated
+        scheme, privacy = plan.sampler.scheme, plan.optimizer.privacy
+
+        is_due = False
+        while state.update < min(target, paid + allowed):
+            event = scheme.event(privacy.step_event(state.update, scheme.relation))
+            state, found = self._next(state, plan.sampler.batch(spent))
+            spent += 1
+            if pending:
+                expected = pending.pop(0)
+                if expected.digest != found:
+                    raise ReplayError(_other_result(state.update, expected.digest, found))
+            else:
+                journal.append(Entry(event, found, state.update, state.fresh))
+                _meet(f"dpopt journal {len(journal)}")
+                if self.on_step is not None:
+                    self.on_step(state.update, state.params)
+            is_due = is_due or (self.checkpointer is not None and state.update % self.checkpointer.every == 0)
+            if is_due and not pending:
+                self._save(state)
+                is_due = False
+        if not pending:
+            self._save(state)
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
+        return _result(plan, journal, state, target, paid, allowed, limit)
+
+    def _next(self, state: TrainState, batch: Any) -> tuple[TrainState, str]:
+        """The state after one more step, and its digest. Nothing of it may be let out yet."""
+        rows = self.fetch_batch(batch.indices), batch.mask
+        rows = rows if self.place_batch is None else self.place_batch(rows)
+        more = {} if self.extra is None else self.extra(state.update, state.params)
+        params, opt_state, digest = self.step(state.params, state.opt_state, *rows, more)
+        return TrainState(params, opt_state, state.update + 1, state.fresh), identity.hex_digest(digest)
+
+    def _save(self, state: TrainState) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.save(state, self.plan.journal, self.identity)
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _compiled(step: Callable) -> Callable:
+    def step_and_digest(params, opt_state, batch, mask, extra):
+        params, opt_state, _ = step(params, opt_state, batch, mask, **extra)  # the metrics are not private: dropped
+        return params, opt_state, identity.digest((params, opt_state))
+
+    return jax.jit(step_and_digest, donate_argnums=(0, 1))
+
+
+def _attach(journal: Journal, checkpointer: Any, run: dict[str, Any]) -> None:
+    """Opens the journal: the first process writes, the others read what it found before any step is added."""
+    if jax.process_index() == 0:
+        journal.attach(checkpointer.journal_path, run)
+    _meet("dpopt journal opened")
+    if jax.process_index() != 0:
+        journal.attach(checkpointer.journal_path, run, is_writer=False)
+    _meet("dpopt journal read")
+
+
+def _meet(name: str) -> None:
+    """Waits for all processes: none may let a result out before the one that writes has written."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _check_count(state: TrainState) -> None:
+    counts = {int(x.count) for x in identity.noise_states(state.opt_state)}
+    if counts - {state.update}:
+        raise ValueError(
+            f"the optimizer's state has drawn noise {sorted(counts)} times, and the run is at step {state.update}: its "
+            "cost would be looked up at the wrong step. Pass parameters alone, or the state of an earlier result."
+        )
+
+
+def _enter(plan: Any, journal: Journal, state: TrainState, replay: bool) -> tuple[TrainState, list[Entry]]:
+    """Finds the state in the journal: what to repeat from there, and whether under fresh noise.
+
+    A step may be computed twice with the same noise only if both results are the same to the last bit. That can be
+    expected of a state that the journal knows, in the environment of its latest segment; anything else starts a new
+    segment, under a fresh key unless it goes on exactly where the journal ends.
+    """
+    found = identity.state_digest(state)
+    here = identity.environment((state.params, state.opt_state))
+    entries = journal.entries
+
+    def begin(state: TrainState) -> tuple[TrainState, list[Entry]]:
+        journal.append(Entry(None, found, state.update, state.fresh, here))
+        _meet(f"dpopt segment {len(journal)}")
+        return state, []
+
+    if not entries:
+        return begin(state)
+    start = max(i for i, entry in enumerate(entries) if not entry.is_step)
+    segment = entries[start:]
+    known = [i for i, entry in enumerate(segment) if (entry.digest, entry.fresh) == (found, state.fresh)]
+    is_same_place = segment[0].environment == here
+    if known and known[-1] == len(segment) - 1:
+        return (state, []) if is_same_place else begin(state)
+    if known and is_same_place and replay:
+        return state, list(segment[known[-1] + 1 :])
+
+    number = 1 + max(entry.fresh for entry in entries)
+    queries = len(plan.optimizer.privacy.queries)
+    reason = "replay=False" if not replay else "the state is not in the journal's last part"
+    if known and not is_same_place:
+        reason = f"the machine is another ({identity.differences(segment[0].environment, here)})"
+    _log.warning(
+        "dpopt: %d steps are spent and not in the parameters at step %d; they cannot be repeated bit for bit (%s), so "
+        "the run goes on with fresh noise and the steps that replace them are charged anew.",
+        journal.ledger.steps - state.update,
+        state.update,
+        reason,
+    )
+    renewed = identity.with_fresh_noise(state.opt_state, number, queries)
+    return begin(state._replace(opt_state=renewed, fresh=number))
+
+
+def _other_result(step: int, expected: str, found: str) -> str:
+    return (
+        f"step {step} came out differently when it was repeated (digest {found}, journal {expected}), so its result "
+        "was dropped: both together would show more than was paid for. Something changed that dpopt cannot see: the "
+        "data behind fetch_batch, the loss, the noise key, or a device that does not compute deterministically. Undo "
+        "it, or pass replay=False to go on with fresh noise, charged anew."
+    )
+
+
+def _result(plan, journal, state, target, paid, allowed, limit) -> TrainResult:
+    ledger = journal.ledger
+    lost = ledger.steps - max(state.update, paid)
+    if state.update >= target:
+        message = f"all {target} steps are done"
+        return TrainResult(state, ledger, "steps", message, lost)
+    if limit is None:
+        reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
+    else:
+        spent = ledger.epsilon(delta=limit.delta, accountant=limit.accountant)
+        reason = (
+            f"one more step would exceed epsilon {limit.epsilon:g} at delta {limit.delta:g}; {spent:.6g} is spent, on "
+            f"{ledger.steps} steps"
+        )
+    message = (
+        f"stopped by the budget after step {state.update} of {target}: {reason}. To go on, pass a larger budget "
+        "explicitly: budget=dpopt.Budget(epsilon, delta)"
+    )
+    _log.warning("dpopt: %s", message)
+    result = TrainResult(state, ledger, "budget", message, lost)
+    if allowed == 0 and state.update == paid:
+        error = BudgetExceeded(f"{message}.")
+        error.result = result
+        raise error
+    return result

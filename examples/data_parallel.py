@@ -1,0 +1,14 @@
+"""Data parallelism: the batch is split over devices, parameters and noise are on all of them.
+
+Try it without accelerators: XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/data_parallel.py
+"""
+
+import sys
+
+import common
+
+from dpopt.sharding import make_mesh, replicated
+
+if __name__ == "__main__":
+    mesh = make_mesh(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    common.report(common.train_on(mesh, replicated), mesh)

@@ -1,0 +1,17 @@
+"""Fully sharded: every device holds a part of the parameters, of Adam's moments and of the noise.
+
+Try it without accelerators: XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/fully_sharded.py
+"""
+
+import sys
+
+import common
+
+from dpopt.sharding import fully_sharded, make_mesh
+
+if __name__ == "__main__":
+    mesh = make_mesh(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    result = common.train_on(mesh, fully_sharded)
+    kernel = result.params["hidden"]["kernel"]
+    print(f"the first kernel is {kernel.shape}; a device holds {kernel.addressable_shards[0].data.shape} of it")
+    common.report(result, mesh)

@@ -1,0 +1,66 @@
+"""Runs on 8 simulated devices; prints what tests/test_sharding.py reads, as JSON."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import common
+
+from dpopt import noise, sharding
+from dpopt.journal import Journal
+
+
+def collectives(plan, mesh, layout, engine):
+    """The collective operations of a compiled step, with the shapes that they move."""
+    data = common.make_data()
+    state = sharding.place_state(plan.optimizer, common.make_params(), mesh, layout)
+    batch, mask = sharding.shard_batch(({k: v[:96] for k, v in data.items()}, np.ones(96, bool)), mesh)
+    step = jax.jit(plan.train_step(common.loss_fn, engine=engine))
+    text = step.lower(state.params, state.opt_state, batch, mask).compile().as_text()
+    lines = [line for line in text.splitlines() if re.search(r" (all-|collective-|reduce-scatter)", line)]
+    found = [re.search(r"= (.*?) ([a-z-]+)\(", line).groups() for line in lines if "= " in line]
+    return [(op, shape) for shape, op in found if op.startswith(("all-", "collective-", "reduce-scatter"))]
+
+
+def draws():
+    """The noise of one step on 1, 2 and 8 devices, split along its first and its last axis."""
+    key, found = jax.random.key(3), []
+    for count in (1, 2, 8):
+        mesh = sharding.make_mesh(count)
+        for spec in (jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec(None, "data")):
+            place = jax.sharding.NamedSharding(mesh, spec)
+            draw = jax.jit(lambda k: noise.standard_normal_like(k, jnp.zeros((40, 24))), out_shardings=place)(key)
+            found.append(np.asarray(draw).tobytes().hex())
+    return found
+
+
+def main():
+    plan = common.make_plan()
+    meshes = {n: sharding.make_mesh(n) for n in (1, 2, 4, 8)}
+    trajectories = {}
+    for n in (1, 2, 4):
+        result = common.train_on(meshes[n], sharding.replicated, plan=dataclasses.replace(plan, journal=Journal()))
+        leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(result.params)]
+        trajectories[n] = np.concatenate(leaves).tolist()
+    print(
+        json.dumps(
+            {
+                "draws": draws(),
+                "trajectories": trajectories,
+                "data_parallel": {e: collectives(plan, meshes[8], sharding.replicated, e) for e in ("vmap", "ghost")},
+                "fully_sharded": {"vmap": collectives(plan, meshes[8], sharding.fully_sharded, "vmap")},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

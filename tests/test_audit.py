@@ -1,0 +1,87 @@
+"""The audit's bounds are right on noise of known size, hold for sound optimizers, and break for broken ones."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import dpopt
+
+pytest.importorskip("scipy")
+
+from runs import ROOT
+
+from benchmarks import audit
+
+FAULTS = ("half the noise", "no clip", "one key")
+
+
+def guesses_at(mu, count, seed=0):
+    """Scores of canaries under exactly mu-Gaussian-DP."""
+    rng = np.random.default_rng(seed)
+    member = rng.random(count) < 0.5
+    return mu * member + rng.normal(size=count), member
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 1.0, 2.0])
+def test_bounds_stay_below_the_truth_and_come_near(mu):
+    score, member = guesses_at(mu, 4_000)
+    many, one = audit.many_runs_bound(score, member), audit.one_run_bound(score, member)
+    assert max(one, many) <= mu
+    if mu >= 1:
+        assert many > 0.6 * mu and one > 0.2 * mu
+
+
+def test_bounds_are_seldom_wrong():
+    """At a significance of 0.1, at most about one bound in ten may exceed the truth."""
+    wrong = [audit.many_runs_bound(*guesses_at(1.0, 400, seed), significance=0.1) > 1.0 for seed in range(100)]
+    assert sum(wrong) <= 20  # far beyond chance if the rate were 0.1
+
+
+def test_the_one_run_bound_is_that_of_jax_privacy():
+    auditing = pytest.importorskip("jax_privacy.auditing")
+    for guesses, right in [(100, 90), (30, 30), (300, 200)]:
+        low, high = 0.0, 5.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if audit.refutes(middle, 1_000, guesses, right, 0.01) else (low, middle)
+        theirs = auditing._epsilon_one_run_fdp(0.0, 1_000, guesses, right, 0.01, audit.DELTA)
+        assert audit.epsilon_of_mu(low) == pytest.approx(theirs, abs=0.02)
+
+
+def test_the_claim_holds_and_three_broken_builds_are_caught():
+    rows = {f: audit.audit("dp_adam_bc", f, canaries=200, runs=2_000, seed=3) for f in ("none", *FAULTS)}
+    assert all(r["as_expected"] for r in rows.values()), rows
+    sound = rows["none"]
+    assert 0.5 < max(sound["lower_bounds"].values()) <= sound["claimed_epsilon"]
+    for f in FAULTS:
+        assert max(rows[f]["lower_bounds"].values()) > rows[f]["claimed_epsilon"] == sound["claimed_epsilon"]
+
+
+def test_the_claim_is_the_gaussian_one():
+    assert audit.epsilon_of_mu(1.0) == pytest.approx(4.377, abs=0.01)  # Dong, Roth and Su's formula at delta 1e-5
+    assert audit.epsilon_of_mu(0.0) == 0.0
+
+
+def test_faults_are_undone():
+    before = dpopt.noise.standard_normal_like, dpopt.clipping.FlatClip.coefficients
+    for name in FAULTS:
+        with audit.fault(name):
+            assert (dpopt.noise.standard_normal_like, dpopt.clipping.FlatClip.coefficients) != before
+    assert (dpopt.noise.standard_normal_like, dpopt.clipping.FlatClip.coefficients) == before
+
+
+def test_every_named_optimizer_is_audited():
+    named = {n for n in vars(dpopt) if n.startswith(("dp_", "dp2", "pda_")) or n in ("adadps", "scale_then_privatize")}
+    assert {name.split(",")[0] for name in audit.OPTIMIZERS} == {n for n in named if callable(getattr(dpopt, n))}
+
+
+def test_the_recorded_audit_covers_all_and_holds():
+    record = json.loads((ROOT / "benchmarks" / "results" / "audit.json").read_text())
+    seen = {(r["optimizer"], r["fault"]) for r in record["audits"]}
+    assert seen == {(name, f) for name in audit.OPTIMIZERS for f in ("none", *FAULTS)}
+    for r in record["audits"]:
+        least = max(r["lower_bounds"].values())
+        assert math.isfinite(r["claimed_epsilon"])
+        assert (least > r["claimed_epsilon"]) == (r["fault"] != "none"), r

@@ -1,0 +1,236 @@
+"""The training loop charges every step, repeats only what is the same to the last bit, and stops at the budget."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_identical
+from runs import DATA, DELTA, RDP, fetch, loss_fn, run, start, tiny_plan
+
+import dpopt
+from dpopt import identity, loop
+from dpopt.events import privacy_event
+from dpopt.identity import TrainState
+from dpopt.journal import JournalError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remember_programs(tmp_path_factory):
+    """The loop compiles afresh at each call; here all calls share a few programs."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, n) for n in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0.0), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+def test_the_loop_is_the_plain_loop():
+    plan = tiny_plan(steps=4)
+    step = plan.train_step(loss_fn)
+    params, state = start(), plan.optimizer.init(start())
+    for t in range(4):
+        batch = plan.sampler.batch(t)
+        params, state, _ = jax.jit(step)(params, state, fetch(batch.indices), batch.mask)
+    result = run(plan)
+    assert_identical((result.params, result.state.opt_state), (params, state))
+    assert result.stopped == "steps" and result.lost == 0 and result.state.update == 4
+
+
+def test_the_callers_arrays_live_on():
+    plan, params = tiny_plan(steps=1), start()
+    state = TrainState(params, plan.optimizer.init(params))
+    run(plan, params=state)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state[:2]))
+
+
+def test_every_step_is_in_the_ledger_before_it_is_let_out():
+    plan, seen = tiny_plan(steps=5), []
+    run(plan, on_step=lambda t, params: seen.append((t, plan.journal.ledger.steps)))
+    assert seen == [(t, t) for t in range(1, 6)]
+    event = privacy_event(plan.optimizer, sampling=plan.sampler, steps=5)
+    assert plan.journal.ledger.epsilon(delta=DELTA) == dpopt.epsilon_of_event(event, delta=DELTA)
+
+
+def test_a_step_that_cannot_be_entered_is_not_let_out(monkeypatch):
+    plan, seen = tiny_plan(steps=5), []
+    real = plan.journal.append
+
+    def append(entry):
+        if entry.update == 3:
+            raise OSError("disk full")
+        real(entry)
+
+    monkeypatch.setattr(plan.journal, "append", append)
+    with pytest.raises(OSError, match="disk full"):
+        run(plan, on_step=lambda t, params: seen.append(t))
+    assert seen == [1, 2] and plan.journal.ledger.steps == 2
+
+
+def test_a_run_in_two_parts_is_the_run_in_one():
+    whole = run(tiny_plan(steps=6))
+    plan = tiny_plan(steps=6)
+    first = run(plan, steps=2)
+    second = run(plan, params=first.state)
+    assert_identical(second.state, whole.state)
+    assert second.ledger == whole.ledger and first.ledger.steps == 2
+
+
+def test_a_repeated_run_costs_nothing_more_and_is_the_same():
+    plan, seen = tiny_plan(steps=5), []
+    first = run(plan)
+    again = run(plan, on_step=lambda *_: seen.append(1))
+    assert_identical(again.state, first.state)
+    assert again.ledger == first.ledger and not seen
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(loss=lambda w, x: jnp.sum(jnp.abs(w - x))),
+        dict(data=lambda indices: 2 * DATA[indices]),
+        dict(extra=lambda t, params: {}, data=lambda indices: np.nextafter(DATA[indices], np.float32(9))),
+    ],
+    ids=["loss", "data", "last bit of the data"],
+)
+def test_noise_is_never_used_twice_for_two_results(change):
+    plan = tiny_plan(steps=3)
+    run(plan)
+    with pytest.raises(loop.ReplayError, match="came out differently"):
+        run(plan, **change)
+    assert plan.journal.ledger.steps == 3
+    other = run(plan, replay=False, budget=dpopt.Budget(100.0, DELTA), **change)
+    assert other.ledger.steps == 6 and other.lost == 3
+    keys = [s.key for s in identity.noise_states(other.state.opt_state)]
+    assert keys and all(k != jax.random.key(0) for k in keys)
+
+
+def test_an_old_state_gets_fresh_noise_and_new_batches(count_draws):
+    plan = tiny_plan(steps=20)
+    early = run(plan, steps=2)
+    late = run(plan, params=early.state, steps=4)
+    assert run(plan, params=early.state, steps=4).ledger.steps == 4, "the same steps again are free"
+    drawn = []
+    other = run(plan, params=early.state, steps=4, replay=False, data=lambda i: (drawn.append(i), fetch(i))[1])
+    assert other.ledger.steps == 6 and other.lost == 2
+    np.testing.assert_array_equal(drawn[0], plan.sampler.batch(4).indices)
+    assert not np.allclose(other.params, late.params)
+
+
+def test_another_machine_does_not_repeat_steps(monkeypatch, caplog):
+    plan = tiny_plan(steps=6)
+    run(plan, steps=3)
+    real = identity.environment
+    monkeypatch.setattr(identity, "environment", lambda state: {**real(state), "devices": 8})
+    result = run(plan, steps=3)
+    assert result.ledger.steps == 6 and result.lost == 3 and result.state.fresh == 1
+    assert "devices: 1, now 8" in caplog.text and "3 steps are spent" in caplog.text
+    # Where the journal ends, nothing is lost on a move.
+    monkeypatch.setattr(identity, "environment", lambda state: {**real(state), "devices": 4})
+    moved = run(plan, params=result.state, steps=5, budget=dpopt.Budget(100.0, DELTA))
+    assert moved.ledger.steps == 8 and moved.lost == 3 and moved.state.fresh == 1
+
+
+def test_a_budget_is_a_limit():
+    plan = tiny_plan(steps=8, budget=2.0)
+    bought = loop.steps_within(plan, plan.budget)
+    assert bought >= 8
+    result = run(plan, steps=bought + 5)
+    assert result.stopped == "budget" and result.state.update == bought == result.ledger.steps
+    assert "one more step would exceed epsilon 2 at delta 1e-05" in result.message
+    assert result.epsilon(**RDP) <= 2.0
+    with pytest.raises(loop.BudgetExceeded, match=f"after step {bought} of {bought + 1}") as refused:
+        run(plan, params=result.state, steps=bought + 1)
+    assert refused.value.result.state.update == bought
+
+    more = run(plan, params=result.state, steps=bought + 3, budget=dpopt.Budget(3.0, **RDP))
+    assert more.stopped == "steps"
+    event = privacy_event(plan.optimizer, sampling=plan.sampler, steps=bought + 3)
+    assert more.epsilon(**RDP) == dpopt.epsilon_of_event(event, **RDP) <= 3.0
+
+
+def test_one_more_step_would_exceed_the_budget():
+    plan = tiny_plan(steps=8, budget=2.0)
+    n = loop.steps_within(plan, plan.budget)
+    event = privacy_event(plan.optimizer, sampling=plan.sampler, steps=n + 1)
+    assert dpopt.epsilon_of_event(event, **RDP) > 2.0
+
+
+def test_without_a_budget_the_plan_is_the_limit():
+    plan = tiny_plan(steps=3)
+    result = run(plan, steps=5)
+    assert result.stopped == "budget" and result.state.update == 3 and "the plan covers 3 steps" in result.message
+
+
+def test_lost_steps_count_against_the_budget():
+    plan = tiny_plan(steps=8, budget=2.0)
+    run(plan, steps=4)
+    result = run(plan, replay=False)
+    assert result.stopped == "budget" and result.ledger.steps <= loop.steps_within(
+        tiny_plan(steps=8, budget=2.0), plan.budget
+    )
+    assert result.lost == 4 and result.state.update == result.ledger.steps - 4
+    assert result.epsilon(**RDP) <= 2.0
+
+
+def test_steps_whose_cost_depends_on_the_step():
+    plan = tiny_plan(steps=6, noise=lambda t: 1.0 + t)
+    result = run(plan)
+    event = privacy_event(plan.optimizer, sampling=plan.sampler, steps=6)
+    assert result.epsilon(delta=DELTA) == pytest.approx(dpopt.epsilon_of_event(event, delta=DELTA), rel=1e-9)
+    stale = TrainState(start(), result.state.opt_state)
+    with pytest.raises(ValueError, match=r"drawn noise \[6\] times, and the run is at step 0"):
+        run(plan, params=stale)
+
+
+def test_an_optimizer_without_a_noise_state_cannot_get_fresh_noise():
+    with pytest.raises(ValueError, match="0 noise keys for 1 queries"):
+        identity.with_fresh_noise((jnp.zeros(2),), 1, 1)
+
+
+def test_the_same_plan_in_memory_and_on_disk_is_refused(tmp_path):
+    plan = tiny_plan(steps=2)
+    run(plan)
+    with pytest.raises(JournalError, match="has taken 2 steps, recorded in memory only"):
+        plan.journal.attach(tmp_path / "ledger.jsonl", {})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint32, jnp.bool_])
+def test_a_digest_sees_every_bit_and_every_place(dtype):
+    x = (jnp.arange(7) % 4).astype(dtype)
+    digests = {identity.hex_digest(identity.digest(x))}
+    for i in range(7):
+        digests.add(identity.hex_digest(identity.digest(x.at[i].set(~x[i] if dtype == jnp.bool_ else x[i] + 1))))
+    digests.add(identity.hex_digest(identity.digest(x[::-1])))
+    digests.add(identity.hex_digest(identity.digest((x[:3], x[3:]))))
+    assert len(digests) == 10
+
+
+def test_a_digest_tells_nan_from_nan_and_leaves_keys_out(x64):
+    assert jnp.any(identity.digest(jnp.array(0.0)) != identity.digest(jnp.array(-0.0)))
+    assert jnp.any(identity.digest(jnp.array(1.0)) != identity.digest(jnp.array(1.0 + 2**-52)))
+    states = [dpopt.add_gaussian_noise(1.0, k).init(None) for k in (jax.random.key(1), jax.random.PRNGKey(2))]
+    assert jnp.all(identity.digest(states[0]) == identity.digest(states[1]))
+    assert jnp.all(identity.digest((jax.random.key(3), 1)) == identity.digest((jax.random.key(4), 1)))
+
+
+def test_optimizers_with_two_noises_get_two_fresh_ones():
+    from dpopt.optimizers.dp2_extra_query import dp2_extra_query
+
+    opt = dp2_extra_query(
+        0.1, adaptive_l2_clip_norm=1.0, delay=2, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4,
+        key=jax.random.key(0),
+    )  # fmt: skip
+    old = opt.init(start())
+    new = identity.with_fresh_noise(old, 1, 2)
+    keys = [jax.random.key_data(s.key).tolist() for s in identity.noise_states((old, new))]
+    assert len(keys) == 4 and len(set(map(tuple, keys))) == 4
+    again = identity.with_fresh_noise(old, 2, 2)
+    assert jax.random.key_data(identity.noise_states(again)[0].key).tolist() not in keys
+
+
+def test_the_plan_runs_itself():
+    plan = tiny_plan(steps=2, rule=optax.sgd(0.1))
+    assert plan.run(loss_fn, start(), fetch).ledger == plan.journal.ledger
