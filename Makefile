@@ -1,5 +1,5 @@
 # Both commands work on a bare Python 3.11+: they create .venv here and install what they need.
-.PHONY: demo test lint types clean
+.PHONY: demo test test-all lint types clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -10,6 +10,10 @@ demo: .venv/installed-benchmarks
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2
+
+# Also what is marked slow: runs killed many times over, simulated devices, the audit.
+test-all: .venv/installed-dev
+	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -50,6 +50,7 @@ def test_the_one_run_bound_is_that_of_jax_privacy():
         assert audit.epsilon_of_mu(low) == pytest.approx(theirs, abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_claim_holds_and_three_broken_builds_are_caught():
     rows = {f: audit.audit("dp_adam_bc", f, canaries=200, runs=2_000, seed=3) for f in ("none", *FAULTS)}
     assert all(r["as_expected"] for r in rows.values()), rows

@@ -109,6 +109,7 @@ def kill_and_resume(tmp_path, kills, seed, kills_a_run):
     return points
 
 
+@pytest.mark.slow
 def test_killed_runs_resume_bit_for_bit(tmp_path):
     points = kill_and_resume(tmp_path, kills=2, seed=0, kills_a_run=2)
     assert len(points) == 2

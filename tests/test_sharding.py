@@ -13,6 +13,8 @@ from runs import ROOT, script
 
 from dpopt import sharding
 
+pytestmark = pytest.mark.slow  # many processes, each of which compiles for up to eight devices
+
 EXAMPLES = ROOT / "examples"
 # Float32 sums in another order, divided by Adam's root of a second moment, over 6 steps of size 0.01.
 ATOL = 2e-5

@@ -112,7 +112,7 @@ def networks(draw):
 
 
 @given(networks())
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_random_networks(network):
     layers, size, length, seed = network
     a = ghost_cases.Arrays(seed)
