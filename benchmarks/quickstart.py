@@ -74,7 +74,7 @@ def train(setting: Setting, split: data.Split, seeds: int, advance: Any) -> dict
     images, labels = jnp.asarray(split.train_x), jnp.asarray(split.train_y)
 
     def run(params, state, key, batches):
-        step = dpopt.make_train_step(loss_fn, setting.optimizer(noise_multiplier, key))
+        step = dpopt.make_train_step(loss_fn, setting.optimizer(noise_multiplier, key), engine="vmap")
 
         def one(carry, batch):
             rows = {"x": images[batch.indices], "y": labels[batch.indices]}
