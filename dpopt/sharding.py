@@ -81,7 +81,7 @@ def replicated(params: Any, mesh: Mesh) -> Any:
 
     *Privacy*: reads no data.
 
-    >>> replicated(np.ones(3), make_mesh(1)).spec
+    >>> replicated(np.ones(3), make_mesh(1)).spec  # doctest: +SKIP
     PartitionSpec()
     """
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)
@@ -101,7 +101,7 @@ def fully_sharded(params: Any, mesh: Mesh) -> Any:
 
     *Privacy*: reads no data.
 
-    >>> fully_sharded(np.ones((3, 4)), make_mesh(1)).spec
+    >>> fully_sharded(np.ones((3, 4)), make_mesh(1)).spec  # doctest: +SKIP
     PartitionSpec(None, 'data')
     """
     (axis,) = mesh.axis_names

@@ -205,7 +205,7 @@ def test_nan_examples_and_empty_batches():
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), tiny_batch())
     nan_params, _ = train(opt, batch=spoiled)
     masked_params, _ = train(opt, mask=jnp.array([True, False, True, True]))
-    assert_identical(nan_params, masked_params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), nan_params, masked_params)
     empty, _ = train(opt, mask=jnp.zeros(4, bool))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(empty))
 
