@@ -118,10 +118,10 @@ def test_every_rule_equals_its_equations(either_precision):
 # --- limits -------------------------------------------------------------------------------------------------------
 
 
-def train(optimizer, steps=5, params=None, batch=None, mask=None, public=True):
+def train(optimizer, steps=5, params=None, batch=None, mask=None, public=True, engine="auto"):
     params = tiny_params() if params is None else params
     state = optimizer.init(params)
-    step = jax.jit(dpopt.make_train_step(tiny_loss, optimizer))
+    step = jax.jit(dpopt.make_train_step(tiny_loss, optimizer, engine=engine))
     mean_loss = lambda p: jnp.mean(jax.vmap(tiny_loss, in_axes=(None, 0))(p, tiny_batch(seed=7)))  # noqa: E731
     for _ in range(steps):
         extra = {"public_grads": jax.grad(mean_loss)(params)} if public else {}
@@ -203,9 +203,10 @@ def test_bfloat16_parameters_keep_float32_moments(rule):
 def test_nan_examples_and_empty_batches():
     opt = adadps(0.1, rule="adam", **privacy_four())
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), tiny_batch())
-    nan_params, _ = train(opt, batch=spoiled)
-    masked_params, _ = train(opt, mask=jnp.array([True, False, True, True]))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), nan_params, masked_params)
+    # On the engine that drops both in the same way: ghost redoes a batch with NaN by other sums.
+    nan_params, _ = train(opt, batch=spoiled, engine="vmap")
+    masked_params, _ = train(opt, mask=jnp.array([True, False, True, True]), engine="vmap")
+    assert_identical(nan_params, masked_params)
     empty, _ = train(opt, mask=jnp.zeros(4, bool))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(empty))
 

@@ -26,9 +26,9 @@ def moments_in(state):
 DP2 = dict(adaptive_learning_rate=0.02, adaptive_l2_clip_norm=4.0, delay=2, eps=1e-3)
 
 
-def train(optimizer, steps, params=None, batch=None, mask=None):
+def train(optimizer, steps, params=None, batch=None, mask=None, engine="auto"):
     params = tiny_params() if params is None else params
-    step = jax.jit(dpopt.make_train_step(tiny_loss, optimizer))
+    step = jax.jit(dpopt.make_train_step(tiny_loss, optimizer, engine=engine))
     state = optimizer.init(params)
     for _ in range(steps):
         params, state, _ = step(params, state, tiny_batch() if batch is None else batch, mask)
@@ -196,9 +196,10 @@ def test_nan_examples_count_as_absent(name):
     batch = tiny_batch()
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), batch)
     mask = jnp.array([True, False, True, True])
-    spoiled_params, _ = train(named()[name], 6, batch=spoiled)
-    masked_params, _ = train(named()[name], 6, batch=batch, mask=mask)
-    assert_near(spoiled_params, masked_params)
+    # On the engine that drops both in the same way: ghost redoes a batch with NaN by other sums.
+    spoiled_params, _ = train(named()[name], 6, batch=spoiled, engine="vmap")
+    masked_params, _ = train(named()[name], 6, batch=batch, mask=mask, engine="vmap")
+    assert_identical(spoiled_params, masked_params)
 
 
 @pytest.mark.parametrize("name", named())
