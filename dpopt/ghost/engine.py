@@ -6,26 +6,22 @@ where ``c_i`` depends on the norms of ``S g_i + o``. The batch's forward and bac
 traced loss's own under ``vmap``, so examples cannot mix. By linearity the weighted sum is, at
 every contact, the transposed primitive fed ``c_i y_i``: one ordinary kernel for the whole batch.
 
-Nothing here looks at parameters' gradients of single examples unless the plan says that it is cheap,
-or an example's gradient is not finite: then the batch is redone one example at a time (`_one_by_one`),
-which is slow, rare, and the plain definition.
+A batch in which some norm is not finite is added up one example at a time: slow, rare, and the plain definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.ghost import norms
-from dpopt.ghost.plan import Explanation, LeafPlan, Plan, leaf_paths, make_plan, orientation
-from dpopt.ghost.program import Contact, wide_dtype
+from dpopt.ghost.plan import Explanation, Plan, leaf_paths, make_plan
+from dpopt.ghost.program import wide_dtype
+from dpopt.ghost.run import Run
 from dpopt.ghost.trace import CannotFollow, trace_loss
-
-_PRECISION = lax.Precision.HIGHEST
 
 
 class GhostResult(NamedTuple):
@@ -156,7 +152,7 @@ def clipped_sum(
     leaves, tree = jax.tree.flatten(params)
     mask = jnp.ones(plan.batch_size, bool) if mask is None else jnp.asarray(mask, bool)
     batch = _finite_padding(batch, mask)
-    run = _Run(plan, leaves, _like(params, scale), _like(params, offset))
+    run = Run(plan, leaves, _like(params, scale), _like(params, offset))
     losses, aux, xs, ys = run.passes(jax.tree.leaves(batch))
     leaf_norms, kept = run.norms(xs, ys)
 
@@ -170,8 +166,7 @@ def clipped_sum(
     init = (finite, total, leaf_norms, mask)
 
     def redo(_):
-        slow = _one_by_one(loss_fn, params, batch, mask, run, weigh, has_aux)
-        return (jnp.array(True), *slow)
+        return (jnp.array(True), *run.one_by_one(weigh, mask, xs, ys, kept))
 
     # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
     # the loop would be compiled at every call, Python looks for itself.
@@ -206,247 +201,3 @@ def _finite_padding(batch: Any, mask: jax.Array) -> Any:
         return jnp.where(keep, x, 0)
 
     return jax.tree.map(clean, batch)
-
-
-class _Run:
-    """One batch: the plan together with the arrays it is run on."""
-
-    def __init__(self, plan: Plan, leaves: list, scales: list, offsets: list):
-        self.plan, self.trace, self.leaves = plan, plan.trace, leaves
-        self.scales, self.offsets = scales, offsets
-        self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
-                     for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
-
-    def passes(self, batch: Sequence[jax.Array]):
-        """Losses, aux, and per contact the recorded input x and the tap's cotangent y, all [B, ...]."""
-        static = self.trace.run_prologue(self.leaves)
-
-        def one(example):
-            def loss(taps):
-                value, aux, recorded = self.trace.run_body(static, example, taps)
-                return value, (aux, recorded)
-
-            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in self.trace.contacts]
-            (value, (aux, recorded)), cotangents = jax.value_and_grad(loss, has_aux=True)(taps)
-            return value, aux, recorded, cotangents
-
-        losses, aux, xs, ys = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
-        contacts = self.trace.contacts
-        return losses, aux, dict(zip(contacts, xs, strict=True)), dict(zip(contacts, ys, strict=True))
-
-    def norms(self, xs: dict, ys: dict) -> tuple[list[jax.Array], dict[Contact, list[jax.Array]]]:
-        """Per-example norms of ``S g + o`` per parameter, and the gradients that were kept."""
-        kept = {c: jax.vmap(lambda x, y, c=c: _form(c, x, y))(xs[c], ys[c]) for c in self.plan.kept}
-        squares: list[Any] = [None] * len(self.leaves)
-        for leaf_plan in self.plan.leaves:
-            if leaf_plan.method != "pulled_back":
-                squares[leaf_plan.leaf] = self._squared_norm(leaf_plan, xs, ys, kept)
-        for contacts, leaves in self.plan.pulled_back:
-            for leaf, square in zip(leaves, self._pulled(contacts, leaves, xs, ys, kept), strict=True):
-                squares[leaf] = square
-        return [jnp.sqrt(s) for s in squares], kept
-
-    def _pulled(self, contacts, leaves, xs, ys, kept) -> list[jax.Array]:
-        """Squared norms of gradients formed at their contacts and pulled back, some examples at a time."""
-
-        def one(inputs):
-            formed = [_unfold(c, f if c in kept else _form(c, *f)) for c, f in zip(contacts, inputs, strict=True)]
-            gradients = self._pull_back(contacts, formed, leaves)
-            return [norms.sum_squares(self._affine(i, g)) for i, g in zip(leaves, gradients, strict=True)]
-
-        inputs = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
-        return _in_chunks(jax.vmap(one), inputs, self.plan.batch_size, self.plan.chunk(contacts))
-
-    def _affine(self, leaf: int, gradient: jax.Array) -> jax.Array:
-        """``S g + o`` for one parameter and one gradient."""
-        scale, offset = self.scales[leaf], self.offsets[leaf]
-        gradient = gradient if scale is None else gradient * scale
-        return gradient if offset is None else gradient + offset
-
-    def _squared_norm(self, leaf_plan: LeafPlan, xs, ys, kept) -> jax.Array:
-        leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
-        scale, offset = self.scales[leaf], self.offsets[leaf]
-        shape = self.trace.leaves[leaf].shape
-        number = scale if scale is not None and scale.size == 1 else None
-        if method == "none":
-            zero = jnp.zeros(shape, self.wide[leaf].dtype)
-            square = norms.sum_squares(self._affine(leaf, zero))
-            return jnp.broadcast_to(square, (self.plan.batch_size,))
-        if method == "shared_gram":
-            base = orientation(contacts[0])
-            turned = [orientation(c) != base for c in contacts]
-
-            def shared(xs, ys):
-                uses = zip([c.factors for c in contacts], turned, xs, ys, strict=True)
-                return norms.shared_gram(list(uses))
-
-            square = jax.vmap(shared)([xs[c] for c in contacts], [ys[c] for c in contacts])
-        else:
-            (contact,) = contacts
-            diagonal = None
-            if (scale is not None and number is None) or not contact.weight.entry.copy:
-                tangent = jnp.ones(shape, self.wide[leaf].dtype)
-                if scale is not None and number is None:
-                    tangent = tangent * scale
-                diagonal = self._push(leaf, tangent, [contact])[0]
-                if contact.factors is not None:
-                    diagonal = contact.factors.fold(diagonal)
-            if method == "explicit":
-                square = self._formed_square(contact, diagonal, xs, ys, kept)
-            else:
-                one = norms.METHODS[method]
-                square = jax.vmap(lambda x, y: one(contact.factors, x, y, diagonal))(xs[contact], ys[contact])
-        if number is not None:
-            square = square * jnp.square(number.reshape(()))
-        if offset is not None:
-            # |S g + o|^2 = |S g|^2 + 2 <g, S o> + |o|^2, and <g, S o> is a directional derivative.
-            offset = jnp.broadcast_to(offset, shape)
-            direction = offset if scale is None else offset * scale
-            for c, v in zip(contacts, self._push(leaf, direction, contacts), strict=True):
-                square = square + 2 * jax.vmap(lambda x, y, c=c, v=v: _inner(c, v, x, y))(xs[c], ys[c])
-            square = jnp.maximum(square + norms.sum_squares(offset), 0)
-        return square
-
-    def _formed_square(self, contact: Contact, diagonal, xs, ys, kept) -> jax.Array:
-        def one(f):
-            formed = f if contact in kept else _form(contact, *f)
-            if contact.factors is None:
-                formed, scales = [formed], [diagonal]
-            else:
-                scales = [None] * len(formed) if diagonal is None else list(diagonal)
-            parts = zip(formed, scales, strict=True)
-            return sum(norms.sum_squares(g if s is None else g * s) for g, s in parts)
-
-        inputs = kept[contact] if contact in kept else (xs[contact], ys[contact])
-        return _in_chunks(jax.vmap(one), inputs, self.plan.batch_size, self.plan.chunk([contact]))
-
-    def weighted_sum(self, weights: list, xs: dict, ys: dict, kept: dict) -> list[jax.Array]:
-        """``sum_i c_i (S g_i + o)`` per parameter; ``weights`` holds c, zero for masked examples."""
-        totals: list = [None] * len(weights)
-        groups: dict[int, list[int]] = {}
-        for leaf, c in enumerate(weights):
-            groups.setdefault(id(c), []).append(leaf)
-        for members in groups.values():
-            c = weights[members[0]]
-            mine = [k for k in self.trace.contacts if k.weight.leaves & set(members)]
-            cotangents = [_combined(k, kept[k], c) if k in kept else _transposed(k, xs[k], ys[k], c) for k in mine]
-            for leaf, g in zip(members, self._pull_back(mine, cotangents, members), strict=True):
-                scale, offset = self.scales[leaf], self.offsets[leaf]
-                g = g if scale is None else g * scale
-                totals[leaf] = g if offset is None else g + jnp.sum(c) * offset
-                totals[leaf] = totals[leaf].astype(self.wide[leaf].dtype)
-        return totals
-
-    def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable:
-        """The contacts' weights as a function of some of the parameters."""
-
-        def function(chosen):
-            wide = list(self.wide)
-            for leaf, x in zip(leaves, chosen, strict=True):
-                wide[leaf] = x
-            env = self.trace.run_prologue(wide, wide=True)
-            return [env[c.weight] for c in contacts]
-
-        return function
-
-    def _pull_back(self, contacts: Sequence[Contact], cotangents: list, leaves: Sequence[int]) -> list:
-        """Gradients with respect to the contacts' weights, taken to the parameters."""
-        function = self._weights(contacts, leaves)
-        values, pull = jax.vjp(function, [self.wide[i] for i in leaves])
-        return pull([g.astype(v.dtype) for g, v in zip(cotangents, values, strict=True)])[0]
-
-    def _push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
-        function = self._weights(contacts, [leaf])
-        return jax.jvp(function, ([self.wide[leaf]],), ([tangent],))[1]
-
-
-def _in_chunks(function: Callable, inputs: Any, batch_size: int, chunk: int) -> Any:
-    """``function`` of a batch, ``chunk`` examples at a time, so that what it forms stays small.
-
-    Examples i, i + n, i + 2n... make a chunk: with a batch sharded over devices each holds its share.
-    """
-    if chunk >= batch_size:
-        return function(inputs)
-    steps = batch_size // chunk
-
-    def split(x):
-        return jnp.swapaxes(x.reshape(chunk, steps, *x.shape[1:]), 0, 1)
-
-    out = lax.map(function, jax.tree.map(split, inputs))
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(batch_size), out)
-
-
-def _form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
-    """One example's gradient of a contact's weight: K folded arrays where there are factors."""
-    if contact.factors is None:
-        return y.astype(wide_dtype(y.dtype))
-    return norms.explicit(contact.factors, x, y)
-
-
-def _unfold(contact: Contact, gradient: Any) -> jax.Array:
-    return gradient if contact.factors is None else contact.factors.unfold(jnp.stack(gradient))
-
-
-def _combined(contact: Contact, formed: Any, c: jax.Array) -> jax.Array:
-    """``sum_i c_i G_i`` at one contact, from the kept gradients."""
-    weigh = lambda g: jnp.tensordot(c.astype(g.dtype), g, 1, precision=_PRECISION)  # noqa: E731
-    return _unfold(contact, jax.tree.map(weigh, formed))
-
-
-def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))
-
-
-def _transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
-    """``sum_i c_i G_i`` at one contact: its primitive, linear in the weight, transposed."""
-    weighted = y * c.reshape(-1, *[1] * (y.ndim - 1)).astype(wide_dtype(y.dtype))
-    if contact.factors is None:
-        return jnp.sum(weighted, axis=0)
-    batched = jax.vmap(contact.apply, in_axes=(None, 0))
-    shape = _weight_shape(contact)
-    out = jax.eval_shape(batched, shape, x)
-    (g,) = jax.linear_transpose(lambda w: batched(w, x), shape)(weighted.astype(out.dtype))
-    return g
-
-
-def _inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """``<G, direction>`` for one example, without G."""
-    out = direction if contact.factors is None else contact.apply(direction, x)
-    return jnp.sum(out * y.astype(out.dtype))
-
-
-def _one_by_one(loss_fn, params, batch, mask, run: _Run, weigh: Callable, has_aux: bool):
-    """The plain definition, one example at a time: sum, norms, and which examples counted.
-
-    Taken when some norm is not finite. It tells a gradient that is not finite (contributes zero)
-    from one whose squares overflow (clipped as usual: its norm is computed relative to its largest
-    entry). Two sweeps of one loop, the first for the norms and the second for the sum, so that the
-    loss is compiled once.
-    """
-
-    def gradient(example):
-        g = jax.grad(loss_fn, has_aux=has_aux)(params, example)
-        g = jax.tree.leaves(g[0] if has_aux else g)
-        return [run._affine(i, x.astype(w.dtype)) for i, (x, w) in enumerate(zip(g, run.wide, strict=True))]
-
-    def norm(g):
-        largest = jnp.max(jnp.abs(g), initial=0)
-        safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-        return jnp.sqrt(jnp.sum(jnp.square(g / safe))) * safe
-
-    def visit(total, inputs):
-        example, c, keep = inputs
-        g = gradient(example)
-        keep &= jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in g]))
-        total = [t + jnp.where(keep, x * w, 0) for t, x, w in zip(total, g, c, strict=True)]
-        return total, ([norm(x) for x in g], keep)
-
-    def sweep(state, _):
-        _, leaf_norms, _ = state
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in run.wide]
-        total, (leaf_norms, ok) = lax.scan(visit, zeros, (batch, weigh(leaf_norms), mask))
-        return (total, leaf_norms, ok), None
-
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in run.wide]
-    start = (zeros, [jnp.zeros(mask.shape, x.dtype) for x in run.wide], mask)
-    return lax.scan(sweep, start, length=2)[0]
