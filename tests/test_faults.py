@@ -200,6 +200,9 @@ def test_a_full_disk_while_a_step_is_entered(tmp_path, small_disk):
     assert_identical(saved_run(tmp_path, 6).state, whole.state)
 
 
+# A write that fails late reaches Orbax's threads when their loop is closed; Python then reports what nobody awaits.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_while_saving(tmp_path, small_disk):
     whole = run(tiny_plan(steps=6))
     saved_run(tmp_path, 2)

@@ -95,7 +95,6 @@ def test_the_sharded_step_gathers_no_batch(seen):
     assert not _beyond_scalars(seen["fully_sharded"]["vmap"])
 
 
-@pytest.mark.xfail(reason="the fast engine's exact fallback scans the batch example by example, which gathers it")
 def test_the_fast_engines_sharded_step_gathers_no_batch(seen):
     assert not _beyond_scalars(seen["data_parallel"]["ghost"])
 

@@ -160,35 +160,43 @@ class Run:
         device visits its own share of a sharded batch.
         """
         contacts = self.trace.contacts
-        leaves = range(len(self.leaves))
         together = math.gcd(self.plan.batch_size, jax.device_count())
         zeros = [jnp.zeros(x.shape, x.dtype) for x in self.wide]
 
         def gradient(recorded):
-            pairs = zip(contacts, recorded, strict=True)
-            formed = [_unfold(c, r if c in kept else _form(c, *r)) for c, r in pairs]
-            return [self._affine(i, g) for i, g in enumerate(self._pull_back(contacts, formed, leaves))]
+            # The primitives transposed: few operations, hence quick to compile.
+            formed = [
+                _unfold(c, r) if c in kept else _transposed(c, jax.tree.map(_alone, r[0]), _alone(r[1]), jnp.ones(1))
+                for c, r in zip(contacts, recorded, strict=True)
+            ]
+            return [self._affine(i, g) for i, g in enumerate(self._pull_back(contacts, formed, range(len(zeros))))]
 
         def norm(g):
             largest = jnp.max(jnp.abs(g), initial=0)
             safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
             return jnp.sqrt(jnp.sum(jnp.square(g / safe))) * safe
 
-        def one(recorded, weights, keep):
+        def add(total, recorded, weights, keep):
             g = gradient(recorded)
-            keep &= jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in g]))
-            return [jnp.where(keep, x * c, 0) for x, c in zip(g, weights, strict=True)], [norm(x) for x in g], keep
+            leaf_norms = [norm(x) for x in g]
+            keep &= jnp.all(jnp.isfinite(jnp.stack(leaf_norms)))
+            total = [jnp.where(keep, t + x * c, t) for t, x, c in zip(total, g, weights, strict=True)]
+            return total, (leaf_norms, keep)
 
-        def visit(total, inputs):
-            parts, leaf_norms, ok = jax.vmap(one)(*inputs)
-            return [t + jnp.sum(p, axis=0) for t, p in zip(total, parts, strict=True)], (leaf_norms, ok)
+        def add_several(total, inputs):
+            parts, seen = jax.vmap(lambda rows: add(zeros, *rows))(inputs)
+            return [t + jnp.sum(p, axis=0) for t, p in zip(total, parts, strict=True)], seen
 
         recorded = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
 
         def sweep(state, _):
-            inputs = jax.tree.map(lambda x: _split(x, together), (recorded, weigh(state[1]), mask))
-            total, seen = lax.scan(visit, zeros, inputs)
-            return (total, *jax.tree.map(_joined, seen)), None
+            inputs = (recorded, weigh(state[1]), mask)
+            if together == 1:
+                total, seen = lax.scan(lambda total, rows: add(total, *rows), zeros, inputs)
+            else:
+                total, seen = lax.scan(add_several, zeros, jax.tree.map(lambda x: _split(x, together), inputs))
+                seen = jax.tree.map(_joined, seen)
+            return (total, *seen), None
 
         start = (zeros, [jnp.zeros(mask.shape, x.dtype) for x in self.wide], mask)
         return lax.scan(sweep, start, length=2)[0]
@@ -222,6 +230,11 @@ def _split(x: jax.Array, rows: int) -> jax.Array:
     With a batch sharded over as many devices, each holds its share of every chunk.
     """
     return jnp.swapaxes(x.reshape(rows, x.shape[0] // rows, *x.shape[1:]), 0, 1)
+
+
+def _alone(x: jax.Array) -> jax.Array:
+    """One example as a batch."""
+    return x[None]
 
 
 def _joined(x: jax.Array) -> jax.Array:
