@@ -1,5 +1,5 @@
-# Both commands work on a bare Python 3.11+: they create .venv here and install what they need.
-.PHONY: demo test test-all notebooks lint types clean
+# Every command works on a bare Python 3.11+: it creates .venv here and installs what it needs.
+.PHONY: demo test test-all docs notebooks lint types clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -14,6 +14,10 @@ test: .venv/installed-dev
 # Also what is marked slow: runs killed many times over, simulated devices, the audit.
 test-all: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
+
+# The site, in site/; a broken link or an unknown name is an error.
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict
 
 # Runs them in full (minutes) and stores their outputs.
 notebooks: .venv/installed-dev

@@ -35,7 +35,7 @@ def main() -> None:
     audit.add_argument("--canaries", type=int, default=2_000, help="canaries of the one large run (default 2000)")
     audit.add_argument("--runs", type=int, default=8_000, help="small runs with one canary each (default 8000)")
     audit.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
-    report = commands.add_parser("report", help="writes RESULTS.md and its plots from the tables of other commands")
+    report = commands.add_parser("report", help="writes RESULTS.md, its plots, and the figures of README and docs")
     report.add_argument("--tables", type=Path, default=records.LOCAL, help="folder with utility-*.json and others")
     report.add_argument("--to", type=Path, default=Path(__file__).parent, help="folder of RESULTS.md")
     options = parser.parse_args()

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import plots, records, summaries
+from benchmarks import figures, plots, records, summaries
 
 SUITES = ("papers", "frontier")
 
@@ -150,5 +150,8 @@ def write(tables: Path, to: Path) -> Path:
 
 
 def main(tables: Path, to: Path) -> None:
-    """Writes RESULTS.md."""
-    Console().print(f"Wrote {write(tables, to)}.")
+    """Writes RESULTS.md; where that is the committed one, also the figures of README and docs."""
+    written = [write(tables, to)]
+    if to.resolve() == Path(__file__).parent:
+        written += figures.write()
+    Console().print(f"Wrote {', '.join(map(str, written))}.")

@@ -1,0 +1,187 @@
+"""The figures in README and docs: written between markers from the committed JSON, never by hand.
+
+A page asks for a section by ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; what stands between them is
+replaced. `python -m benchmarks report` does so, and a test compares.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import summaries
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+_SECTION = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+Row = dict[str, Any]
+
+
+def _load(results: Path, name: str) -> Any:
+    path = results / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str] | None = None) -> str:
+    lines = [head, align or ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _by(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
+    """Rows in groups that agree on ``keys``, the best of each group first."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(k) for k in keys), []).append(row)
+    return {k: sorted(g, key=lambda r: -r["mean"] if r["higher_is_better"] else r["mean"]) for k, g in groups.items()}
+
+
+def _score(row: Row) -> str:
+    seeds = len(row["seeds"])
+    return f"{summaries.spread(row)}" + (" (one seed)" if seeds == 1 else f" ({seeds} seeds)")
+
+
+def _epsilons(rows: Sequence[Row]) -> str:
+    found = sorted({f"{row['epsilon']['pld']:.2f}" for row in rows}, key=float)
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+
+def _place(table: str) -> str:
+    """The data set at the end of a table's name, which selects it on the command line."""
+    return table.rpartition(", ")[2]
+
+
+def headline(results: Path) -> str:
+    """One line for everything that was measured, with the command that measures it again."""
+    lines = []
+    papers = _load(results, "utility-papers")
+    for (table,), rows in _by(papers["rows"] if papers else [], "table").items():
+        plain = next(r for r in rows if r["label"] == "DP-SGD")
+        shown = [rows[0]] if rows[0] is plain else [rows[0], plain]
+        said = "; ".join(f"{r['label']} {_score(r)}, published {r['published']:g}" for r in shown)
+        command = f"`python -m benchmarks utility --only {_place(table)}`"
+        lines.append([f"{table}: {rows[0]['metric']} at epsilon {_epsilons(rows)}", f"best: {said}", command])
+    frontier = _load(results, "utility-frontier")
+    for (table, epsilon), rows in _by(frontier["rows"] if frontier else [], "table", "target_epsilon").items():
+        command = f"`python -m benchmarks utility --suite frontier --only {_place(table)}`"
+        what = f"{table}, all tuned alike: {rows[0]['metric']} at epsilon {epsilon:g}"
+        lines.append([what, f"best of {len(rows)}: {rows[0]['label']} {_score(rows[0])}", command])
+    speed_runs = _load(results, "speed")
+    if speed_runs:
+        ratios = [run["ratio"]["ghost"] for run in speed_runs["runs"]]
+        said = f"{min(ratios):.2f} to {max(ratios):.2f} times its time, over {len(ratios)} model families"
+        lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
+    if _load(results, "audit"):
+        lines.append(["attacks on the claimed epsilon", _attacks(results), "`python -m benchmarks audit`"])
+    return _table(["measured", "result", "again"], lines)
+
+
+def _attacks(results: Path) -> str:
+    audits = _load(results, "audit")["audits"]
+    sound = [a for a in audits if a["fault"] == "none"]
+    broken = [a for a in audits if a["fault"] != "none"]
+    claims = sorted({f"{a['claimed_epsilon']:.2f}" for a in sound}, key=float)
+    held = sum(not a["exceeds_claim"] for a in sound)
+    caught = sum(a["exceeds_claim"] for a in broken)
+    strongest = max(max(a["lower_bounds"].values()) / a["claimed_epsilon"] for a in sound)
+    return (
+        f"{held} of {len(sound)} sound builds stay below their claim of {' or '.join(claims)} (the strongest attack "
+        f"shows {100 * strongest:.0f} % of it); {caught} of {len(broken)} builds broken on purpose are caught"
+    )
+
+
+def audit(results: Path) -> str:
+    """What the attacks showed, in one sentence, and the strongest by kind of fault."""
+    audits = _load(results, "audit")["audits"]
+    rows = []
+    for fault in dict.fromkeys(a["fault"] for a in audits):
+        own = [a for a in audits if a["fault"] == fault]
+        bounds = [max(a["lower_bounds"].values()) for a in own]
+        exceed = sum(a["exceeds_claim"] for a in own)
+        name = "none: as it is" if fault == "none" else fault
+        rows.append([name, str(len(own)), f"{min(bounds):.2f} to {max(bounds):.2f}", f"{exceed} of {len(own)}"])
+    head = ["fault", "optimizers", "lower bound on epsilon", "exceed their claim"]
+    return f"{_attacks(results)}.\n\n" + _table(head, rows, ["---", "---:", "---:", "---:"])
+
+
+def _utility(rows: Sequence[Row], *, published: bool) -> str:
+    """The rows of one table, the best first."""
+    head = ["optimizer", "epsilon", rows[0]["metric"], *(["published"] if published else []), "state", "taken for free"]
+    lines = []
+    for row in rows:
+        state = f"{row['state_bytes'] / row['parameters']:.1f} bytes / parameter"
+        free = ", ".join(row["not_covered_by_epsilon"]) or "nothing"
+        reached = [f"{row['published']:g}"] if published else []
+        lines.append([row["label"], f"{row['epsilon']['pld']:.2f}", _score(row), *reached, state, free])
+    return _table(head, lines, ["---", *["---:"] * (len(head) - 2), "---"])
+
+
+def papers(results: Path) -> str:
+    """The papers' tables, the best row first."""
+    groups = _by(_load(results, "utility-papers")["rows"], "table")
+    return "\n\n".join(f"**{table}**\n\n{_utility(rows, published=True)}" for (table,), rows in groups.items())
+
+
+def frontier(results: Path) -> str:
+    """What wins at an equal budget of privacy and of tuning."""
+    groups = _by(_load(results, "utility-frontier")["rows"], "table", "target_epsilon")
+    return "\n\n".join(
+        f"**{table}, epsilon {epsilon:g}**\n\n{_utility(rows, published=False)}"
+        for (table, epsilon), rows in groups.items()
+    )
+
+
+def speed(results: Path) -> str:
+    """Time of a clipped gradient over that of the ordinary one, by family; a sentence where nothing is recorded."""
+    content = _load(results, "speed")
+    if content is None:
+        return "No timings are recorded yet: `python -m benchmarks speed` measures them on your machine."
+    columns = ["ghost", "ghost, diagonal", "vmap"]
+    rows = [[run["family"], *(f"{run['ratio'][c]:.2f}" for c in columns)] for run in content["runs"]]
+    device = content["environment"]
+    head = ["family", *columns]
+    return f"On {device['device']}, {device['cores']} cores.\n\n" + _table(
+        head, rows, ["---", *["---:"] * len(columns)]
+    )
+
+
+SECTIONS = {
+    "headline": headline,
+    "audit": audit,
+    "papers": papers,
+    "frontier": frontier,
+    "speed": speed,
+}
+
+
+def updated(text: str, results: Path = RESULTS) -> str:
+    """The text of a page with its figures as the results have them.
+
+    Raises:
+        ValueError: for a section that nobody knows.
+    """
+
+    def section(match: re.Match) -> str:
+        if match[2] not in SECTIONS:
+            raise ValueError(f"there is no section of figures {match[2]!r}; there are: {', '.join(SECTIONS)}.")
+        return f"{match[1]}\n{SECTIONS[match[2]](results)}\n\n{match[3]}"
+
+    return _SECTION.sub(section, text)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """README and the pages of the documentation."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def write(root: Path = ROOT, results: Path = RESULTS) -> list[Path]:
+    """Brings all pages up to date; returns those that changed."""
+    changed = []
+    for page in pages(root):
+        text = page.read_text()
+        new = updated(text, results)
+        if new != text:
+            page.write_text(new)
+            changed.append(page)
+    return changed

@@ -1,0 +1,146 @@
+"""README and documentation: every Python block runs, figures are those of the results, quotes those of the source."""
+
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_docstrings import EXPORTED, PUBLIC
+
+import dpopt
+from benchmarks import figures
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+QUOTE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+# A page's blocks run in order and share their names, as a reader would run them; those of the README stand alone.
+WITH_CODE = [page for page in PAGES if PYTHON.search(page.read_text())]
+
+
+def run_blocks(path, names, index=None):
+    """Runs a page's blocks (or one), each compiled at its own line, so that a traceback points into the page."""
+    text = path.read_text()
+    for block in [m for i, m in enumerate(PYTHON.finditer(text)) if index in (None, i)]:
+        line = text[: block.start()].count("\n") + 1
+        exec(compile("\n" * line + block[1], str(path.relative_to(ROOT)), "exec"), names)
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it():
+    with jax.numpy_rank_promotion("allow"):  # the tests forbid it; a reader's own arrays may broadcast
+        yield
+
+
+@pytest.mark.parametrize("index", range(len(PYTHON.findall(README.read_text()))))
+def test_readme_block_runs(index, capsys):
+    block = PYTHON.findall(README.read_text())[index]
+    run_blocks(README, {}, index)
+    printed = capsys.readouterr().out
+    if "epsilon" in block and "accuracy" in block:
+        spent = float(re.search(r"epsilon ([\d.]+)", printed).group(1))
+        accuracy = float(re.search(r"accuracy ([\d.]+)", printed).group(1))
+        assert 2.9 <= spent <= 3.0
+        assert accuracy > 0.9
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(ROOT / "docs")))
+def test_blocks_of_a_page_run(page, capsys):
+    run_blocks(page, {})
+    if page.name == "getting_started.md":
+        spent, accuracy = re.search(r"epsilon ([\d.]+), accuracy ([\d.]+)", capsys.readouterr().out).groups()
+        assert 2.9 <= float(spent) <= 3.0 and float(accuracy) > 0.9
+
+
+def test_readme_has_the_commands_that_the_makefile_has():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("demo", "test", "docs"):
+        assert f"make {target}" in README.read_text()
+        assert f"\n{target}:" in makefile
+
+
+def test_the_example_of_the_readme_is_short():
+    example = next(b for b in PYTHON.findall(README.read_text()) if "accuracy" in b)
+    training = [line for line in example.splitlines() if line and not line.startswith(("import", "from", "print"))]
+    assert len(training) <= 20
+
+
+def test_bytes_of_state_in_the_readme():
+    four = dict(l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
+    params = jax.ShapeDtypeStruct((1_000, 1_000), jnp.float32)
+    state = jax.eval_shape(dpopt.dp_micro_adam(1e-3, **four).init, params)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / params.size
+    (stated,) = re.findall(r"`dp_micro_adam` .*?([\d.]+) bytes of state a parameter", README.read_text())
+    assert stated == f"{size:.1f}"
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_figures_are_those_of_the_results(page):
+    text = page.read_text()
+    assert figures.updated(text) == text, "run python -m benchmarks report"
+    # A measurement outside the markers would be typed in, and rot.
+    assert "±" not in re.sub(r"<!-- figures:.*?<!-- end of figures -->", "", text, flags=re.DOTALL).replace(
+        "mean ±", ""
+    )
+
+
+def test_figures_follow_the_results(tmp_path):
+    for path in figures.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text().replace('"mean": 0.', '"mean": 10.'))
+    page = "<!-- figures: headline -->\nold\n<!-- end of figures -->\n"
+    assert " 10." in figures.updated(page, tmp_path) and "old" not in figures.updated(page, tmp_path)
+    with pytest.raises(ValueError, match="no section of figures 'headlines'"):
+        figures.updated(page.replace("headline", "headlines"), tmp_path)
+
+
+QUOTES = [(page, *q) for page in PAGES for q in QUOTE.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "path", "quote"), QUOTES, ids=[f"{q[1]}-{i}" for i, q in enumerate(QUOTES)])
+def test_quoted_lines_are_in_the_source(page, path, quote):
+    source = (ROOT / path).read_text()
+    indented = ["".join(" " * n + line for line in quote.splitlines(keepends=True)) for n in range(0, 24, 4)]
+    assert any(f"\n{text}" in source for text in indented), f"{page.name} quotes lines that {path} does not have"
+
+
+def test_tests_that_the_privacy_argument_names_exist():
+    text = (ROOT / "docs" / "privacy_argument.md").read_text()
+    sources = "".join(p.read_text() for p in (ROOT / "tests").rglob("*.py"))
+    names = re.findall(r"`(test_\w+)`", text)
+    assert len(names) > 5 and all(f"def {name}(" in sources for name in names)
+    assert all((ROOT / path).exists() for path in re.findall(r"`(tests/[\w/]+\.py)`", text))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built as ``make docs`` builds it: a broken link, anchor or name is an error."""
+    pytest.importorskip("mkdocs")
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", target]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return target
+
+
+def test_the_site_builds_and_documents_every_public_name(site):
+    entries = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    documented = {line.split(" ", 1)[0] for line in entries.splitlines()}
+    assert {name for name in PUBLIC if id(PUBLIC[name]) in EXPORTED} <= documented
+
+
+def test_the_site_shows_formulas_and_doctests_as_such(site):
+    for page in (site / "api").rglob("*.html"):
+        shown = re.sub(r"<details.*?</details>", "", page.read_text(), flags=re.DOTALL)  # the source code
+        assert ":math:" not in shown and ".. math" not in shown, page
+        assert "<blockquote>" not in shown, f"{page}: a doctest became a quotation"
+
+
+def test_the_site_asks_no_other_machine_for_anything(site):
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
+        assert not loaded, f"{page} loads {loaded}"
