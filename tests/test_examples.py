@@ -1,0 +1,37 @@
+"""The example programs run, keep to their budget, and say what they learned. (The sharded ones: test_sharding.)"""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("nnx_cnn", ["--steps", "3"]),
+        ("linen_transformer_lora", ["--steps", "2", "--public-steps", "2", "--layers", "1"]),
+        ("equinox_model", ["--steps", "3"]),
+        ("federated_logistic_regression", ["--steps", "4"]),
+    ],
+)
+def test_example_runs_within_its_budget(name, options, capsys):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with jax.numpy_rank_promotion("allow"):
+        example.main([*options, "--epsilon", "2", "--seed", "0"])
+    printed = capsys.readouterr().out
+    spent, delta, accuracy = re.search(r"epsilon ([\d.]+) at delta (\S+?),? .*test accuracy ([\d.]+)", printed).groups()
+    assert 1.9 < float(spent) <= 2.0 and float(delta) < 1 / 300
+    assert 0 < float(accuracy) <= 1
+
+
+def test_every_example_is_tested_here_or_as_a_sharded_run():
+    sharded = {"common", "data_parallel", "fully_sharded", "multi_process"}
+    (mark,) = test_example_runs_within_its_budget.pytestmark
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == sharded | {name for name, _ in mark.args[1]}
