@@ -9,13 +9,12 @@ import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
-from dpopt import _validate, accounting, events, identity
+from dpopt import _resume, _validate, accounting, events, identity
 from dpopt.accounting import Ledger
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
-from dpopt.journal import Entry, Journal
+from dpopt.journal import Entry
 from dpopt.training import make_train_step
 
 _log = logging.getLogger(__name__)
@@ -191,7 +190,7 @@ def train(
     journal = plan.journal
     try:
         if checkpointer is not None:
-            _attach(journal, checkpointer, run)
+            _resume.attach(journal, checkpointer, run)
             restored = checkpointer.restore(state, journal, run) if state.update == 0 else None
             state = state if restored is None else restored.state
         return _Run(plan, _compiled(step), fetch_batch, on_step, extra, place_batch, checkpointer, run).to(
@@ -218,8 +217,8 @@ class _Run:
     def to(self, target: int, state: TrainState, limit: Any, replay: bool) -> TrainResult:
         """Takes steps until the state has had ``target`` of them, or the limit is reached."""
         plan, journal = self.plan, self.plan.journal
-        _check_count(state)
-        state, pending = _enter(plan, journal, state, replay)
+        _resume.check_count(state)
+        state, pending = _resume.enter(plan, journal, state, replay)
         if not pending:
             self._save(state)
         # The step reuses the buffers it is given, and the caller's must live on.
@@ -240,7 +239,7 @@ class _Run:
                     raise ReplayError(_other_result(state.update, expected.digest, found))
             else:
                 journal.append(Entry(event, found, state.update, state.fresh))
-                _meet(f"dpopt journal {len(journal)}")
+                _resume.meet(f"dpopt journal {len(journal)}")
                 if self.on_step is not None:
                     self.on_step(state.update, state.params)
             is_due = is_due or (self.checkpointer is not None and state.update % self.checkpointer.every == 0)
@@ -276,74 +275,6 @@ def _compiled(step: Callable) -> Callable:
         return params, opt_state, identity.digest((params, opt_state))
 
     return jax.jit(step_and_digest, donate_argnums=(0, 1))
-
-
-def _attach(journal: Journal, checkpointer: Any, run: dict[str, Any]) -> None:
-    """Opens the journal: the first process writes, the others read what it found before any step is added."""
-    if jax.process_index() == 0:
-        journal.attach(checkpointer.journal_path, run)
-    _meet("dpopt journal opened")
-    if jax.process_index() != 0:
-        journal.attach(checkpointer.journal_path, run, is_writer=False)
-    _meet("dpopt journal read")
-
-
-def _meet(name: str) -> None:
-    """Waits for all processes: none may let a result out before the one that writes has written."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-def _check_count(state: TrainState) -> None:
-    counts = {int(x.count) for x in identity.noise_states(state.opt_state)}
-    if counts - {state.update}:
-        raise ValueError(
-            f"the optimizer's state has drawn noise {sorted(counts)} times, and the run is at step {state.update}: its "
-            "cost would be looked up at the wrong step. Pass parameters alone, or the state of an earlier result."
-        )
-
-
-def _enter(plan: Any, journal: Journal, state: TrainState, replay: bool) -> tuple[TrainState, list[Entry]]:
-    """Finds the state in the journal: what to repeat from there, and whether under fresh noise.
-
-    A step may be computed twice with the same noise only if both results are the same to the last bit. That can be
-    expected of a state that the journal knows, in the environment of its latest segment; anything else starts a new
-    segment, under a fresh key unless it goes on exactly where the journal ends.
-    """
-    found = identity.state_digest(state)
-    here = identity.environment((state.params, state.opt_state))
-    entries = journal.entries
-
-    def begin(state: TrainState) -> tuple[TrainState, list[Entry]]:
-        journal.append(Entry(None, found, state.update, state.fresh, here))
-        _meet(f"dpopt segment {len(journal)}")
-        return state, []
-
-    if not entries:
-        return begin(state)
-    start = max(i for i, entry in enumerate(entries) if not entry.is_step)
-    segment = entries[start:]
-    known = [i for i, entry in enumerate(segment) if (entry.digest, entry.fresh) == (found, state.fresh)]
-    is_same_place = segment[0].environment == here
-    if known and known[-1] == len(segment) - 1:
-        return (state, []) if is_same_place else begin(state)
-    if known and is_same_place and replay:
-        return state, list(segment[known[-1] + 1 :])
-
-    number = 1 + max(entry.fresh for entry in entries)
-    queries = len(plan.optimizer.privacy.queries)
-    reason = "replay=False" if not replay else "the state is not in the journal's last part"
-    if known and not is_same_place:
-        reason = f"the machine is another ({identity.differences(segment[0].environment, here)})"
-    _log.warning(
-        "dpopt: %d steps are spent and not in the parameters at step %d; they cannot be repeated bit for bit (%s), so "
-        "the run goes on with fresh noise and the steps that replace them are charged anew.",
-        journal.ledger.steps - state.update,
-        state.update,
-        reason,
-    )
-    renewed = identity.with_fresh_noise(state.opt_state, number, queries)
-    return begin(state._replace(opt_state=renewed, fresh=number))
 
 
 def _other_result(step: int, expected: str, found: str) -> str:
