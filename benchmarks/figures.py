@@ -55,6 +55,9 @@ def _place(table: str) -> str:
 def headline(results: Path) -> str:
     """One line for everything that was measured, with the command that measures it again."""
     lines = []
+    quickstart = _load(results, "quickstart")
+    if quickstart:
+        lines.append(["digits, small CNN: test accuracy", _digits(quickstart["runs"]), "`make demo`"])
     papers = _load(results, "utility-papers")
     for (table,), rows in _by(papers["rows"] if papers else [], "table").items():
         plain = next(r for r in rows if r["label"] == "DP-SGD")
@@ -75,6 +78,16 @@ def headline(results: Path) -> str:
     if _load(results, "audit"):
         lines.append(["attacks on the claimed epsilon", _attacks(results), "`python -m benchmarks audit`"])
     return _table(["measured", "result", "again"], lines)
+
+
+def _digits(runs: Sequence[Row]) -> str:
+    """The best method at each epsilon, and without privacy."""
+    said = []
+    for epsilon in sorted({r["target_epsilon"] for r in runs}, key=lambda e: e or float("inf")):
+        best = max((r for r in runs if r["target_epsilon"] == epsilon), key=lambda r: r["mean"])
+        where = f"epsilon {epsilon:g}" if epsilon else "not private"
+        said.append(f"{where}: {best['method']} {summaries.spread(best)}")
+    return "; ".join(said)
 
 
 def _attacks(results: Path) -> str:

@@ -1,5 +1,6 @@
 """README and documentation: every Python block runs, figures are those of the results, quotes those of the source."""
 
+import json
 import re
 import subprocess
 import sys
@@ -94,6 +95,19 @@ def test_figures_follow_the_results(tmp_path):
         (tmp_path / path.name).write_text(path.read_text().replace('"mean": 0.', '"mean": 10.'))
     page = "<!-- figures: headline -->\nold\n<!-- end of figures -->\n"
     assert " 10." in figures.updated(page, tmp_path) and "old" not in figures.updated(page, tmp_path)
+
+    runs = [
+        {"method": method, "target_epsilon": epsilon, "mean": mean, "std": None}
+        for method, epsilon, mean in (("DP-SGD", 3.0, 0.7), ("DP-Adam", 3.0, 0.8), ("Adam", None, 0.9))
+    ]
+    (tmp_path / "quickstart.json").write_text(json.dumps({"runs": runs}))
+    ratios = [
+        {"family": f, "ratio": {"ghost": r, "ghost, diagonal": 2.0, "vmap": 9.0}} for f, r in (("a", 1), ("b", 3))
+    ]
+    (tmp_path / "speed.json").write_text(json.dumps({"environment": {"device": "d", "cores": 2}, "runs": ratios}))
+    assert "epsilon 3: DP-Adam 0.800; not private: Adam 0.900" in figures.updated(page, tmp_path)
+    assert "1.00 to 3.00 times its time" in figures.updated(page, tmp_path)
+    assert "| b | 3.00 | 2.00 | 9.00 |" in figures.updated(page.replace("headline", "speed"), tmp_path)
     with pytest.raises(ValueError, match="no section of figures 'headlines'"):
         figures.updated(page.replace("headline", "headlines"), tmp_path)
 
