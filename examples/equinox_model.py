@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         noise_multiplier=noise_multiplier,
         expected_batch_size=BATCH_SIZE,
         key=noise_key,
-        gamma=1e-5,
+        gamma=1e-5,  # floor of the corrected second moment: together with the learning rate it bounds a step
     )
 
     @jax.jit
