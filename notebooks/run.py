@@ -73,9 +73,10 @@ def normalize(notebook: nbformat.NotebookNode, path: Path) -> None:
 
 def main(names: list[str]) -> None:
     """Runs the named notebooks in full (all, if none is named) and writes them back with their outputs."""
-    for path in paths():
-        if names and not any(path.name.startswith(name) for name in names):
-            continue
+    chosen = [path for path in paths() if not names or path.name.startswith(tuple(names))]
+    if not chosen:
+        raise SystemExit(f"no notebook begins with {' or '.join(names)}; there are {[path.name for path in paths()]}")
+    for path in chosen:
         started = time.perf_counter()
         notebook = execute(path, DPOPT_NOTEBOOKS_SMALL="0")
         normalize(notebook, path)

@@ -72,6 +72,7 @@ def test_a_notebook_opens_in_colab(path):
 
 def test_the_eight_notebooks_are_there():
     assert [int(path.name[:2]) for path in PATHS] == list(range(1, 9))
+    assert re.findall(r"\]\(([^)]+)\)", (run.FOLDER / "README.md").read_text()) == [path.name for path in PATHS]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=IDS)
