@@ -24,9 +24,7 @@ def text(output):
 
 @pytest.mark.parametrize("path", PATHS, ids=IDS)
 def test_a_notebook_runs(path):
-    # Timings are the point of one of them; the others are spared the optimiser, as all tests are.
-    skip_optimizer = "0" if "fast_engine" in path.name else "1"
-    notebook = run.execute(path, DPOPT_NOTEBOOKS_SMALL="1", JAX_DISABLE_MOST_OPTIMIZATIONS=skip_optimizer)
+    notebook = run.execute(path, DPOPT_NOTEBOOKS_SMALL="1")  # conftest.py's setting of JAX is passed on
     said = "".join(map(text, outputs(notebook)))
     assert "small setting" in said
     assert not [o.text for o in outputs(notebook) if o.get("name") == "stderr"], "a warning, or something like it"
