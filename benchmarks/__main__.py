@@ -29,6 +29,7 @@ def main() -> None:
     scaling = commands.add_parser(
         "scaling", help="time and memory of a step as batch, model and sequence grow (minutes)"
     )
+    scaling.add_argument("--devices", type=int, help="only the growth with devices, up to so many (simulated)")
     scaling.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     audit = commands.add_parser("audit", help="lower bounds on epsilon by attack, of sound and broken builds (minutes)")
     audit.add_argument("--only", help="part of an optimizer's name")
@@ -61,7 +62,7 @@ def main() -> None:
     if options.command == "scaling":
         from benchmarks.scaling import main as grow
 
-        grow(options.out)
+        grow(options.out, options.devices)
     if options.command == "report":
         from benchmarks.report import main as write
 

@@ -136,14 +136,14 @@ def write(tables: Path, to: Path) -> Path:
             stem = plots.stem(suite, title)
             if stem in drawn:
                 parts.append(f"\n![{title}](results/{stem}.svg)\n")
-    scaling = tables / "scaling.json"
-    scaling = scaling if scaling.exists() else results / "scaling.json"
-    if scaling.exists():
-        from benchmarks.scaling import markdown as scaling_markdown
+    for name, heading in (("scaling", "Scaling"), ("scaling-devices", "Devices (simulated on one processor)")):
+        source = next((p for p in (tables / f"{name}.json", results / f"{name}.json") if p.exists()), None)
+        if source is not None:
+            from benchmarks.scaling import markdown as scaling_markdown
 
-        content = json.loads(scaling.read_text())
-        records.write_json(results / scaling.name, content)
-        parts.append(f"\n## Scaling\n\n{scaling_markdown(content)}\n")
+            content = json.loads(source.read_text())
+            records.write_json(results / source.name, content)
+            parts.append(f"\n## {heading}\n\n{scaling_markdown(content)}\n")
     path = to / "RESULTS.md"
     path.write_text("".join(parts))
     return path

@@ -16,6 +16,7 @@ from rich.table import Table
 import dpopt
 from benchmarks import models, records
 from dpopt.flax import linen_loss
+from dpopt.sharding import shard_batch
 
 
 def _tokens(batch: int, length: int) -> np.ndarray:
@@ -47,14 +48,16 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
-def measure(model: Any, x: np.ndarray, repeats: int) -> dict[str, float]:
+def measure(
+    model: Any, x: np.ndarray, repeats: int, place: Callable[[Any], Any] = lambda batch: batch
+) -> dict[str, float]:
     """One private step (DP-Adam): median seconds, and the bytes of scratch memory that the compiled step asks for."""
     params = model.init(jax.random.key(0), x[:1])["params"]
     loss = linen_loss(model, optax.softmax_cross_entropy_with_integer_labels)
     optimizer = dpopt.dp_adam(
         1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=len(x), key=jax.random.key(0)
     )
-    batch = (jnp.asarray(x), jnp.zeros(len(x), jnp.int32))
+    batch = place((jnp.asarray(x), jnp.zeros(len(x), jnp.int32)))
     args = (params, optimizer.init(params), batch)
     step = jax.jit(dpopt.make_train_step(loss, optimizer)).lower(*args).compile()
     jax.block_until_ready(step(*args))
@@ -82,22 +85,22 @@ def run(repeats: int = 15) -> list[dict[str, Any]]:
             for what in ("seconds", "scratch_bytes")
         }
         rows.append({"axis": axis, "model": model_name, "points": points, **fits})
-    return rows + devices(repeats)
+    return rows
 
 
-def devices(repeats: int) -> list[dict[str, Any]]:
-    """The same step with its batch spread over 1, 2, 4... devices, as many as there are."""
+def devices(repeats: int = 15) -> list[dict[str, Any]]:
+    """The same step with its batch spread over 1, 2, 4... devices, as many as there are; memory is each device's."""
     available = jax.devices()
-    if len(available) == 1:
-        return []
     model, x = models.MLP((512,), 10), _normal(512, 256)
     points = []
     for count in (n for n in (1, 2, 4, 8, 16) if n <= len(available)):
-        mesh = jax.sharding.Mesh(np.array(available[:count]), ("batch",))
-        spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
-        points.append({"size": count} | measure(model, jax.device_put(x, spread), repeats))
-    slope = exponent([p["size"] for p in points], [p["seconds"] for p in points])
-    return [{"axis": "devices", "model": "MLP 256-512-10, batch 512", "points": points, "seconds_exponent": slope}]
+        mesh = dpopt.sharding.make_mesh(count)
+        points.append({"size": count} | measure(model, x, repeats, lambda tree, mesh=mesh: shard_batch(tree, mesh)))
+    fits = {
+        f"{what}_exponent": exponent([p["size"] for p in points], [p[what] for p in points])
+        for what in ("seconds", "scratch_bytes")
+    }
+    return [{"axis": "devices", "model": "MLP 256-512-10, batch 512", "points": points, **fits}]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -128,10 +131,17 @@ def markdown(content: dict[str, Any]) -> str:
     )
 
 
-def main(out: Path) -> None:
-    """Measures and writes ``scaling.json``."""
-    rows = run()
+def main(out: Path, num_devices: int | None) -> None:
+    """Measures and writes ``scaling.json``, or ``scaling-devices.json`` where a number of devices is given.
+
+    Where there are fewer devices, the processor is made to look like so many: that shows what each device holds and
+    what talking to the others costs, and no gain in speed.
+    """
+    if num_devices is not None:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    rows = run() if num_devices is None else devices()
     console = Console()
     console.print(table(rows))
-    records.write_json(out / "scaling.json", {"environment": records.environment(), "runs": rows})
-    console.print(f"Wrote {out / 'scaling.json'}.")
+    path = out / ("scaling.json" if num_devices is None else "scaling-devices.json")
+    records.write_json(path, {"environment": records.environment(), "runs": rows})
+    console.print(f"Wrote {path}.")

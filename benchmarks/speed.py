@@ -72,13 +72,17 @@ def relative_error(a: Any, b: Any) -> float:
 
 
 def interleaved(functions: dict[str, Callable], args: tuple, budget_s: float) -> dict[str, float]:
-    """Median seconds of each function. They take turns, so that a busy moment of the machine hits all alike."""
+    """Median seconds of each function. They take turns, so that a busy moment of the machine hits all alike.
+
+    Each is called once untimed before every timed call: giving back what the one before it held is not its own cost.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     started = time.perf_counter()
     while min(map(len, times.values())) < 5 or (
         time.perf_counter() - started < budget_s and min(map(len, times.values())) < 50
     ):
         for name, fn in functions.items():
+            jax.block_until_ready(fn(*args))
             t = time.perf_counter()
             jax.block_until_ready(fn(*args))
             times[name].append(time.perf_counter() - t)

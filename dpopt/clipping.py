@@ -201,10 +201,11 @@ def as_promise(updates: Any, params: Any = None) -> PerExampleGrads:
             )
 
         def check(path, g, p):
+            name = jax.tree_util.keystr(path) or "(the only one)"
             if jnp.shape(g)[1:] != jnp.shape(p) or jnp.ndim(g) != jnp.ndim(p) + 1:
                 raise ValueError(
                     f"clip_and_sum needs per-example gradients, shaped (batch, *parameter); leaf "
-                    f"{jax.tree_util.keystr(path)} has shape {jnp.shape(g)} for a parameter of shape {jnp.shape(p)}. "
+                    f"{name} has shape {jnp.shape(g)} for a parameter of shape {jnp.shape(p)}. "
                     "Gradients that were averaged or clipped before cannot be clipped per example any more: pass "
                     "dpopt.per_example_grads(loss_fn)(params, batch), and clip once."
                 )

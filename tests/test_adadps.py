@@ -181,7 +181,7 @@ def test_one_example_moves_the_sum_by_at_most_the_clip_norm(rule):
 @pytest.mark.parametrize("rule", ["rmsprop", "adam"])
 def test_scan_equals_a_loop(either_precision, rule):
     opt = adadps(0.1, rule=rule, **privacy_four())
-    step = dpopt.make_train_step(tiny_loss, opt)
+    step = dpopt.make_train_step(tiny_loss, opt, engine="vmap")
     mean_loss = lambda p: jnp.mean(jax.vmap(tiny_loss, in_axes=(None, 0))(p, tiny_batch(seed=7)))  # noqa: E731
 
     def body(carry, _):

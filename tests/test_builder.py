@@ -28,7 +28,7 @@ def builder(**changes):
 
 
 def trajectory(optimizer, steps=9, **extra):
-    step = jax.jit(dpopt.make_train_step(loss_fn, optimizer))
+    step = jax.jit(dpopt.make_train_step(loss_fn, optimizer, engine="vmap"))
     params, state = PARAMS, optimizer.init(PARAMS)
     for _ in range(steps):
         params, state, _ = step(params, state, BATCH, **extra)

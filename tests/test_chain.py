@@ -47,7 +47,7 @@ def test_the_same_steps_however_it_is_built(way):
     params, batch = mlp_params(), mlp_batch(4)
 
     def train(opt):
-        step = dpopt.make_train_step(mlp_loss, opt)
+        step = dpopt.make_train_step(mlp_loss, opt, engine="vmap")
         p, state = params, opt.init(params)
         for _ in range(3):
             p, state, _ = step(p, state, batch)

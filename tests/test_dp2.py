@@ -168,7 +168,7 @@ def named():
 @pytest.mark.parametrize("name", named())
 def test_scan_equals_a_loop(either_precision, name):
     opt = named()[name]
-    step = dpopt.make_train_step(tiny_loss, opt)
+    step = dpopt.make_train_step(tiny_loss, opt, engine="vmap")
     params = tiny_params()
 
     def body(carry, _):

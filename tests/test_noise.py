@@ -139,7 +139,7 @@ def test_the_state_carries_the_key_so_a_checkpoint_does():
 @pytest.mark.parametrize("mask", [None, [True, False] * 4, [False] * 8])
 def test_one_draw_a_step_whatever_the_microbatch_size(count_draws, microbatch_size, mask):
     opt = dpopt.dp_adam(0.1, **privacy_four())
-    step = dpopt.make_train_step(mlp_loss, opt, microbatch_size=microbatch_size)
+    step = dpopt.make_train_step(mlp_loss, opt, engine="vmap", microbatch_size=microbatch_size)
     params, mask = mlp_params(), None if mask is None else np.array(mask)
     state = opt.init(params)
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_one_draw_a_step_whatever_the_microbatch_size(count_draws, microbatch_si
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_the_noise_is_the_same_whatever_the_microbatch_size(microbatch_size):
     opt = dpopt.dp_sgd(1.0, **privacy_four())
-    step = dpopt.make_train_step(dot_loss, opt, microbatch_size=microbatch_size)
+    step = dpopt.make_train_step(dot_loss, opt, engine="vmap", microbatch_size=microbatch_size)
     params = jnp.zeros(4)
     got, _, _ = step(params, opt.init(params), jnp.zeros((6, 4)))
     draw = noise.standard_normal_like(jax.random.fold_in(jax.random.key(0), 0), params)

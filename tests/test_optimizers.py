@@ -79,7 +79,8 @@ WITHOUT_PRIVACY = dict(noise_multiplier=0.0, l2_clip_norm=math.inf)
 
 def step_of(name, opt, **kwargs):
     """A train step of the row, jitted, that takes (params, state, batch, mask)."""
-    made = dpopt.make_train_step(loss_fn, opt, **kwargs)
+    # The engines agree (tests/ghost); this one compiles in half the time.
+    made = dpopt.make_train_step(loss_fn, opt, **{"engine": "vmap"} | kwargs)
     return jax.jit(lambda params, state, batch, mask=None: made(params, state, batch, mask, **ROWS[name].extra))
 
 

@@ -21,11 +21,13 @@ OPT = dpopt.dp_adam(0.1, **privacy_four(l2_clip_norm=0.5))
 
 def one_step(batch, mask=None, opt=OPT, **kwargs):
     params = mlp_params()
-    return jax.jit(dpopt.make_train_step(mlp_loss, opt, **kwargs))(params, opt.init(params), batch, mask)
+    # The engines agree (tests/ghost); this one compiles in half the time.
+    step = jax.jit(dpopt.make_train_step(mlp_loss, opt, **{"engine": "vmap"} | kwargs))
+    return step(params, opt.init(params), batch, mask)
 
 
 @pytest.mark.parametrize("opt", [OPT, dpopt.dp_sgd(0.1, **privacy_four(l2_clip_norm=0.5, noise_multiplier=0.0))])
-@pytest.mark.parametrize("microbatch_size", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("microbatch_size", [1, 3, 7, 50])
 def test_microbatched_masked_and_whole_steps_agree(opt, microbatch_size):
     whole = mlp_batch(7)
     expected, _, metrics = one_step(whole, opt=opt)

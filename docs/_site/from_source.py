@@ -35,7 +35,7 @@ def public_names() -> dict[str, str]:
     for node in ast.parse((ROOT / "dpopt" / "__init__.py").read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.module not in ("importlib", "dpopt"):
             names |= {f"dpopt.{alias.asname}": f"{node.module}.{alias.name}" for alias in node.names}
-    names["dpopt.explain"] = "dpopt.ghost.engine.explain"
+    names["dpopt.explain"] = "dpopt.ghost.explain.explain"
     return names
 
 

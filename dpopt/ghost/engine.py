@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.ghost.plan import Explanation, Plan, leaf_paths, make_plan
+from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.program import wide_dtype
 from dpopt.ghost.run import Run
 from dpopt.ghost.trace import CannotFollow, trace_loss
@@ -59,49 +59,15 @@ def plan_clipped_sum(
     sizes = {x.shape[0] for x in jax.tree.leaves(batch)}
     if len(sizes) != 1:
         raise ValueError(f"every leaf of batch needs the same leading axis, got sizes {sorted(sizes)}")
-    return _plan(loss_fn, params, example, sizes.pop(), scale, offset, has_aux)
+    return plan_example(loss_fn, params, example, sizes.pop(), scale, offset, has_aux)
 
 
-def _plan(loss_fn, params, example, batch_size, scale, offset, has_aux) -> Plan:
+def plan_example(loss_fn, params, example, batch_size, scale, offset, has_aux) -> Plan:
+    """`plan_clipped_sum` for one example, of which only shapes matter."""
     trace = trace_loss(loss_fn, params, example, has_aux)
     scales = _like(params, scale)
     scaled = [s is not None and s.size > 1 for s in scales]
     return make_plan(trace, batch_size, scaled, offset is not None, leaf_paths(params))
-
-
-def explain(
-    loss_fn: Callable,
-    params: Any,
-    example: Any,
-    *,
-    batch_size: int,
-    scale: Any = None,
-    has_aux: bool = False,
-) -> Explanation:
-    """Prints and returns how the ghost engine would clip this loss.
-
-    Args:
-      loss_fn: ``loss_fn(params, example) -> scalar``.
-      params: pytree of arrays.
-      example: one example; only shapes matter.
-      batch_size: examples in a batch.
-      scale: the pre-clip diagonal, if there is one.
-      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
-
-    *Privacy*: Looks at shapes only; nothing private is read.
-
-    >>> import jax.numpy as jnp
-    >>> plan = explain(lambda w, x: (x @ w).sum(), jnp.ones((3, 2)), jnp.ones(3), batch_size=8)
-    parameter  shape   contacts     norm      operations  extra bytes
-               (3, 2)  dot_general  rank_one  1.3e+03     0
-    <BLANKLINE>
-    batch of 8: an ordinary gradient takes 2.9e+02 operations, ghost 5.44 times as many, vmap 17.00 times (memory traffic included)
-    engine='auto' would take ghost
-    """  # noqa: E501
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
-    explanation = Explanation(_plan(loss_fn, params, example, batch_size, scale, None, has_aux))
-    print(explanation)
-    return explanation
 
 
 def clipped_sum(

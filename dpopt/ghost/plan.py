@@ -81,7 +81,7 @@ class Plan:
 
     def chunk(self, contacts: Sequence[Contact]) -> int:
         """How many examples to form gradients for at a time."""
-        size = sum(_formed_bytes(c) for c in contacts if c not in self.kept and c.factors)
+        size = sum(_forming_bytes(c) for c in contacts if c.factors)
         wanted = max(1, _CHUNK_BYTES // max(size, 1))
         divisors = (n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
         return max(n for n in divisors if n <= wanted)
@@ -102,6 +102,12 @@ def _bytes(shape: Sequence[int], dtype: Any) -> int:
 
 def _formed_bytes(contact: Contact) -> int:
     return _bytes(contact.weight.shape, contact.weight.dtype)
+
+
+def _forming_bytes(contact: Contact) -> int:
+    """Of the gradient, and of the K views of the input that its products read."""
+    K = contact.factors.shape[0]
+    return _formed_bytes(contact) + K * _bytes(contact.input_shape, contact.weight.dtype)
 
 
 def _activation_bytes(contact: Contact) -> int:
@@ -264,45 +270,6 @@ def _shared_cost(contacts: Sequence[Contact]) -> tuple[float, float]:
     T = sum(c.factors.positions for c in contacts)
     _, _, a, p = contacts[0].factors.shape
     return 2 * T * T * (a + p) + 12 * _OPERATIONS_PER_BYTE * T * T, 8 * T * T
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What the ghost engine would do; ``print`` it."""
-
-    plan: Plan
-
-    def __str__(self) -> str:
-        header = ("parameter", "shape", "contacts", "norm", "operations", "extra bytes")
-        rows = [header]
-        for leaf in self.plan.leaves:
-            names: dict[str, int] = {}
-            for c in leaf.contacts:
-                names[c.primitive] = names.get(c.primitive, 0) + 1
-            kept = leaf.method == "explicit" and set(leaf.contacts) <= self.plan.kept
-            rows.append((
-                self.plan.paths[leaf.leaf],
-                str(self.plan.trace.leaves[leaf.leaf].shape),
-                ", ".join(n if k == 1 else f"{n} x{k}" for n, k in names.items()) or "none",
-                leaf.method + (", kept" if kept else ""),
-                f"{leaf.operations:.2g}",
-                f"{leaf.bytes:.2g}",
-            ))  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-        plan = self.plan
-        ordinary = max(plan.ordinary_cost, 1.0)
-        lines += [
-            "",
-            f"batch of {plan.batch_size}: an ordinary gradient takes {ordinary:.2g} operations, "
-            f"ghost {plan.ghost_cost / ordinary:.2f} times as many, "
-            f"vmap {plan.vmap_cost / ordinary:.2f} times (memory traffic included)",
-            "engine='auto' would take " + ("vmap" if plan.prefers_vmap else "ghost"),
-        ]
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def leaf_paths(params: Any) -> list[str]:

@@ -50,7 +50,7 @@ class Run:
 
     def norms(self, xs: dict, ys: dict) -> tuple[list[jax.Array], dict[Contact, list[jax.Array]]]:
         """Per-example norms of ``S g + o`` per parameter, and the gradients that were kept."""
-        kept = {c: jax.vmap(lambda x, y, c=c: _form(c, x, y))(xs[c], ys[c]) for c in self.plan.kept}
+        kept = {c: self._kept(c, xs[c], ys[c]) for c in self.plan.kept}
         squares: list[Any] = [None] * len(self.leaves)
         for leaf_plan in self.plan.leaves:
             if leaf_plan.method != "pulled_back":
@@ -59,6 +59,12 @@ class Run:
             for leaf, square in zip(leaves, self._pulled(contacts, leaves, xs, ys, kept), strict=True):
                 squares[leaf] = square
         return [jnp.sqrt(s) for s in squares], kept
+
+    def _kept(self, contact: Contact, x: jax.Array, y: jax.Array) -> Any:
+        form = jax.vmap(lambda inputs: _form(contact, *inputs))
+        if contact.factors is None or contact.factors.shape[0] == 1:  # the input is read as it lies
+            return form((x, y))
+        return _in_chunks(form, (x, y), self.plan.batch_size, self.plan.chunk([contact]))
 
     def _pulled(self, contacts, leaves, xs, ys, kept) -> list[jax.Array]:
         """Squared norms of gradients formed at their contacts and pulled back, some examples at a time."""
@@ -225,21 +231,26 @@ class Run:
 
 
 def _split(x: jax.Array, rows: int) -> jax.Array:
-    """``[B, ...]`` to ``[B / rows, rows, ...]``: of n = B / rows chunks, one holds examples i, i + n, i + 2n...
+    """``[B, ...]`` to ``[B / rows, rows, ...]``.
 
-    With a batch sharded over as many devices, each holds its share of every chunk.
+    On several devices, of n = B / rows chunks one holds examples i, i + n, i + 2n...: each device finds its share of a
+    sharded batch in every chunk. On one device that would be a copy for nothing.
     """
-    return jnp.swapaxes(x.reshape(rows, x.shape[0] // rows, *x.shape[1:]), 0, 1)
+    chunks = x.shape[0] // rows
+    if jax.device_count() == 1:
+        return x.reshape(chunks, rows, *x.shape[1:])
+    return jnp.swapaxes(x.reshape(rows, chunks, *x.shape[1:]), 0, 1)
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """The inverse of `_split`."""
+    x = x if jax.device_count() == 1 else jnp.swapaxes(x, 0, 1)
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _alone(x: jax.Array) -> jax.Array:
     """One example as a batch."""
     return x[None]
-
-
-def _joined(x: jax.Array) -> jax.Array:
-    """The inverse of `_split`, for one number an example."""
-    return jnp.swapaxes(x, 0, 1).reshape(-1)
 
 
 def _in_chunks(function: Callable, inputs: Any, batch_size: int, chunk: int) -> Any:
