@@ -1,10 +1,11 @@
 """Small pytree helpers that more than one module needs."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 
 def accumulator_dtype(dtype: Any) -> Any:
@@ -15,16 +16,21 @@ def accumulator_dtype(dtype: Any) -> Any:
 def upcast(tree: Any) -> Any:
     """``tree`` with every floating leaf narrower than float32 cast to float32."""
 
-    def cast(x):
+    def widened(x):
         dtype = jnp.result_type(x)
         return jnp.asarray(x, accumulator_dtype(dtype)) if jnp.issubdtype(dtype, jnp.floating) else x
 
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(widened, tree)
 
 
 def zeros(tree: Any) -> Any:
     """Zeros shaped like ``tree``, at least float32."""
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), accumulator_dtype(jnp.result_type(x))), tree)
+
+
+def next_count(count: jax.Array) -> jax.Array:
+    """The step after ``count``, or the same where the integer type ends."""
+    return cast(jax.Array, optax.safe_increment(count))  # Optax calls it ArrayLike, whatever goes in
 
 
 def broadcast_prefix(prefix: Any, tree: Any, name: str) -> Any:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from dpopt import _trees, _validate
 from dpopt.moments import inverse_root, next_second_moment
@@ -79,7 +78,7 @@ class DelayedMoments:
         # clip(g / (D r), C) * r = clip(g / D, r C): the adaptive clip norm is r C, and its noise sigma r C.
         ratio = self.adaptive_clip_ratio
         scale = jax.tree.map(lambda x: jnp.where(is_adaptive, x / ratio, 1), inverse_root(state.v, self.eps))
-        is_same = isinstance(ratio, numbers.Real) and ratio == 1
+        is_same = isinstance(self.adaptive_clip_ratio, numbers.Real) and self.adaptive_clip_ratio == 1
         return Diagonal(scale=scale, release=None if is_same else jnp.where(is_adaptive, ratio, 1)), state
 
     def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> DelayedMomentsState:
@@ -101,7 +100,7 @@ class DelayedMoments:
         # The paper refreshes v when the next step begins, the authors' code here: nothing reads it in between.
         v = where(is_last_plain, next_second_moment(self.rule, state.v, square, self.decay), state.v)
         total = where(is_last_plain, jax.tree.map(jnp.zeros_like, total), total)
-        return DelayedMomentsState(optax.safe_increment(state.count), v, total, noise_variance)
+        return DelayedMomentsState(_trees.next_count(state.count), v, total, noise_variance)
 
     def _more_noise(self, variance: Any, noise_stddev: Any) -> Any:
         if noise_stddev is None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from dpopt import _trees, _validate
 from dpopt.gradients import SensitiveAux
+from dpopt.optimizers._moments import at_step
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -51,8 +52,7 @@ def sgdm_learning_rate_schedule(learning_rate: Any, *, b1: float = 0.9, noise_st
             _validate.positive(**{name: value})
 
     def schedule(step):
-        eta = learning_rate(step) if callable(learning_rate) else learning_rate
-        s = noise_stddev(step) if callable(noise_stddev) else noise_stddev
+        eta, s = at_step(learning_rate, step), at_step(noise_stddev, step)
         return eta * (1 - b1) / ((1 - b1 ** (jnp.asarray(step) + 1)) * s)
 
     return schedule

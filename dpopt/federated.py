@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from dpopt import _engines, _trees, _validate
 from dpopt.chain import PrivateOptimizer
 from dpopt.gradients import PerExampleGrads, _check_loss, _checked_mask
+from dpopt.optimizers._moments import at_step
 from dpopt.preconditioning import side_information
 
 
@@ -232,7 +233,7 @@ def device_noise(noise_multiplier: Any, *, num_devices: int) -> Any:
     _validate.positive_int(num_devices=num_devices)
     shares = math.sqrt(num_devices)
     if callable(noise_multiplier):
-        return lambda step: shares * noise_multiplier(step)
+        return lambda step: shares * at_step(noise_multiplier, step)
     _validate.non_negative(noise_multiplier=noise_multiplier)
     return shares * noise_multiplier
 

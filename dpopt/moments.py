@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from dpopt import _trees, _validate
 from dpopt.gradients import PerExampleGrads
@@ -226,13 +225,13 @@ class LastMoments:
 
     def _log_b2(self) -> Any:
         if isinstance(self.b2, numbers.Real):
-            return math.log(self.b2) if self.b2 > 0 else -math.inf
+            return math.log(self.b2) if float(self.b2) > 0 else -math.inf
         return jnp.log(self.b2)
 
     def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> LastMomentsState:
         del noise_stddev
         v = next_second_moment("rmsprop", state.v, jax.tree.map(jnp.square, private_mean), self.b2)
-        return LastMomentsState(optax.safe_increment(state.count), v)
+        return LastMomentsState(_trees.next_count(state.count), v)
 
 
 def last_moments(*, b2: Any = 0.999, eps_scale: Any = 1e-2) -> LastMoments:

@@ -89,7 +89,7 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
             draw = standard_normal_like(jax.random.fold_in(state.key, state.count), updates)
             stddev = stage.stddev(state.count)
             noisy = jax.tree.map(lambda u, z: u + jnp.asarray(stddev, z.dtype) * z, updates, draw)
-        return noisy, AddGaussianNoiseState(state.key, optax.safe_increment(state.count))
+        return noisy, AddGaussianNoiseState(state.key, _trees.next_count(state.count))
 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from dpopt import _stages, _trees, _validate
 from dpopt.clipping import as_promise
@@ -59,7 +60,7 @@ class SideInformation:
             raise ValueError("scale has no entries; give a number, an array, or a pytree of them.")
         for path, entry in entries:
             where = f"scale{jax.tree_util.keystr(path)}"
-            if isinstance(entry, jax.core.Tracer):
+            if isinstance(entry, Tracer):
                 continue
             values = np.asarray(entry)
             if not (np.issubdtype(values.dtype, np.number) or "float" in str(values.dtype)):
@@ -148,7 +149,7 @@ class ScheduledClipNorm:
 
     def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> ScheduledClipNormState:
         del private_mean, noise_stddev
-        return ScheduledClipNormState(optax.safe_increment(state.count))
+        return ScheduledClipNormState(_trees.next_count(state.count))
 
 
 def scheduled_clip_norm(relative_norm: Callable[[Any], Any]) -> ScheduledClipNorm:

@@ -20,7 +20,7 @@ def one_minus_power(decay: Any, exponent: jax.Array, dtype: Any) -> jax.Array:
     subtracts the noise's variance from the second moment would feel it.
     """
     if isinstance(decay, numbers.Real):
-        log_decay = math.log(decay) if decay > 0 else -math.inf
+        log_decay = math.log(decay) if float(decay) > 0 else -math.inf
     else:
         log_decay = jnp.log(jnp.asarray(decay, dtype))
     return -jnp.expm1(jnp.asarray(exponent, dtype) * log_decay)

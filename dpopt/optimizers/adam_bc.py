@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from dpopt import _trees, _validate
 from dpopt.chain import NoiseAware, PrivateOptimizer, chain, privatize
@@ -84,7 +85,7 @@ def scale_by_adam_bc(
         return ScaleByAdamBCState(jnp.zeros([], jnp.int32), _trees.zeros(params), _trees.zeros(params))
 
     def update(updates, state, stddev):
-        count = optax.safe_increment(state.count)
+        count = _trees.next_count(state.count)
         floor = at_step(gamma, state.count)
         updates = _trees.upcast(updates)
         mu = jax.tree.map(lambda m, g: update_average(m, g, b1), state.mu, updates)
@@ -132,7 +133,7 @@ def scale_by_rms_bc(
     _check_floor(gamma, eps)
 
     def update(updates, state, stddev):
-        count = optax.safe_increment(state.count)
+        count = _trees.next_count(state.count)
         floor = at_step(gamma, state.count)
         updates = _trees.upcast(updates)
         nu = jax.tree.map(lambda v, x: update_average(v, x, decay), state.nu, _noiseless_squares(updates, stddev))
@@ -174,7 +175,7 @@ def scale_by_adagrad_bc(
         updates = _trees.upcast(updates)
         nu = jax.tree.map(jnp.add, state.nu, _noiseless_squares(updates, stddev))
         updates = jax.tree.map(lambda g, v: g / _floored_root(v, floor, eps), updates, nu)
-        return updates, ScaleByRmsBCState(optax.safe_increment(state.count), nu)
+        return updates, ScaleByRmsBCState(_trees.next_count(state.count), nu)
 
     return _noise_aware(_init_second_moment, update, noise_stddev, "scale_by_adagrad_bc")
 
@@ -263,7 +264,7 @@ def _noise_aware(init_fn: Callable, update: Callable, noise_stddev: Any, name: s
             where = f"noise_stddev{jax.tree_util.keystr(path)}"
             if jnp.ndim(entry) == 0:
                 _validate.non_negative(**{where: entry})
-            elif not isinstance(entry, jax.core.Tracer) and not bool(jnp.all((entry >= 0) & jnp.isfinite(entry))):
+            elif not isinstance(entry, Tracer) and not bool(jnp.all((entry >= 0) & jnp.isfinite(entry))):
                 raise ValueError(f"{where} must be non-negative and finite everywhere.")
 
     def told_by_maker(updates, state, params=None, **extra_args):

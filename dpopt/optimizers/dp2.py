@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _validate
+from dpopt import _trees, _validate
 from dpopt.chain import PrivateOptimizer, chain, privatize
 from dpopt.clipping import as_clip_function
 from dpopt.delayed import delayed_moments, phase_lengths
+from dpopt.optimizers._moments import at_step
 from dpopt.optimizers.after_noise import precondition_after_noise
 
 
@@ -140,10 +141,10 @@ def _scale_by_either(plain: Any, adaptive: Any, is_adaptive: Any) -> optax.Gradi
 
     def update_fn(updates, state, params=None):
         del params
-        first, second = (rate(state.count) if callable(rate) else rate for rate in (plain, adaptive))
+        first, second = (at_step(rate, state.count) for rate in (plain, adaptive))
         step_size = -jnp.where(is_adaptive(state.count), second, first)
         updates = jax.tree.map(lambda u: jnp.asarray(step_size, u.dtype) * u, updates)
-        return updates, ScaleByPhaseLearningRateState(optax.safe_increment(state.count))
+        return updates, ScaleByPhaseLearningRateState(_trees.next_count(state.count))
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from dpopt import _trees, _validate
 from dpopt.chain import PrivateOptimizer, chain, privatize
@@ -168,7 +167,7 @@ def _two_queries(
 
         # Asked at every step, so that the step has one shape under jit; a refresh drops the answer unseen.
         mean2, adaptive_state, stddev2 = adaptive.run(grads.scale(inverse_root(v, eps)), state.adaptive, params)
-        state = TwoQueriesState(optax.safe_increment(state.count), plain_state, adaptive_state, v, total)
+        state = TwoQueriesState(_trees.next_count(state.count), plain_state, adaptive_state, v, total)
         return choose(mean1, mean2), state, jnp.where(is_refresh, stddev1, stddev2)
 
     first, second = plain.privacy.queries + adaptive.privacy.queries

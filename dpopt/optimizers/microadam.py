@@ -113,9 +113,8 @@ def scale_by_micro_adam(
     _validate.one_of(("global", "window"), bias_correction=bias_correction)
     _check_rounding(rounding, rounding_key, quantization_bits)
     block = block_size if top_k == "block" else None
-    quantization = {"bits": quantization_bits, "bucket_size": bucket_size}
 
-    def init_fn(params):
+    def init_fn(params) -> Any:  # not the state, whose key may be None: Optax's types know no None
         def rows(p, dtype=None):
             kept = _topk.num_kept(jnp.size(p), density, block)
             if dtype is None:  # distinct places, so that a row of zeros may be scattered like any other
@@ -126,7 +125,7 @@ def scale_by_micro_adam(
         def error(p):
             if quantization_bits is None:
                 return jnp.zeros((jnp.size(p),), _moment_dtype(p))
-            return _quantize.zeros(jnp.size(p), _moment_dtype(p), **quantization)
+            return _quantize.zeros(jnp.size(p), _moment_dtype(p), bits=quantization_bits, bucket_size=bucket_size)
 
         return ScaleByMicroAdamState(
             count=jnp.zeros([], jnp.int32),
@@ -139,12 +138,14 @@ def scale_by_micro_adam(
     def accumulate(g, error, key):
         """One leaf: the kept coordinates, their values, and the error of dropping the others."""
         if quantization_bits is not None:
-            error = _quantize.dequantize(error, g.size, **quantization)
+            error = _quantize.dequantize(error, g.size, bits=quantization_bits, bucket_size=bucket_size)
         a = g.reshape(-1).astype(error.dtype) + error
         chosen = _topk.top_k(a, density, block)
         values = a[chosen]
         rest = a.at[chosen].set(0, unique_indices=True)
-        return chosen, values, rest if quantization_bits is None else _quantize.quantize(rest, key=key, **quantization)
+        if quantization_bits is not None:
+            rest = _quantize.quantize(rest, key=key, bits=quantization_bits, bucket_size=bucket_size)
+        return chosen, values, rest
 
     def moments(indices, values, like, count):
         """One leaf: both moments, by adding one row of the window at a time to a dense vector."""
@@ -165,7 +166,7 @@ def scale_by_micro_adam(
             for total, decay in zip(sums, (b1, b2), strict=True)
         )
 
-    def update_leaf(g, indices, values, error, key, count):
+    def update_leaf(count, g, indices, values, error, key):
         if g.size == 0:
             return g, indices, values, error
         chosen, kept, error = accumulate(g, error, key)
@@ -175,9 +176,9 @@ def scale_by_micro_adam(
         m_hat, v_hat = moments(indices, values, g, count)
         return (m_hat / (eps + jnp.sqrt(v_hat))).reshape(g.shape), indices, values, error
 
-    def update_fn(updates, state, params=None):
+    def update_fn(updates, state, params=None) -> tuple[Any, Any]:
         del params
-        count = optax.safe_increment(state.count)
+        count = _trees.next_count(state.count)
         leaves, structure = jax.tree.flatten(updates)
         keys = [None] * len(leaves)
         if state.key is not None:
@@ -185,9 +186,9 @@ def scale_by_micro_adam(
             keys = jax.random.split(step_key, len(leaves))
         stored = jax.tree.map(jnp.asarray, (state.indices, state.values, state.error))  # NumPy after a restore
         stored = [structure.flatten_up_to(tree) for tree in stored]
-        new = [update_leaf(*leaf, count) for leaf in zip(leaves, *stored, keys, strict=True)]
-        updates, *stored = (structure.unflatten(column) for column in zip(*new, strict=True))
-        return updates, ScaleByMicroAdamState(count, *stored, state.key)
+        new = [update_leaf(count, *leaf) for leaf in zip(leaves, *stored, keys, strict=True)]
+        updates, indices, values, error = (structure.unflatten(column) for column in zip(*new, strict=True))
+        return updates, ScaleByMicroAdamState(count, indices, values, error, state.key)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -96,7 +96,7 @@ def scale_by_public_adam(
     def update_fn(updates, state, params=None, *, public_grads=None, **extra_args):
         del params, extra_args
         public = checked_public_grads(public_grads, updates)
-        count = optax.safe_increment(state.count)
+        count = _trees.next_count(state.count)
         blend = jax.tree.map(lambda g, p: b1 * g + (1 - b1) * p, updates, public)
         mu = next_second_moment("rmsprop", state.mu, blend, b2)
         nu = next_second_moment("rmsprop", state.nu, jax.tree.map(jnp.square, public), b3)
@@ -182,7 +182,7 @@ def blend_public_gradients(total_steps: int) -> optax.GradientTransformationExtr
             alpha = jnp.cos(math.pi / 2 * progress)
             return alpha * g + (1 - alpha) * p
 
-        return jax.tree.map(blend, updates, public), BlendPublicGradientsState(optax.safe_increment(state.count))
+        return jax.tree.map(blend, updates, public), BlendPublicGradientsState(_trees.next_count(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
