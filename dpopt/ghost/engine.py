@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.program import wide_dtype
@@ -131,12 +132,12 @@ def clipped_sum(
     finite = jnp.all(jnp.stack([jnp.isfinite(n) for n in leaf_norms] or [mask]))
     init = (finite, total, leaf_norms, mask)
 
-    def redo(_):
+    def redo(_) -> tuple:
         return (jnp.array(True), *run.one_by_one(weigh, mask, xs, ys, kept))
 
     # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
     # the loop would be compiled at every call, Python looks for itself.
-    if isinstance(finite, jax.core.Tracer):
+    if isinstance(finite, Tracer):
         _, total, leaf_norms, ok = lax.while_loop(lambda state: ~state[0], redo, init)
     else:
         _, total, leaf_norms, ok = init if bool(finite) else redo(init)

@@ -21,7 +21,7 @@ class Explanation:
 
     def __str__(self) -> str:
         header = ("parameter", "shape", "contacts", "norm", "operations", "extra bytes")
-        rows = [header]
+        rows: list[tuple[str, ...]] = [header]
         for leaf in self.plan.leaves:
             names: dict[str, int] = {}
             for c in leaf.contacts:

@@ -16,8 +16,8 @@ vanished, the answer is infinity, which makes the engine compute that batch by t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def rank_one(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | No
         else:
             mixed = _einsum("na,nap->np", left_squares, jnp.square(scale[k]))
             total += jnp.sum(mixed * right_squares)
-    return _guarded(total, *sizes)
+    return _guarded(cast(jax.Array, total), *sizes)  # there is at least one k
 
 
 def gram(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -102,7 +102,7 @@ def segments(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | No
     return sum_squares(jnp.zeros_like(right[0]).at[first].add(right[0]))
 
 
-METHODS = {"rank_one": rank_one, "gram": gram, "segments": segments}
+METHODS: dict[str, Callable[..., jax.Array]] = {"rank_one": rank_one, "gram": gram, "segments": segments}
 
 
 def explicit(factors: Factors, x: jax.Array, y: jax.Array) -> list[jax.Array]:
@@ -143,6 +143,7 @@ def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> j
         for j, (other_left, other_right) in enumerate(joined[: i + 1]):
             term = jnp.sum(_inner(left, other_left) * _inner(right, other_right))
             total += term if i == j else 2 * term
+    total = cast(jax.Array, total)  # there is at least one pair
     return _guarded(_with_slack(total, jnp.concatenate(row_sizes)), *sizes)
 
 

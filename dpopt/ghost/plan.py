@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 
-from dpopt.ghost.program import Contact, Trace, wide_dtype
+from dpopt.ghost.program import Contact, Entry, Trace, wide_dtype
+from dpopt.ghost.rules import Factors
 
 # Operations in the time that one byte takes to or from memory: CPUs and GPUs lie near 5 to 20.
 _OPERATIONS_PER_BYTE = 8
@@ -106,7 +107,7 @@ def _formed_bytes(contact: Contact) -> int:
 
 def _forming_bytes(contact: Contact) -> int:
     """Of the gradient, and of the K views of the input that its products read."""
-    K = contact.factors.shape[0]
+    K = cast(Factors, contact.factors).shape[0]
     return _formed_bytes(contact) + K * _bytes(contact.input_shape, contact.weight.dtype)
 
 
@@ -133,17 +134,18 @@ def _norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, floa
             return _OPERATIONS_PER_BYTE * formed, 0
         writes = 2 * _OPERATIONS_PER_BYTE * formed
         return _product(contact) + writes, formed
-    K, N, a, p = contact.factors.shape
-    T = contact.factors.positions
+    factors = cast(Factors, contact.factors)  # the other methods are for contacts that have them
+    K, N, a, p = factors.shape
+    T = factors.positions
     width = wide_dtype(contact.weight.dtype).itemsize
     if method == "rank_one":
         reads = _OPERATIONS_PER_BYTE * width * N * (K * a + p)
-        mixed = scaled and not contact.factors.one_hot
+        mixed = scaled and not factors.one_hot
         return reads + (2 * K * N * a * p if mixed else 0), 0
     if method == "segments":
         return T * T + 8 * _OPERATIONS_PER_BYTE * width * T * p, width * T * p
     square = N * T * T * width
-    inner = 0 if contact.factors.one_hot else K * a
+    inner = 0 if factors.one_hot else K * a
     return 2 * N * T * T * (inner + p) + 3 * _OPERATIONS_PER_BYTE * square, 2 * square
 
 
@@ -172,7 +174,7 @@ def _is_direct(contact: Contact) -> bool:
 def orientation(contact: Contact) -> tuple[int, int] | None:
     """The parameter's axes that are a and p at this contact, if it is a matrix used as it is."""
     entry, factors = contact.weight.entry, contact.factors
-    if not _is_direct(contact) or factors is None or factors.axes is None:
+    if not _is_direct(contact) or entry is None or factors is None or factors.axes is None:
         return None
     if not entry.copy or entry.order is None or len(entry.order) != 2:
         return None
@@ -200,7 +202,7 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
             continue
         contact = contacts[0]
         if len(contacts) == 1 and _is_direct(contact):
-            scaling = scaled[leaf] or not contact.weight.entry.copy
+            scaling = scaled[leaf] or not cast(Entry, contact.weight.entry).copy
             costs = {m: _norm_cost(contact, m, scaling) for m in _methods(contact, scaling)}
             method = min(costs, key=lambda m: costs[m][0] + (m == "explicit") * _product(contact) * 1e-6)
             if method != "explicit" and "explicit" in costs and not shifted:
@@ -267,8 +269,9 @@ def _leaf_bytes(trace: Trace, leaf: int) -> int:
 
 
 def _shared_cost(contacts: Sequence[Contact]) -> tuple[float, float]:
-    T = sum(c.factors.positions for c in contacts)
-    _, _, a, p = contacts[0].factors.shape
+    factors = [cast(Factors, c.factors) for c in contacts]  # each has an orientation, hence factors
+    T = sum(f.positions for f in factors)
+    _, _, a, p = factors[0].shape
     return 2 * T * T * (a + p) + 12 * _OPERATIONS_PER_BYTE * T * T, 8 * T * T
 
 

@@ -72,7 +72,7 @@ class Contact:
     tap_shape: tuple[int, ...]
     tap_dtype: Any
     factors: rules.Factors | None = None  # None: the tap sits on the weight itself
-    apply: Callable | None = None  # (weight, x) -> output for one example, steps included
+    apply: Callable | None = None  # (weight, x) -> output for one example, steps included; None without factors
     input_shape: tuple[int, ...] = ()
     input_dtype: Any = None
 
@@ -168,6 +168,8 @@ class Scope:
 class LoopScope(Scope):
     """The body of a scan. ``stacked`` maps a value of one step to all steps' values outside."""
 
+    parent: Scope
+
     def __init__(self, parent: Scope, trace: Trace, length: int):
         super().__init__(parent, trace)
         self.length = length
@@ -239,6 +241,7 @@ class Remat(Block):
 class Loop(Block):
     """A ``scan``; the first ``len(carries)`` outputs are carries."""
 
+    scope: LoopScope
     carries: list[Value]  # inside, at the start of a step
     options: dict
 
@@ -273,7 +276,7 @@ class Trace:
     prologue: list[Op] = field(default_factory=list)
     contacts: list[Contact] = field(default_factory=list)
     identities: list[tuple[Contact, Value]] = field(default_factory=list)
-    body: Scope = None  # type: ignore[assignment]
+    body: Scope = field(init=False)  # set right after: a scope knows its trace
     results: list[Value] = field(default_factory=list)  # the loss, then the auxiliary leaves
     aux_tree: Any = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.plan import LeafPlan, Plan, orientation
-from dpopt.ghost.program import Contact, wide_dtype
+from dpopt.ghost.program import Contact, Entry, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
 
@@ -97,14 +97,14 @@ class Run:
             turned = [orientation(c) != base for c in contacts]
 
             def shared(xs, ys):
-                uses = zip([c.factors for c in contacts], turned, xs, ys, strict=True)
+                uses = zip([cast(norms.Factors, c.factors) for c in contacts], turned, xs, ys, strict=True)
                 return norms.shared_gram(list(uses))
 
             square = jax.vmap(shared)([xs[c] for c in contacts], [ys[c] for c in contacts])
         else:
             (contact,) = contacts
             diagonal = None
-            if (scale is not None and number is None) or not contact.weight.entry.copy:
+            if (scale is not None and number is None) or not cast(Entry, contact.weight.entry).copy:
                 tangent = jnp.ones(shape, self.wide[leaf].dtype)
                 if scale is not None and number is None:
                     tangent = tangent * scale
@@ -284,7 +284,7 @@ def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
 def _transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
     """``sum_i c_i G_i`` at one contact: its primitive, linear in the weight, transposed."""
     weighted = y * c.reshape(-1, *[1] * (y.ndim - 1)).astype(wide_dtype(y.dtype))
-    if contact.factors is None:
+    if contact.apply is None:
         return jnp.sum(weighted, axis=0)
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
     shape = _weight_shape(contact)
@@ -295,5 +295,5 @@ def _transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> j
 
 def _inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """``<G, direction>`` for one example, without G."""
-    out = direction if contact.factors is None else contact.apply(direction, x)
+    out = direction if contact.apply is None else contact.apply(direction, x)
     return jnp.sum(out * y.astype(out.dtype))

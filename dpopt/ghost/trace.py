@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend import core
 
 from dpopt.ghost import rules
@@ -83,7 +84,8 @@ def _walk(jaxpr: Any, consts: Sequence, args: Sequence[Value], scope: Scope) -> 
 
     def read(var):
         if isinstance(var, core.Literal):
-            return Value(var.aval.shape, var.aval.dtype, constant=var.val)
+            aval = cast(ShapedArray, var.aval)
+            return Value(aval.shape, aval.dtype, constant=var.val)
         return env[var]
 
     for eqn in jaxpr.eqns:
@@ -155,9 +157,9 @@ def _describe(eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
         if not jnp.issubdtype(out.dtype, jnp.floating):
             continue
         out.leaves = leaves
-        if len(sources) != 1 or sources[0].entry is None:
+        source, *others = sources
+        if others or source.entry is None:
             continue
-        (source,) = sources
         size = math.prod(source.shape)
         if name in LAYOUT and math.prod(out.shape) <= size:
             order = source.entry.order
