@@ -176,7 +176,8 @@ class Loss:
             return x.reshape((steps * size,) + x.shape[2:])[: self.batch_size]
 
         def step(total, microbatch):
-            ran = self._microbatch(*microbatch, scale, offset, clip)
+            batch, mask = microbatch
+            ran = self._microbatch(batch, mask, scale, offset, clip)
             return jax.tree.map(jnp.add, total, ran.sum), ran._replace(sum=None)
 
         total, ran = jax.lax.scan(step, _trees.zeros(self.params), jax.tree.map(fold, (batch, mask)))

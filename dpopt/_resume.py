@@ -70,7 +70,7 @@ def enter(plan: Any, journal: Journal, state: TrainState, replay: bool) -> tuple
     queries = len(plan.optimizer.privacy.queries)
     reason = "replay=False" if not replay else "the state is not in the journal's last part"
     if known and not is_same_place:
-        reason = f"the machine is another ({identity.differences(segment[0].environment, here)})"
+        reason = f"the machine is another ({identity.differences(segment[0].environment or {}, here)})"
     _log.warning(
         "dpopt: %d steps are spent and not in the parameters at step %d; they cannot be repeated bit for bit (%s), so "
         "the run goes on with fresh noise and the steps that replace them are charged anew.",

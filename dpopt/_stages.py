@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -88,6 +88,7 @@ class Report:
     outputs: Any
 
 
+_Tape = TypeVar("_Tape", bound=list[Report] | None)
 _tape: contextvars.ContextVar[list[Report] | None] = contextvars.ContextVar("dpopt_tape", default=None)
 
 
@@ -99,7 +100,7 @@ def record(what: Any, inputs: Any, outputs: Any) -> None:
 
 
 @contextlib.contextmanager
-def listening(tape: list[Report] | None) -> Iterator[list[Report] | None]:
+def listening(tape: _Tape) -> Iterator[_Tape]:
     """Collects what stages report while the block runs; ``listening(None)`` silences them."""
     token = _tape.set(tape)
     try:

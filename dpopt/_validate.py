@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def concrete(value: Any) -> float | None:
     """The Python number behind ``value``, or None where it is traced."""
-    return None if isinstance(value, jax.core.Tracer) else float(value)
+    return None if isinstance(value, Tracer) else float(value)
 
 
 def _number(name: str, value: Any) -> float | None:
@@ -100,7 +101,7 @@ def prng_key(key: Any) -> None:
         raise ValueError(f"key must be a single PRNG key; got shape {key.shape}: {advice}.")
     else:
         try:
-            jax.random.wrap_key_data(key)  # the right length depends on JAX's default kind of key
+            jax.random.wrap_key_data(jnp.asarray(key))  # the right length depends on JAX's default kind of key
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"key must be a JAX PRNG key; got a uint32 array of shape {key.shape}: {advice}."

@@ -7,7 +7,7 @@ was drawn and what is accounted cannot differ: both come from the same `dpopt.pr
 import json
 import logging
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import dp_accounting
 import numpy as np
@@ -183,7 +183,9 @@ def _rdp_epsilon(event: dp_accounting.DpEvent, delta: float, relation: Relation,
     sound = composed.rdp >= 0
     if not sound.any():
         return math.inf
-    return float(rdp.compute_epsilon(np.asarray(composed.orders)[sound], composed.rdp[sound], delta)[0])
+    kept = np.asarray(composed.orders)[sound]
+    # dp_accounting annotates sequences, and passes arrays itself.
+    return float(rdp.compute_epsilon(kept, composed.rdp[sound], delta)[0])  # pyright: ignore[reportArgumentType]
 
 
 class Ledger:
@@ -237,7 +239,9 @@ class Ledger:
         for event, count in self._entries:
             text = json.dumps(events.to_json(event))
             counts[text] = counts.get(text, 0) + count
-        parts = [dp_accounting.SelfComposedDpEvent(events.from_json(json.loads(e)), n) for e, n in counts.items()]
+        parts: list[dp_accounting.DpEvent] = [
+            dp_accounting.SelfComposedDpEvent(events.from_json(json.loads(e)), n) for e, n in counts.items()
+        ]
         return dp_accounting.ComposedDpEvent(parts)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "pld") -> float:
@@ -274,7 +278,7 @@ class Ledger:
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Ledger) and self._entries == other._entries
 
-    __hash__ = None  # it grows
+    __hash__: ClassVar[None] = None  # it grows
 
     def __repr__(self) -> str:
         return f"Ledger({self.to_json()})"

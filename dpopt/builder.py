@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import dp_accounting
 import jax
@@ -157,7 +157,7 @@ class Builder:
         ]
         if missing:
             raise ValueError(f"the builder is missing {'; '.join(missing)}.")
-        noise_multiplier = self._noise_multiplier if self._budget is None else self._calibrated()
+        noise_multiplier = self._noise_multiplier if self._budget is None else self._calibrated(self._budget)
         return Plan(
             optimizer=self._optimizer(noise_multiplier),
             sampler=self._sampler(),
@@ -182,12 +182,13 @@ class Builder:
         self._optimizer(self._noise_multiplier if self._budget is None else 1.0)
         return self
 
-    def _calibrated(self) -> float:
+    def _calibrated(self, budget: Budget) -> float:
         def make_event(noise_multiplier: float) -> dp_accounting.DpEvent:
             return events.compose(self._optimizer(noise_multiplier).privacy, self._sampler(), self.steps)
 
-        b = self._budget
-        return accounting.calibrate_event(make_event, epsilon=b.epsilon, delta=b.delta, accountant=b.accountant)
+        return accounting.calibrate_event(
+            make_event, epsilon=budget.epsilon, delta=budget.delta, accountant=budget.accountant
+        )
 
     def _optimizer(self, noise_multiplier: Any) -> PrivateOptimizer:
         core = self._mechanism(
@@ -207,7 +208,8 @@ class Builder:
             seed = int.from_bytes(np.asarray(bits).tobytes(), "little")
         if self.sampling == "poisson":
             return PoissonSampler(self.num_examples, self.expected_batch_size, seed=seed, pad_to=self.pad_to)
-        return FixedSizeSampler(self.num_examples, self.expected_batch_size, seed=seed, pad_to=self.pad_to or 1)
+        size = cast(int, self.expected_batch_size)  # the sampler refuses any other number
+        return FixedSizeSampler(self.num_examples, size, seed=seed, pad_to=self.pad_to or 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

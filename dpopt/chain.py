@@ -7,11 +7,12 @@ stage how much noise is left in its input, and holds the resulting `Privacy`.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from dpopt import _stages, _trees, _validate
 from dpopt.clipping import as_clip_function, as_promise, clip_and_sum
@@ -36,6 +37,8 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
 
     privacy: Privacy
     stages: tuple
+    run: Callable  # see `__new__`
+    noise_unknown: bool = False  # whether stages after the noise have changed it
 
     def __new__(cls, init: Callable, run: Callable, privacy: Privacy, stages: Sequence = ()):
         """``run(grads, state, params, **extra) -> (updates, state, noise_stddev)``; the last None where unknown."""
@@ -108,7 +111,9 @@ precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processi
         names = [_name(t) for t in transformations]
         check_order(names)
         end = max(i for i, name in enumerate(names) if name in PRIVATE_STAGES) + 1
-        parts, rest = transformations[:end], transformations[end:]
+        # Only stages have such names, and the order checked leaves nothing between them.
+        parts = cast(tuple[_stages.StagedTransformation, ...], transformations[:end])
+        rest = transformations[end:]
         core_init, core_run = (lambda p: tuple(t.init(p) for t in parts)), _run_parts(parts)
         privacy = privacy_of_stages([t.stage for t in parts])
     return _with_post_processing(core_init, core_run, privacy, rest, transformations)
@@ -268,7 +273,7 @@ def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
         return lambda step: noise_multiplier(step) * sensitivity
     if _validate.concrete(noise_multiplier) == 0:
         return 0.0  # 0 * inf is not 0
-    if isinstance(noise_multiplier, jax.core.Tracer):
+    if isinstance(noise_multiplier, Tracer):
         return jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
     if _validate.concrete(sensitivity) == math.inf:
         raise ValueError(

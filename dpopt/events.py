@@ -63,7 +63,7 @@ event=GaussianDpEvent(noise_multiplier=1.0)), count=3)
         counts = Counter(merged(privacy.step_event(t, scheme.relation)) for t in range(start, start + steps)).items()
     else:
         counts = [(privacy.step_event(start, scheme.relation), steps)]
-    events = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in counts]
+    events: list[dp.DpEvent] = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in counts]
     return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
 
 
@@ -112,8 +112,9 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             parts = [e for e in map(merged, parts) if not isinstance(e, dp.NoOpDpEvent)]
             if not parts:
                 return dp.NoOpDpEvent()
-            if all(isinstance(e, dp.GaussianDpEvent) for e in parts):
-                return dp.GaussianDpEvent(sum(e.noise_multiplier**-2 for e in parts) ** -0.5)
+            gaussians = [e for e in parts if isinstance(e, dp.GaussianDpEvent)]
+            if len(gaussians) == len(parts):
+                return dp.GaussianDpEvent(sum(e.noise_multiplier**-2 for e in gaussians) ** -0.5)
             if any(isinstance(e, dp.NonPrivateDpEvent) for e in parts):
                 return dp.NonPrivateDpEvent()
             return dp.ComposedDpEvent(parts)

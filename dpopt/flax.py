@@ -4,7 +4,7 @@ Needs the extra ``dpopt[flax]``; nothing else in dpopt imports Flax.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -141,9 +141,10 @@ class NNXOptimizer(nnx.Optimizer):
         """
         if not isinstance(grads, PerExampleGrads):
             return super().update(model, grads, **kwargs)
+        promise = cast(Any, grads)  # Optax's types know arrays only
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state = nnx.as_pure(self.opt_state)
-        updates, new_state = self.tx.update(grads, opt_state, params, **nnx.as_pure(kwargs))
+        updates, new_state = self.tx.update(promise, opt_state, params, **nnx.as_pure(kwargs))
         nnx.update(model, optax.apply_updates(params, updates))
         nnx.update(self.opt_state, nnx.state(new_state))
         self.step[...] += 1

@@ -271,7 +271,7 @@ def _check_loss(loss_fn: Callable, params: Any, batch: Any, has_aux: bool) -> No
             raise TypeError("with has_aux=True the loss must return (loss, aux).")
         value = value[0]
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         got = f"shape {shape} and dtype {dtype}" if shape is not None else f"a {type(value).__name__}"
         raise ValueError(
             f"the loss of one example must be a real scalar; got {got}. loss_fn(params, example) sees a single example "

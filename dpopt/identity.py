@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +116,7 @@ def environment(state: Any) -> dict[str, Any]:
     devices = max((len(x.sharding.device_set) for x in leaves if isinstance(x, jax.Array)), default=1)
     shardings = sorted({str(getattr(getattr(x, "sharding", None), "spec", "single")) for x in leaves})
     device = jax.devices()[0]
+    config = cast(Any, jax.config)  # JAX's types leave its flags out
     return {
         **{name: metadata.version(name) for name in ("dpopt", "jax", "jaxlib", "optax", "numpy")},
         "python": platform.python_version(),
@@ -126,9 +127,9 @@ def environment(state: Any) -> dict[str, Any]:
         "processes": jax.process_count(),
         "shardings": shardings,
         "flags": os.environ.get("XLA_FLAGS", ""),
-        "x64": bool(jax.config.jax_enable_x64),
-        "matmul_precision": str(jax.config.jax_default_matmul_precision),
-        "prng": [str(jax.config.jax_default_prng_impl), bool(jax.config.jax_threefry_partitionable)],
+        "x64": bool(config.jax_enable_x64),
+        "matmul_precision": str(config.jax_default_matmul_precision),
+        "prng": [str(config.jax_default_prng_impl), bool(config.jax_threefry_partitionable)],
     }
 
 

@@ -7,12 +7,13 @@ for a chain put together by ``optax.chain``, by watching it run once on shapes a
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import dp_accounting
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from dpopt import _stages, _validate
 from dpopt.gradients import per_example_grads
@@ -37,7 +38,7 @@ class Query:
 
     def multiplier(self, step: int) -> float:
         value = self.noise_multiplier(step) if callable(self.noise_multiplier) else self.noise_multiplier
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             raise ValueError(
                 "the noise multiplier is a traced value, so its privacy cannot be stated. Under "
                 "optax.inject_hyperparams name it in static_args=('l2_clip_norm', 'noise_multiplier', "
@@ -67,7 +68,7 @@ class Privacy:
         """The event of step ``step``. Replacing a record moves a sum twice as far as removing one."""
         distance = 2.0 if relation is Relation.REPLACE_ONE else 1.0
         asked = [q.multiplier(step) / distance for q in self.queries if q.active is None or q.active(step)]
-        events = [
+        events: list[dp_accounting.DpEvent] = [
             dp_accounting.GaussianDpEvent(sigma) if sigma > 0 else dp_accounting.NonPrivateDpEvent() for sigma in asked
         ]
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
@@ -164,7 +165,8 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
 
         grads = per_example_grads(loss)(params, jnp.ones((1,)))
         update = optax.with_extra_args_support(optimizer).update
-        return update(grads, optimizer.init(params), params, public_grads=params)  # shapes, for those that ask
+        # Optax's types know no promise. `params` are shapes here, for those that ask for public gradients.
+        return update(cast(Any, grads), optimizer.init(params), params, public_grads=params)
 
     with _stages.listening([]) as tape:
         jax.eval_shape(probe, params)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ class TrainStep:
         grads = self.grads_fn(params, batch, mask=mask)
         update = optax.with_extra_args_support(self.optimizer).update
         with _stages.listening([]) as tape:
-            updates, opt_state = update(grads, opt_state, params, **extra)
+            updates, opt_state = update(cast(Any, grads), opt_state, params, **extra)  # Optax's types know no promise
         self._check(tape)
         return optax.apply_updates(params, updates), opt_state, _metrics(grads)
 
