@@ -81,7 +81,7 @@ def explain(
                (3, 2)  dot_general  rank_one  1.3e+03     0
     <BLANKLINE>
     batch of 8: an ordinary gradient takes 2.9e+02 operations, ghost 5.44 times as many, vmap 17.00 times (memory traffic included)
-    engine='auto' would take ghost
+    engine='auto' would take vmap
     """  # noqa: E501
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
     explanation = Explanation(plan_example(loss_fn, params, example, batch_size, scale, None, has_aux))

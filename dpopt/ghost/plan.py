@@ -30,6 +30,9 @@ _OPERATIONS_PER_BYTE = 8
 _VMAPPED_CONVOLUTION, _CONVOLUTION = 3, "conv_general_dilated"
 # Ghost must not lose to vmap by more than 5%; the model is trusted to that and no further.
 _MARGIN = 1.05
+# Where all gradients of the batch are smaller than this, both engines take the same few microseconds, and vmap half as
+# long to compile (measured on networks of 300 to 70,000 parameters).
+_TINY_BYTES = 1 << 16
 # Kept gradients may take this share of what the contacts' inputs and cotangents take.
 _KEPT_SHARE = 1.0
 # ... and one contact's gradients at most this many times its own input and cotangent, which they
@@ -89,8 +92,9 @@ class Plan:
 
     @property
     def prefers_vmap(self) -> bool:
-        """True where plain per-example gradients should be faster by more than the margin."""
-        return self.ghost_cost > _MARGIN * self.vmap_cost
+        """True where plain per-example gradients should be faster by more than the margin, or are next to nothing."""
+        formed = self.batch_size * sum(_leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
+        return formed <= _TINY_BYTES or self.ghost_cost > _MARGIN * self.vmap_cost
 
 
 def _size(shape: Sequence[int]) -> int:
