@@ -1,5 +1,6 @@
 """What a clipped gradient costs, in units of the ordinary mean gradient of the same model in the same process."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -125,10 +126,14 @@ def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
     errors = {n: relative_error(f(*args), expected) for n, f in functions.items() if n not in ("ordinary", "vmap")}
     scaled = clipped(family, "vmap", diagonal, clip)(*args)
     errors["ghost, diagonal"] = relative_error(functions["ghost, diagonal"](*args), scaled)
-    wrong = {n: e for n, e in errors.items() if not e < 1e-4}
+    # Exactness is tested in float64; in float32 a deep network's gradient differs by 2e-3 between any two programs.
+    wrong = {n: e for n, e in errors.items() if not e < 5e-3}
     if wrong:
         raise AssertionError(f"{name}: results differ from the vmap engine: {wrong}")
-    seconds = interleaved(functions, args, budget_s)
+    # Apart from those that hold every gradient: after one of them, memory that was given back is slow to get again.
+    light = {n: f for n, f in functions.items() if n == "ordinary" or n.startswith(("ghost", "auto"))}
+    seconds = interleaved(light, args, budget_s)
+    seconds |= interleaved({n: f for n, f in functions.items() if n not in light}, args, budget_s)
     seconds |= noise_and_update(family)
     return {
         "family": name,
@@ -176,7 +181,12 @@ def main(out: Path, only: str | None, others: bool, budget_s: float) -> None:
     names = [n for n in FAMILIES if only is None or only.lower() in n.lower()]
     if not names:
         raise SystemExit(f"no family matches {only!r}; there are: {'; '.join(FAMILIES)}")
-    rows = [measure(n, others=others, budget_s=budget_s) for n in track(names, "measuring", console=console)]
-    console.print(table(rows))
-    records.write_json(out / "speed.json", {"environment": records.environment(), "runs": rows})
-    console.print(f"Wrote {out / 'speed.json'}.")
+    path, environment = out / "speed.json", records.environment()
+    before = json.loads(path.read_text()) if path.exists() else {"environment": None, "runs": []}
+    # What was measured before on the same machine and versions stays, but for what is measured anew.
+    found = {r["family"]: r for r in before["runs"] if before["environment"] == environment}
+    for name in track(names, "measuring", console=console):
+        found[name] = measure(name, others=others, budget_s=budget_s)
+        records.write_json(path, {"environment": environment, "runs": [found[n] for n in FAMILIES if n in found]})
+    console.print(table([found[n] for n in FAMILIES if n in found]))
+    console.print(f"Wrote {path}.")
