@@ -207,7 +207,8 @@ def _name(transformation: Any) -> str:
         return transformation.stage.name
     if isinstance(transformation, PrivateOptimizer):
         return "private optimizer"
-    return getattr(transformation.update, "__qualname__", "transformation").split(".")[0]
+    name = getattr(transformation.update, "__qualname__", "transformation").split(".")[0]
+    return f"another {name}" if name in PRIVATE_STAGES else name  # a namesake is no stage of dpopt
 
 
 def _refuse_private_parts(rest: Sequence, first_position: int) -> None:
