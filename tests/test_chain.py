@@ -283,13 +283,16 @@ def test_a_promise_at_other_parameters_than_the_state_is_still_one_step():
     assert_near(updates, -np.array([0.3, 0.4]) / 4)
 
 
+def normalize_by():
+    """Somebody else's, of the same name."""
+
+    def update(updates, state, params=None):
+        return updates, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 def test_a_namesake_of_a_stage_is_no_stage():
-    def normalize_by():
-        def update(updates, state, params=None):
-            return updates, state
-
-        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
     for stages in ((CLIP, normalize_by(), NOISE), (normalize_by(), CLIP, NOISE)):
         with pytest.raises(ValueError, match="another normalize_by"):
             dpopt.chain(*stages)
