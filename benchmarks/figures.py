@@ -47,6 +47,11 @@ def _epsilons(rows: Sequence[Row]) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
+def _published(row: Row) -> str:
+    """The paper's figure, or nothing where it has none."""
+    return "" if row["published"] is None else f"{row['published']:g}"
+
+
 def _place(table: str) -> str:
     """The data set at the end of a table's name, which selects it on the command line."""
     return table.rpartition(", ")[2]
@@ -60,10 +65,12 @@ def headline(results: Path) -> str:
         lines.append(["digits, small CNN: test accuracy", _digits(quickstart["runs"]), "`make demo`"])
     papers = _load(results, "utility-papers")
     for (table,), rows in _by(papers["rows"] if papers else [], "table").items():
-        plain = next(r for r in rows if r["label"] == "DP-SGD")
+        plain = next((r for r in rows if r["label"] == "DP-SGD"), None)
+        if plain is None or plain["published"] is None or rows[0]["published"] is None:
+            continue  # an ablation or a sweep: RESULTS.md has it
         shown = [rows[0]] if rows[0] is plain else [rows[0], plain]
         said = "; ".join(f"{r['label']} {_score(r)}, published {r['published']:g}" for r in shown)
-        command = f"`python -m benchmarks utility --only {_place(table)}`"
+        command = f'`python -m benchmarks utility --only "{table}"`'
         lines.append([f"{table}: {rows[0]['metric']} at epsilon {_epsilons(rows)}", f"best: {said}", command])
     frontier = _load(results, "utility-frontier")
     for (table, epsilon), rows in _by(frontier["rows"] if frontier else [], "table", "target_epsilon").items():
@@ -125,7 +132,7 @@ def _utility(rows: Sequence[Row], *, published: bool) -> str:
     for row in rows:
         state = f"{row['state_bytes'] / row['parameters']:.1f} bytes / parameter"
         free = ", ".join(row["not_covered_by_epsilon"]) or "nothing"
-        reached = [f"{row['published']:g}"] if published else []
+        reached = [_published(row)] if published else []
         lines.append([row["label"], f"{row['epsilon']['pld']:.2f}", _score(row), *reached, state, free])
     return _table(head, lines, ["---", *["---:"] * (len(head) - 2), "---"])
 
