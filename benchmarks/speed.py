@@ -126,8 +126,11 @@ def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
     errors = {n: relative_error(f(*args), expected) for n, f in functions.items() if n not in ("ordinary", "vmap")}
     scaled = clipped(family, "vmap", diagonal, clip)(*args)
     errors["ghost, diagonal"] = relative_error(functions["ghost, diagonal"](*args), scaled)
-    # Exactness is tested in float64; in float32 a deep network's gradient differs by 2e-3 between any two programs.
-    wrong = {n: e for n, e in errors.items() if not e < 5e-3}
+    # Exactness is tested in float64. In float32 a deep network's gradient differs between programs that do the same, as
+    # the vmap engine whole and in microbatches; others may differ twice as much as those.
+    rounding = relative_error(norms.clipped_sum(dpopt.FlatClip(clip)).sum, expected)
+    bound = max(1e-4, 2 * rounding)
+    wrong = {n: e for n, e in errors.items() if not e < bound}
     if wrong:
         raise AssertionError(f"{name}: results differ from the vmap engine: {wrong}")
     # Apart from those that hold every gradient: after one of them, memory that was given back is slow to get again.
@@ -143,6 +146,7 @@ def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
         "compile_seconds": compile_s,
         "scratch_bytes": scratch,
         "largest_relative_error": errors,
+        "rounding": rounding,
     }
 
 

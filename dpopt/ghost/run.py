@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt._norms import safe_norm
 from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.plan import LeafPlan, Plan, orientation
@@ -177,14 +178,9 @@ class Run:
             ]
             return [self._affine(i, g) for i, g in enumerate(self._pull_back(contacts, formed, range(len(zeros))))]
 
-        def norm(g):
-            largest = jnp.max(jnp.abs(g), initial=0)
-            safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-            return jnp.sqrt(jnp.sum(jnp.square(g / safe))) * safe
-
         def add(total, recorded, weights, keep):
             g = gradient(recorded)
-            leaf_norms = [norm(x) for x in g]
+            leaf_norms = [safe_norm(x.reshape(-1), axis=0) for x in g]
             keep &= jnp.all(jnp.isfinite(jnp.stack(leaf_norms)))
             total = [jnp.where(keep, t + x * c, t) for t, x, c in zip(total, g, weights, strict=True)]
             return total, (leaf_norms, keep)

@@ -37,6 +37,22 @@ def test_an_example_that_is_not_finite_contributes_zero(case, value, clip):
     np.testing.assert_array_equal(got.ok, keep)
 
 
+@pytest.mark.parametrize("case", [ghost_cases.dense_sequence, ghost_cases.conv2d], ids=lambda c: c.__name__)
+def test_a_bad_example_among_several_devices_contributes_zero(case, monkeypatch):
+    """The slow path then visits as many examples at a time as there are devices; each must keep its own weight."""
+    monkeypatch.setattr(jax, "device_count", lambda: ghost_cases.B)
+    test_an_example_that_is_not_finite_contributes_zero(case, np.nan, leaf_clip)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)  # chunks of examples that are not neighbours
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    batch = jnp.concatenate([batch, 2 * batch])  # an even number
+    keep = jnp.arange(len(batch)) != 2
+    with jax.numpy_rank_promotion("allow"):
+        got = run(loss_fn, params, batch.at[2].set(np.nan), leaf_clip)
+        want, _ = plain(loss_fn, params, batch, leaf_clip(0.7), keep)
+    assert_trees_close(got.sum, want, 1e-5)
+    np.testing.assert_array_equal(got.ok, keep)
+
+
 @ROBUST
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 def test_a_masked_example_contributes_zero_whatever_it_holds(case, value):
