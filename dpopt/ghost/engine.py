@@ -120,8 +120,8 @@ def clipped_sum(
     mask = jnp.ones(plan.batch_size, bool) if mask is None else jnp.asarray(mask, bool)
     batch = _finite_padding(batch, mask)
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
-    losses, aux, xs, ys = run.passes(jax.tree.leaves(batch))
-    leaf_norms, kept = run.norms(xs, ys)
+    losses, aux, xs, ys, outs = run.passes(jax.tree.leaves(batch))
+    leaf_norms, kept = run.norms(xs, ys, outs)
 
     def weigh(leaf_norms):
         given = coefficients(jax.tree.unflatten(tree, leaf_norms))

@@ -26,12 +26,14 @@ class Explanation:
             names: dict[str, int] = {}
             for c in leaf.contacts:
                 names[c.primitive] = names.get(c.primitive, 0) + 1
-            kept = leaf.method == "explicit" and set(leaf.contacts) <= self.plan.kept
+            notes = ", standardized" if leaf.standardized else ""
+            if leaf.method == "explicit" and set(leaf.contacts) <= self.plan.kept:
+                notes += ", kept"
             rows.append((
                 self.plan.paths[leaf.leaf],
                 str(self.plan.trace.leaves[leaf.leaf].shape),
                 ", ".join(n if k == 1 else f"{n} x{k}" for n, k in names.items()) or "none",
-                leaf.method + (", kept" if kept else ""),
+                leaf.method + notes,
                 f"{leaf.operations:.2g}",
                 f"{leaf.bytes:.2g}",
             ))  # fmt: skip

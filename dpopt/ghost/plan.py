@@ -1,30 +1,36 @@
 """Planning: which norm for which parameter, and what it should cost.
 
 A parameter whose every contact keeps its entries apart (reshaped, transposed, cast, multiplied by
-constants) can have its norm taken at the contact by any method of norms.py. For any other (weight
-standardisation, a low-rank product, a bias added to a whole sequence) the contacts' per-example
-gradients are formed and *pulled back* through the prologue, example by example.
+constants) can have its norm taken at the contact by any method of norms.py, and so can one whose
+filters are normalised on the way (standardized.py). For any other (a low-rank product, a learned gain
+on a filter, a bias added to a whole sequence) the contacts' per-example gradients are formed and
+*pulled back* through the prologue, example by example.
 
 A formed gradient is *kept* for the weighted sum, which then needs no matrix product of its own, as
 long as all that is kept stays smaller than the activations.
-
-The unit of cost is one floating-point operation. Only ratios matter: they choose between exact methods.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
 
+from dpopt.ghost.costs import (
+    OPERATIONS_PER_BYTE,
+    activation_bytes,
+    formed_bytes,
+    forming_bytes,
+    leaf_bytes,
+    norm_cost,
+    product,
+    shared_cost,
+)
 from dpopt.ghost.program import Contact, Entry, Trace, wide_dtype
-from dpopt.ghost.rules import Factors
+from dpopt.ghost.standardized import Standardized, standardized
 
-# Operations in the time that one byte takes to or from memory: CPUs and GPUs lie near 5 to 20.
-_OPERATIONS_PER_BYTE = 8
 # XLA turns a vmapped filter gradient into a grouped convolution, which takes about three times as long
 # (924 ms against 304 on two cores for 128x32x32x64 to 64 channels).
 _VMAPPED_CONVOLUTION, _CONVOLUTION = 3, "conv_general_dilated"
@@ -37,7 +43,7 @@ _TINY_BYTES = 1 << 16
 _KEPT_SHARE = 1.0
 # ... and one contact's gradients at most this many times its own input and cotangent, which they
 # replace in memory from then on.
-_KEPT_RATIO = 2.0
+_KEPT_RATIO = 1.0
 # Formed gradients that are not kept live in a buffer of this size: it should fit a cache.
 _CHUNK_BYTES = 1 << 22
 
@@ -51,6 +57,7 @@ class LeafPlan:
     method: str  # none, rank_one, gram, segments, shared_gram, explicit or pulled_back
     operations: float  # for the norms of the whole batch
     bytes: float  # of buffers that an ordinary gradient does not have
+    standardized: Standardized | None = None  # its filters are normalised on the way to the contact
 
 
 @dataclass
@@ -85,72 +92,22 @@ class Plan:
 
     def chunk(self, contacts: Sequence[Contact]) -> int:
         """How many examples to form gradients for at a time."""
-        size = sum(_forming_bytes(c) for c in contacts if c.factors)
-        wanted = max(1, _CHUNK_BYTES // max(size, 1))
-        divisors = (n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
-        return max(n for n in divisors if n <= wanted)
+        size = sum(forming_bytes(c) for c in contacts if c.factors)
+        return self._divisor(_CHUNK_BYTES / max(size, 1))
+
+    def fitting(self, size: float) -> int:
+        """How many examples to take at a time, if all of them need buffers of this many bytes together."""
+        return self._divisor(_CHUNK_BYTES * self.batch_size / max(size, 1))
+
+    def _divisor(self, most: float) -> int:
+        """The largest divisor of the batch size up to ``most``, at least one."""
+        return max(n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0 and n <= max(1, most))
 
     @property
     def prefers_vmap(self) -> bool:
         """True where plain per-example gradients should be faster by more than the margin, or are next to nothing."""
-        formed = self.batch_size * sum(_leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
+        formed = self.batch_size * sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
         return formed <= _TINY_BYTES or self.ghost_cost > _MARGIN * self.vmap_cost
-
-
-def _size(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
-def _bytes(shape: Sequence[int], dtype: Any) -> int:
-    return _size(shape) * wide_dtype(dtype).itemsize
-
-
-def _formed_bytes(contact: Contact) -> int:
-    return _bytes(contact.weight.shape, contact.weight.dtype)
-
-
-def _forming_bytes(contact: Contact) -> int:
-    """Of the gradient, and of the K views of the input that its products read."""
-    K = cast(Factors, contact.factors).shape[0]
-    return _formed_bytes(contact) + K * _bytes(contact.input_shape, contact.weight.dtype)
-
-
-def _activation_bytes(contact: Contact) -> int:
-    cotangent = _bytes(contact.tap_shape, contact.tap_dtype)
-    return cotangent + _bytes(contact.input_shape, contact.weight.dtype)
-
-
-def _product(contact: Contact) -> float:
-    """Operations of the weighted sum at this contact, for one example."""
-    if contact.factors is None:
-        return _size(contact.tap_shape)
-    K, N, a, p = contact.factors.shape
-    if contact.factors.one_hot:  # a scatter-add, bound by memory
-        return 2 * _OPERATIONS_PER_BYTE * _bytes(contact.tap_shape, contact.tap_dtype)
-    return 2 * K * N * contact.factors.positions * a * p
-
-
-def _norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float]:
-    """(operations, extra bytes) of one example's squared norm."""
-    formed = _formed_bytes(contact)
-    if method == "explicit":
-        if contact.factors is None:  # the backward pass has formed it already
-            return _OPERATIONS_PER_BYTE * formed, 0
-        writes = 2 * _OPERATIONS_PER_BYTE * formed
-        return _product(contact) + writes, formed
-    factors = cast(Factors, contact.factors)  # the other methods are for contacts that have them
-    K, N, a, p = factors.shape
-    T = factors.positions
-    width = wide_dtype(contact.weight.dtype).itemsize
-    if method == "rank_one":
-        reads = _OPERATIONS_PER_BYTE * width * N * (K * a + p)
-        mixed = scaled and not factors.one_hot
-        return reads + (2 * K * N * a * p if mixed else 0), 0
-    if method == "segments":
-        return T * T + 8 * _OPERATIONS_PER_BYTE * width * T * p, width * T * p
-    square = N * T * T * width
-    inner = 0 if factors.one_hot else K * a
-    return 2 * N * T * T * (inner + p) + 3 * _OPERATIONS_PER_BYTE * square, 2 * square
 
 
 def _methods(contact: Contact, scaled: bool) -> list[str]:
@@ -161,6 +118,12 @@ def _methods(contact: Contact, scaled: bool) -> list[str]:
     if contact.factors.one_hot:
         return ["gram", "segments", "explicit"]
     return ["explicit"] if scaled else ["gram", "explicit"]
+
+
+def _standardized_methods(contact: Contact, scaled: bool) -> list[str]:
+    # The Gram matrices' way reads the contact's output, which must not have been rounded more than they are.
+    reads_output = contact.is_precise and contact.tap_dtype == wide_dtype(contact.tap_dtype)
+    return ["gram", "explicit"] if reads_output and not scaled else ["explicit"]
 
 
 def _sources(trace: Trace) -> list[list[Contact]]:
@@ -196,8 +159,9 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
       paths: names of the parameters, for ``explain``.
     """
     uses = _sources(trace)
-    activations = sum(_activation_bytes(c) for c in trace.contacts)
+    activations = sum(activation_bytes(c) for c in trace.contacts)
     chosen: dict[int, tuple[str, float, float]] = {}
+    normalized: dict[int, Standardized] = {}
     forming: set[Contact] = set()  # contacts whose per-example gradients must be formed
     optional: list[tuple[float, int, Contact]] = []  # ... or may be, with what keeping them saves
     for leaf, contacts in enumerate(uses):
@@ -205,12 +169,19 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
             chosen[leaf] = ("none", 0, 0)
             continue
         contact = contacts[0]
-        if len(contacts) == 1 and _is_direct(contact):
-            scaling = scaled[leaf] or not cast(Entry, contact.weight.entry).copy
-            costs = {m: _norm_cost(contact, m, scaling) for m in _methods(contact, scaling)}
-            method = min(costs, key=lambda m: costs[m][0] + (m == "explicit") * _product(contact) * 1e-6)
+        alone = len(contacts) == 1
+        if alone and not _is_direct(contact) and not shifted and (found := standardized(trace, contact)):
+            normalized[leaf] = found
+        if alone and (_is_direct(contact) or leaf in normalized):
+            if leaf in normalized:
+                scaling, methods = scaled[leaf], _standardized_methods(contact, scaled[leaf])
+            else:
+                scaling = scaled[leaf] or not cast(Entry, contact.weight.entry).copy
+                methods = _methods(contact, scaling)
+            costs = {m: norm_cost(contact, m, scaling) for m in methods}
+            method = min(costs, key=lambda m: costs[m][0] + (m == "explicit") * product(contact) * 1e-6)
             if method != "explicit" and "explicit" in costs and not shifted:
-                saving = costs[method][0] + _product(contact) - costs["explicit"][0]
+                saving = costs[method][0] + product(contact) - costs["explicit"][0]
                 if saving > 0:
                     optional.append((saving, leaf, contact))
             if shifted and method == "explicit":
@@ -221,10 +192,10 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
             continue
         tied = {orientation(c) for c in contacts}
         shared = len(contacts) > 1 and None not in tied and not scaled[leaf]
-        explicit = [_norm_cost(c, "explicit", scaled[leaf]) for c in contacts]
-        whole = (sum(c for c, _ in explicit), sum(b for _, b in explicit) + _leaf_bytes(trace, leaf))
+        explicit = [norm_cost(c, "explicit", scaled[leaf]) for c in contacts]
+        whole = (sum(c for c, _ in explicit), sum(b for _, b in explicit) + leaf_bytes(trace, leaf))
         if shared:
-            joined = _shared_cost(contacts)
+            joined = shared_cost(contacts)
             if joined[0] < whole[0]:
                 chosen[leaf] = ("shared_gram", *joined)
                 continue
@@ -232,30 +203,33 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
         forming.update(contacts)
     budget = _KEPT_SHARE * activations
     kept: set[Contact] = set()
-    for contact in sorted(forming, key=_formed_bytes):
-        size = 0 if contact.factors is None else _formed_bytes(contact)
-        if size <= min(budget, _KEPT_RATIO * _activation_bytes(contact)):
+    for contact in sorted(forming, key=formed_bytes):
+        size = 0 if contact.factors is None else formed_bytes(contact)
+        if size <= min(budget, _KEPT_RATIO * activation_bytes(contact)):
             kept.add(contact)
             budget -= size
-    for _, leaf, contact in sorted(optional, key=lambda o: _formed_bytes(o[2]) / o[0]):
-        if _formed_bytes(contact) <= min(budget, _KEPT_RATIO * _activation_bytes(contact)):
+    for _, leaf, contact in sorted(optional, key=lambda o: formed_bytes(o[2]) / o[0]):
+        if formed_bytes(contact) <= min(budget, _KEPT_RATIO * activation_bytes(contact)):
             kept.add(contact)
-            budget -= _formed_bytes(contact)
-            chosen[leaf] = ("explicit", *_norm_cost(contact, "explicit", scaled[leaf]))
+            budget -= formed_bytes(contact)
+            chosen[leaf] = ("explicit", *norm_cost(contact, "explicit", scaled[leaf]))
     leaves = [
-        LeafPlan(leaf, tuple(contacts), chosen[leaf][0], *(batch_size * c for c in chosen[leaf][1:]))
-        for leaf, contacts in enumerate(uses)
+        LeafPlan(leaf, tuple(uses[leaf]), method, batch_size * operations, batch_size * size, normalized.get(leaf))
+        for leaf, (method, operations, size) in sorted(chosen.items())
     ]
-    products = {c: _product(c) for c in trace.contacts}
+    for leaf in leaves:
+        if leaf.standardized and leaf.method == "gram":
+            leaf.contacts[0].output_read = True
+    products = {c: product(c) for c in trace.contacts}
     passes = 2 * sum(products.values())  # forward, and backward to the inputs
     shared_forming = {c: 0.0 for c in forming}
     for contact in forming:  # a concatenated weight is formed once for all its parameters
         shared_forming[contact] = len(contact.weight.leaves) - 1
-    repeated = sum(n * _norm_cost(c, "explicit", False)[0] for c, n in shared_forming.items())
+    repeated = sum(n * norm_cost(c, "explicit", False)[0] for c, n in shared_forming.items())
     norms = sum(chosen[leaf][1] for leaf in chosen) - repeated
-    weighted = sum(_OPERATIONS_PER_BYTE * _formed_bytes(c) if c in kept else products[c] for c in trace.contacts)
+    weighted = sum(OPERATIONS_PER_BYTE * formed_bytes(c) if c in kept else products[c] for c in trace.contacts)
     vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive == _CONVOLUTION else 1) for c, n in products.items())
-    per_example = 3 * _OPERATIONS_PER_BYTE * sum(_leaf_bytes(trace, i) for i in range(len(uses)))
+    per_example = 3 * OPERATIONS_PER_BYTE * sum(leaf_bytes(trace, i) for i in range(len(uses)))
     return Plan(
         trace,
         batch_size,
@@ -266,17 +240,6 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
         vmap_cost=batch_size * (passes + vmapped + per_example),
         paths=list(paths),
     )
-
-
-def _leaf_bytes(trace: Trace, leaf: int) -> int:
-    return _bytes(trace.leaves[leaf].shape, trace.leaves[leaf].dtype)
-
-
-def _shared_cost(contacts: Sequence[Contact]) -> tuple[float, float]:
-    factors = [cast(Factors, c.factors) for c in contacts]  # each has an orientation, hence factors
-    T = sum(f.positions for f in factors)
-    _, _, a, p = factors[0].shape
-    return 2 * T * T * (a + p) + 12 * _OPERATIONS_PER_BYTE * T * T, 8 * T * T
 
 
 def leaf_paths(params: Any) -> list[str]:

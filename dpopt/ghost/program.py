@@ -56,6 +56,7 @@ class Op:
     name: str
     inputs: list[Value]
     outputs: list[Value]
+    params: dict[str, Any] | None = None  # the equation's, unless a loop made it one for all steps
 
     def evaluate(self, env: dict, taps: dict, record: dict) -> None:
         del taps, record
@@ -75,6 +76,8 @@ class Contact:
     apply: Callable | None = None  # (weight, x) -> output for one example, steps included; None without factors
     input_shape: tuple[int, ...] = ()
     input_dtype: Any = None
+    is_precise: bool = False  # the output is computed in its own dtype's full precision
+    output_read: bool = False  # set by the planner: the output is recorded as well
 
 
 @dataclass(eq=False, slots=True)
@@ -87,8 +90,8 @@ class ContactOp:
 
     def evaluate(self, env: dict, taps: dict, record: dict) -> None:
         values = _read(env, self.inputs)
-        record[self.contact] = values[self.input_position]
         (out,) = self.run(*values)
+        record[self.contact] = values[self.input_position], out if self.contact.output_read else None
         env[self.outputs[0]] = _tap(out, taps[self.contact])
 
 
@@ -117,11 +120,11 @@ class Scope:
         self.results: list[Value] = []
         self.promoted: dict[Value, Value] = {}
 
-    def static(self, run: Callable, name: str, inputs: list[Value], outputs: list[Value]) -> None:
+    def static(self, op: Op) -> None:
         """Moves an equation that does not depend on the example to the prologue."""
         if self.parent is not None:
-            return self.parent.static(run, name, inputs, outputs)
-        self.trace.prologue.append(Op(run, name, inputs, outputs))
+            return self.parent.static(op)
+        self.trace.prologue.append(op)
 
     def locate(self, value: Value) -> tuple[Value, tuple[tuple[int, bool], ...]]:
         """The prologue's own copy of a value, and per enclosing scan (length, is it scanned over?)."""
@@ -175,22 +178,22 @@ class LoopScope(Scope):
         self.length = length
         self.stacked: dict[Value, Value] = {}
 
-    def static(self, run, name, inputs, outputs):
+    def static(self, op):
         # Hoisted out of the loop: once if it is the same in every step, else for all steps by vmap.
-        mapped = [v in self.stacked for v in inputs]
+        mapped = [v in self.stacked for v in op.inputs]
         if not any(mapped):
-            return self.parent.static(run, name, inputs, outputs)
-        same_map = len({m for m, v in zip(mapped, inputs, strict=True) if v.leaves}) == 1
+            return self.parent.static(op)
+        same_map = len({m for m, v in zip(mapped, op.inputs, strict=True) if v.leaves}) == 1
         outside = []
-        for v in outputs:
+        for v in op.outputs:
             # A parameter shared by all steps would be copied to each: no longer entry by entry.
             v.entry = v.entry._replace(order=None) if v.entry and same_map else None
             stack = Value((self.length, *v.shape), v.dtype, False, v.leaves, v.entry)
             self.stacked[v] = stack
             outside.append(stack)
         axes = [0 if m else None for m in mapped]
-        batched = jax.vmap(lambda *a: run(*a), in_axes=axes, axis_size=self.length)
-        self.parent.static(batched, name, [self.stacked.get(v, v) for v in inputs], outside)
+        batched = jax.vmap(lambda *a: op.run(*a), in_axes=axes, axis_size=self.length)
+        self.parent.static(Op(batched, op.name, [self.stacked.get(v, v) for v in op.inputs], outside))
 
     def reads(self):
         return {self.stacked.get(v, v) for v in self.needs()}
@@ -299,15 +302,15 @@ class Trace:
         return env
 
     def run_body(self, static: dict, example: Sequence[jax.Array], taps: Sequence[jax.Array]):
-        """Loss, auxiliary leaves and the recorded inputs (None where not needed), for one example."""
+        """Loss, auxiliary leaves and the recorded inputs and outputs (None where not needed), for one example."""
         by_contact = dict(zip(self.contacts, taps, strict=True))
         env = {**static, **dict(zip(self.example, example, strict=True))}
         for contact, value in self.identities:
             env[value] = _tap(env[contact.weight], by_contact[contact])
-        record: dict[Contact, jax.Array] = {}
+        record: dict[Contact, tuple] = {}
         self.body.evaluate(env, by_contact, record)
         loss, *aux = _read(env, self.results)
-        return loss, aux, [record.get(c) for c in self.contacts]
+        return loss, aux, [record.get(c, (None, None)) for c in self.contacts]
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,16 @@ class Factors(NamedTuple):
     """The inverse of ``fold``."""
     one_hot: bool = False  # left holds indices of one-hot vectors
     axes: tuple[int, int] | None = None  # weight axes of a and p when each is one axis and K = N = 1
+    filters: tuple[int, ...] | None = None  # weight axes that make up N, then p, if they do
+    inner: Callable[[jax.Array, Callable], jax.Array] | None = None
+    """``(x, product) -> sum_k left[k] left[k]'`` [N, T, T] in a cheaper way than that, where there is one.
 
+    ``product`` gives ``z z'``, [N, S, S], of an array [N, S, a] transposed to [N, a, S]."""
+    rows: int = 0  # S
+
+
+# Operations in the time that it takes to add one shifted entry to a sum of them.
+SHIFTED_SUM = 16
 
 Rule = Callable[[Use], "Factors | None"]
 _RULES: dict[str, Rule] = {}
@@ -122,7 +131,7 @@ def dot_general(use: Use) -> Factors | None:
     fold, unfold = _arranger(use.weight, w_batch, w_contract, w_free)
     single = len(w_contract) == len(w_free) == 1 and not w_batch
     axes = (w_contract[0], w_free[0]) if single else None
-    return Factors((1, groups, a, p), positions, split, fold, unfold, axes=axes)
+    return Factors((1, groups, a, p), positions, split, fold, unfold, axes=axes, filters=(*w_batch, *w_free))
 
 
 def _rows(use: Use, axis: int, positions: int, offset: tuple[int, ...], index: Callable) -> Factors:
@@ -192,11 +201,12 @@ def conv_general_dilated(use: Use) -> Factors | None:
     outputs = tuple(use.output[i] for i in dims.out_spec[2:])
     positions = images * math.prod(outputs)
 
+    spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
+
     def split(x, y):
         # Channels before positions: the product of left and right then contracts left's last
         # axis, which CPUs do twice as fast as the other way round.
         x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
-        spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
         left = []
         for offset in range(math.prod(window)):
@@ -222,7 +232,28 @@ def conv_general_dilated(use: Use) -> Factors | None:
         g = jnp.swapaxes(g, 2, 3).reshape(*window, groups * b, a)
         return jnp.transpose(g, inverse)
 
-    return Factors((math.prod(window), groups, a, b), positions, split, fold, unfold)
+    def inner(x, product):
+        # Products of pixels, once; those of two windows are sums of them, shifted along both alike.
+        x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
+        pixels = product(x.reshape(groups, a, -1)).reshape(groups, *x.shape[2:], *x.shape[2:])
+        total = 0
+        for offset in range(math.prod(window)):
+            first = [at * d for at, d in zip(_unravel(offset, window), p["rhs_dilation"], strict=True)]
+            start, limit = (0, *first, *first), [f + n for f, n in zip(first, outputs, strict=True)]
+            total += lax.slice(pixels, start, (groups, *limit, *limit))
+        return cast(jax.Array, total).reshape(groups, positions, positions)
+
+    K, sides = math.prod(window), (use.input[i] for i in dims.lhs_spec[2:])
+    padded = [max(n - 1, 0) * (d + 1) + min(n, 1) + lo + hi for n, (lo, hi, d) in zip(sides, spatial, strict=True)]
+    rows = math.prod(padded)
+    shifts = SHIFTED_SUM * K * positions**2
+    is_cheaper = 2 * a * rows**2 + shifts < 2 * a * K * positions**2
+    offered = images == 1 and set(p["window_strides"]) == {1} and is_cheaper
+    return Factors(
+        (K, groups, a, b), positions, split, fold, unfold,
+        filters=(out_axis,), inner=inner if offered else None, rows=rows,
+    )  # fmt: skip
 
 
 def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -254,7 +285,7 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
         return [merge(z) for z in left], merge(right)
 
     if not mapped:
-        return factors._replace(positions=length * factors.positions, split=split)
+        return factors._replace(positions=length * factors.positions, split=split, inner=None)
     fold, unfold = jax.vmap(factors.fold, out_axes=1), jax.vmap(factors.unfold, in_axes=1)
     return factors._replace(
         shape=(K, length * N, a, p),
@@ -262,4 +293,6 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
         fold=lambda w: fold(w).reshape(K, length * N, a, p),
         unfold=lambda g: unfold(g.reshape(K, length, N, a, p)),
         axes=None,
+        filters=None,
+        inner=None,
     )

@@ -17,10 +17,15 @@ from jax import lax
 from dpopt._norms import safe_norm
 from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
+from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
 from dpopt.ghost.plan import LeafPlan, Plan, orientation
 from dpopt.ghost.program import Contact, Entry, wide_dtype
+from dpopt.ghost.rules import Factors
+from dpopt.ghost.standardized import Standardized
 
 _PRECISION = lax.Precision.HIGHEST
+# Linear in the example-dependent input as well.
+_BILINEAR = {"dot_general", "conv_general_dilated"}
 
 
 class Run:
@@ -33,7 +38,7 @@ class Run:
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
 
     def passes(self, batch: Sequence[jax.Array]):
-        """Losses, aux, and per contact the recorded input x and the tap's cotangent y, all [B, ...]."""
+        """Losses, aux, and per contact the recorded (input x, output) and the tap's cotangent y, all [B, ...]."""
         static = self.trace.run_prologue(self.leaves)
 
         def one(example):
@@ -45,17 +50,18 @@ class Run:
             (value, (aux, recorded)), cotangents = jax.value_and_grad(loss, has_aux=True)(taps)
             return value, aux, recorded, cotangents
 
-        losses, aux, xs, ys = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
+        losses, aux, recorded, ys = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
         contacts = self.trace.contacts
-        return losses, aux, dict(zip(contacts, xs, strict=True)), dict(zip(contacts, ys, strict=True))
+        xs, outs = ({c: r[i] for c, r in zip(contacts, recorded, strict=True)} for i in (0, 1))
+        return losses, aux, xs, dict(zip(contacts, ys, strict=True)), outs
 
-    def norms(self, xs: dict, ys: dict) -> tuple[list[jax.Array], dict[Contact, list[jax.Array]]]:
+    def norms(self, xs: dict, ys: dict, outs: dict) -> tuple[list[jax.Array], dict[Contact, list[jax.Array]]]:
         """Per-example norms of ``S g + o`` per parameter, and the gradients that were kept."""
         kept = {c: self._kept(c, xs[c], ys[c]) for c in self.plan.kept}
         squares: list[Any] = [None] * len(self.leaves)
         for leaf_plan in self.plan.leaves:
             if leaf_plan.method != "pulled_back":
-                squares[leaf_plan.leaf] = self._squared_norm(leaf_plan, xs, ys, kept)
+                squares[leaf_plan.leaf] = self._squared_norm(leaf_plan, xs, ys, outs, kept)
         for contacts, leaves in self.plan.pulled_back:
             for leaf, square in zip(leaves, self._pulled(contacts, leaves, xs, ys, kept), strict=True):
                 squares[leaf] = square
@@ -65,7 +71,7 @@ class Run:
         form = jax.vmap(lambda inputs: _form(contact, *inputs))
         if contact.factors is None or contact.factors.shape[0] == 1:  # the input is read as it lies
             return form((x, y))
-        return _in_chunks(form, (x, y), self.plan.batch_size, self.plan.chunk([contact]))
+        return in_chunks(form, (x, y), self.plan.batch_size, self.plan.chunk([contact]))
 
     def _pulled(self, contacts, leaves, xs, ys, kept) -> list[jax.Array]:
         """Squared norms of gradients formed at their contacts and pulled back, some examples at a time."""
@@ -76,7 +82,7 @@ class Run:
             return [norms.sum_squares(self._affine(i, g)) for i, g in zip(leaves, gradients, strict=True)]
 
         inputs = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
-        return _in_chunks(jax.vmap(one), inputs, self.plan.batch_size, self.plan.chunk(contacts))
+        return in_chunks(jax.vmap(one), inputs, self.plan.batch_size, self.plan.chunk(contacts))
 
     def _affine(self, leaf: int, gradient: jax.Array) -> jax.Array:
         """``S g + o`` for one parameter and one gradient."""
@@ -84,7 +90,7 @@ class Run:
         gradient = gradient if scale is None else gradient * scale
         return gradient if offset is None else gradient + offset
 
-    def _squared_norm(self, leaf_plan: LeafPlan, xs, ys, kept) -> jax.Array:
+    def _squared_norm(self, leaf_plan: LeafPlan, xs, ys, outs, kept) -> jax.Array:
         leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
         scale, offset = self.scales[leaf], self.offsets[leaf]
         shape = self.trace.leaves[leaf].shape
@@ -98,25 +104,19 @@ class Run:
             turned = [orientation(c) != base for c in contacts]
 
             def shared(xs, ys):
-                uses = zip([cast(norms.Factors, c.factors) for c in contacts], turned, xs, ys, strict=True)
+                uses = zip([cast(Factors, c.factors) for c in contacts], turned, xs, ys, strict=True)
                 return norms.shared_gram(list(uses))
 
             square = jax.vmap(shared)([xs[c] for c in contacts], [ys[c] for c in contacts])
         else:
-            (contact,) = contacts
-            diagonal = None
-            if (scale is not None and number is None) or not cast(Entry, contact.weight.entry).copy:
-                tangent = jnp.ones(shape, self.wide[leaf].dtype)
-                if scale is not None and number is None:
-                    tangent = tangent * scale
-                diagonal = self._push(leaf, tangent, [contact])[0]
-                if contact.factors is not None:
-                    diagonal = contact.factors.fold(diagonal)
-            if method == "explicit":
-                square = self._formed_square(contact, diagonal, xs, ys, kept)
+            diagonal = None if number is not None else scale
+            if leaf_plan.standardized is not None:
+                one, inputs = self._standardized(leaf_plan, diagonal, xs, ys, outs, kept)
             else:
-                one = norms.METHODS[method]
-                square = jax.vmap(lambda x, y: one(contact.factors, x, y, diagonal))(xs[contact], ys[contact])
+                one, inputs = self._direct(leaf_plan, diagonal, xs, ys, kept)
+            forms = method == "explicit"
+            chunk = self.plan.chunk(contacts) if forms else self.plan.fitting(leaf_plan.bytes)
+            square = in_chunks(jax.vmap(one), inputs, self.plan.batch_size, chunk)
         if number is not None:
             square = square * jnp.square(number.reshape(()))
         if offset is not None:
@@ -128,18 +128,39 @@ class Run:
             square = jnp.maximum(square + norms.sum_squares(offset), 0)
         return square
 
-    def _formed_square(self, contact: Contact, diagonal, xs, ys, kept) -> jax.Array:
-        def one(f):
-            formed = f if contact in kept else _form(contact, *f)
-            if contact.factors is None:
-                formed, scales = [formed], [diagonal]
-            else:
-                scales = [None] * len(formed) if diagonal is None else list(diagonal)
-            parts = zip(formed, scales, strict=True)
-            return sum(norms.sum_squares(g if s is None else g * s) for g, s in parts)
+    def _direct(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, kept) -> tuple[Callable, Any]:
+        """One example's squared norm, and what it is a function of, where the weight's entries stay apart."""
+        leaf, (contact,), factors = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.contacts[0].factors
+        diagonal = None
+        if scale is not None or not cast(Entry, contact.weight.entry).copy:
+            tangent = jnp.ones(self.trace.leaves[leaf].shape, self.wide[leaf].dtype)
+            tangent = tangent if scale is None else tangent * scale
+            diagonal = self._push(leaf, tangent, [contact])[0]
+            diagonal = diagonal if factors is None else factors.fold(diagonal)
+        if leaf_plan.method != "explicit":
+            norm = norms.METHODS[leaf_plan.method]
+            return lambda f: norm(factors, *f, diagonal), (xs[contact], ys[contact])
 
-        inputs = kept[contact] if contact in kept else (xs[contact], ys[contact])
-        return _in_chunks(jax.vmap(one), inputs, self.plan.batch_size, self.plan.chunk([contact]))
+        def formed_square(f):
+            formed = f if contact in kept else _form(contact, *f)
+            return norms.sum_squares(formed if diagonal is None else formed * diagonal)
+
+        return formed_square, kept[contact] if contact in kept else (xs[contact], ys[contact])
+
+    def _standardized(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, outs, kept) -> tuple[Callable, Any]:
+        """The same, where filters are normalised on the way to the contact."""
+        (contact,), found = leaf_plan.contacts, cast(Standardized, leaf_plan.standardized)
+        factors, coefficients = cast(Factors, contact.factors), found.coefficients(self.wide[leaf_plan.leaf])
+        if leaf_plan.method == "gram":
+            inputs = xs[contact], ys[contact], outs[contact]
+            return lambda f: norms.standardized_gram(factors, f[0], f[1], f[2], coefficients), inputs
+        deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
+
+        def formed_square(f):
+            formed = f if contact in kept else _form(contact, *f)
+            return norms.standardized_explicit(formed, deviation, diagonal, coefficients)
+
+        return formed_square, kept[contact] if contact in kept else (xs[contact], ys[contact])
 
     def weighted_sum(self, weights: list, xs: dict, ys: dict, kept: dict) -> list[jax.Array]:
         """``sum_i c_i (S g_i + o)`` per parameter; ``weights`` holds c, zero for masked examples."""
@@ -196,8 +217,8 @@ class Run:
             if together == 1:
                 total, seen = lax.scan(lambda total, rows: add(total, *rows), zeros, inputs)
             else:
-                total, seen = lax.scan(add_several, zeros, jax.tree.map(lambda x: _split(x, together), inputs))
-                seen = jax.tree.map(_joined, seen)
+                total, seen = lax.scan(add_several, zeros, jax.tree.map(lambda x: split_rows(x, together), inputs))
+                seen = jax.tree.map(join_rows, seen)
             return (total, *seen), None
 
         start = (zeros, [jnp.zeros(mask.shape, x.dtype) for x in self.wide], mask)
@@ -226,51 +247,25 @@ class Run:
         return jax.jvp(function, ([self.wide[leaf]],), ([tangent],))[1]
 
 
-def _split(x: jax.Array, rows: int) -> jax.Array:
-    """``[B, ...]`` to ``[B / rows, rows, ...]``.
-
-    On several devices, of n = B / rows chunks one holds examples i, i + n, i + 2n...: each device finds its share of a
-    sharded batch in every chunk. On one device that would be a copy for nothing.
-    """
-    chunks = x.shape[0] // rows
-    if jax.device_count() == 1:
-        return x.reshape(chunks, rows, *x.shape[1:])
-    return jnp.swapaxes(x.reshape(rows, chunks, *x.shape[1:]), 0, 1)
-
-
-def _joined(x: jax.Array) -> jax.Array:
-    """The inverse of `_split`."""
-    x = x if jax.device_count() == 1 else jnp.swapaxes(x, 0, 1)
-    return x.reshape(-1, *x.shape[2:])
-
-
 def _alone(x: jax.Array) -> jax.Array:
     """One example as a batch."""
     return x[None]
 
 
-def _in_chunks(function: Callable, inputs: Any, batch_size: int, chunk: int) -> Any:
-    """``function`` of a batch, ``chunk`` examples at a time, so that what it forms stays small."""
-    if chunk >= batch_size:
-        return function(inputs)
-    return jax.tree.map(_joined, lax.map(function, jax.tree.map(lambda x: _split(x, chunk), inputs)))
-
-
 def _form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
-    """One example's gradient of a contact's weight: K folded arrays where there are factors."""
+    """One example's gradient of a contact's weight, folded where there are factors."""
     if contact.factors is None:
         return y.astype(wide_dtype(y.dtype))
     return norms.explicit(contact.factors, x, y)
 
 
 def _unfold(contact: Contact, gradient: Any) -> jax.Array:
-    return gradient if contact.factors is None else contact.factors.unfold(jnp.stack(gradient))
+    return gradient if contact.factors is None else contact.factors.unfold(gradient)
 
 
 def _combined(contact: Contact, formed: Any, c: jax.Array) -> jax.Array:
     """``sum_i c_i G_i`` at one contact, from the kept gradients."""
-    weigh = lambda g: jnp.tensordot(c.astype(g.dtype), g, 1, precision=_PRECISION)  # noqa: E731
-    return _unfold(contact, jax.tree.map(weigh, formed))
+    return _unfold(contact, jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
 
 
 def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
@@ -279,14 +274,21 @@ def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
 
 def _transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
     """``sum_i c_i G_i`` at one contact: its primitive, linear in the weight, transposed."""
-    weighted = y * c.reshape(-1, *[1] * (y.ndim - 1)).astype(wide_dtype(y.dtype))
     if contact.apply is None:
-        return jnp.sum(weighted, axis=0)
+        return jnp.sum(_weighted(y, c), axis=0)
+    if contact.primitive in _BILINEAR and x.size < y.size:  # fewer bytes to move, and layers that share x share this
+        x = _weighted(x, c)
+    else:
+        y = _weighted(y, c)
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
     shape = _weight_shape(contact)
     out = jax.eval_shape(batched, shape, x)
     transposed = jax.linear_transpose(lambda w: batched(w, x), shape)
-    return channels_last(lambda y: transposed(y)[0])(weighted.astype(out.dtype))
+    return channels_last(lambda y: transposed(y)[0])(y.astype(out.dtype))
+
+
+def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
+    return x * c.reshape(-1, *[1] * (x.ndim - 1)).astype(wide_dtype(x.dtype))
 
 
 def _inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:

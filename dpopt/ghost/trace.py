@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
 
@@ -111,7 +112,7 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
                 out.constant = value
             return outputs
         _describe(eqn, inputs, outputs)
-        scope.static(_binder(eqn), name, inputs, outputs)
+        scope.static(Op(_binder(eqn), name, inputs, outputs, eqn.params))
         return outputs
     if weights and name in _REMAT:
         return _visit_remat(eqn, inputs, outputs, scope)
@@ -193,9 +194,15 @@ def _factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int
         apply = jax.vmap(apply, in_axes=(0 if mapped else None, 0))
     contact = scope.trace.new_contact(
         located, eqn.primitive.name, (*steps, *out.shape), out.dtype, factors, apply,
-        (*steps, *x.shape), x.dtype,
+        (*steps, *x.shape), x.dtype, _is_precise(eqn),
     )  # fmt: skip
     return ContactOp(contact, _binder(eqn), inputs, outputs, moving[0])
+
+
+def _is_precise(eqn: Any) -> bool:
+    precision = eqn.params.get("precision")
+    highest = precision is not None and set(precision) == {lax.Precision.HIGHEST}
+    return highest or jax.default_backend() == "cpu"  # accelerators multiply in fewer bits by default
 
 
 def _wide_apply(eqn: Any, position: int, moving: int, fixed: dict[int, Any]) -> Callable:

@@ -205,6 +205,26 @@ def weight_standardized_only(a):
     return lambda p, x: half_square(conv(x, standardized(p["w"]))), {"w": a(3, 3, 2, 4)}, a(B, 5, 5, 2)
 
 
+def conv_pixel_gram(a):  # the products of windows are sums of products of pixels
+    return lambda p, x: half_square(conv(x, p["w"])), {"w": a(3, 3, 24, 24)}, a(B, 4, 4, 24)
+
+
+def weight_standardized_gram(a):  # few positions, many channels
+    def loss(p, x):
+        y = jnp.tanh(conv(x, standardized(p["w"])))
+        return half_square(conv(y, standardized(p["v"]), strides=2))
+
+    return loss, {"w": a(3, 3, 24, 24), "v": a(3, 3, 24, 40)}, a(B, 4, 4, 24)
+
+
+def weight_normalized(a):  # Salimans and Kingma, without the gain
+    def loss(p, x):
+        w = p["w"] * lax.rsqrt(jnp.sum(p["w"] ** 2, axis=0, keepdims=True) + 1e-2)
+        return half_square(jnp.tanh(x @ w) @ (p["v"] / jnp.linalg.norm(p["v"], axis=0)))
+
+    return loss, {"w": a(12, 16), "v": a(16, 5)}, a(B, 3, 12)
+
+
 def lora(a):
     params = {"w": a(4, 3), "a": a(4, 2), "b": a(2, 3)}
     return lambda p, x: half_square(x @ (p["w"] + 0.5 * p["a"] @ p["b"])), params, a(B, 4)
@@ -456,7 +476,8 @@ CASES = [
     embedding_long, embedding_out_of_range, embedding_clipped, tied_embedding, tied_embedding_large,
     conv1d, conv2d, conv_small_image, conv_dilated, conv_groups, conv_depthwise,
     conv_depthwise_multiplier, conv_transposed, conv_valid_channels_first, weight_standardized,
-    weight_standardized_only, lora, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,
+    weight_standardized_only, weight_standardized_gram, weight_normalized, conv_pixel_gram,
+    lora, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,
     scanned_layers, scanned_layers_over_time, fori_loop, evolving_weight, unrolled_recurrence, remat,
     remat_policy, custom_rules, cond, nested_jit, dropout, frozen_and_unused, used_twice, sliced,
     regularized, constant_loss, joined_with_data, closed_over,

@@ -3,9 +3,11 @@
 import ghost_cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dpopt import ghost
+from dpopt.ghost.trace import trace_loss
 
 METHODS = [
     (ghost_cases.dense, "w", "rank_one"),
@@ -15,6 +17,7 @@ METHODS = [
     (ghost_cases.batched_weight, "w", "explicit"),
     (ghost_cases.conv2d, "w", "explicit"),
     (ghost_cases.conv_small_image, "w", "gram"),
+    (ghost_cases.conv_pixel_gram, "w", "gram"),
     (ghost_cases.conv_transposed, "w", "explicit"),
     (ghost_cases.conv_depthwise, "w", "explicit"),
     (ghost_cases.matrix_factorization, "u", "rank_one"),
@@ -25,6 +28,10 @@ METHODS = [
     (ghost_cases.embedding_clipped, "e", "explicit"),
     (ghost_cases.tied_embedding_large, "e", "shared_gram"),
     (ghost_cases.weight_standardized, "w", "pulled_back"),
+    (ghost_cases.weight_standardized_only, "w", "explicit"),
+    (ghost_cases.weight_standardized_gram, "w", "gram"),
+    (ghost_cases.weight_standardized_gram, "v", "gram"),
+    (ghost_cases.weight_normalized, "w", "gram"),
     (ghost_cases.scanned_layers, "shared", "explicit"),
     (ghost_cases.scaled_weight, "w", "rank_one"),
     (ghost_cases.frozen_and_unused, "unused", "none"),
@@ -44,6 +51,21 @@ def plan_of(case):
 def test_method(case, name, method):
     _, leaves = plan_of(case)
     assert leaves[name].method == method
+
+
+@pytest.mark.parametrize(
+    "dilation, groups, padding", [(1, 1, "SAME"), (2, 1, "SAME"), (1, 2, "SAME"), (1, 2, [(2, 0), (0, 1)])]
+)
+def test_products_of_windows_are_sums_of_products_of_pixels(dilation, groups, padding, x64):
+    """A convolution's `inner` is the Gram matrix of its `left`, found for less."""
+    x, w = (np.random.default_rng(i).normal(size=s) for i, s in enumerate([(8, 8, 32 * groups), (3, 3, 32, 4)]))
+    convolve = lambda w, x: ghost_cases.conv(x, w, dilation=dilation, groups=groups, padding=padding)  # noqa: E731
+    with jax.numpy_rank_promotion("allow"):
+        trace = trace_loss(lambda w, x: jnp.sum(convolve(w, x) ** 2), w, x)
+    (factors,) = (c.factors for c in trace.contacts)
+    left, _ = factors.split(x[None], jnp.zeros((1, *convolve(w, x).shape)))
+    inner = factors.inner(x[None], lambda z: jnp.einsum("nas,nat->nst", z, z))
+    np.testing.assert_allclose(inner, sum(jnp.einsum("nta,nsa->nts", z, z) for z in left), rtol=1e-12, atol=1e-12)
 
 
 def test_rules_are_used_where_they_should_be():

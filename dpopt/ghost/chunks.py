@@ -1,0 +1,48 @@
+"""A batch some examples at a time, in an order that suits one device and several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def split_rows(x: jax.Array, rows: int) -> jax.Array:
+    """``[B, ...]`` to ``[B / rows, rows, ...]``.
+
+    On several devices, of n = B / rows chunks one holds examples i, i + n, i + 2n...: each device finds its share of a
+    sharded batch in every chunk. On one device that would be a copy for nothing.
+    """
+    chunks = x.shape[0] // rows
+    if jax.device_count() == 1:
+        return x.reshape(chunks, rows, *x.shape[1:])
+    return jnp.swapaxes(x.reshape(rows, chunks, *x.shape[1:]), 0, 1)
+
+
+def join_rows(x: jax.Array) -> jax.Array:
+    """The inverse of `split_rows`."""
+    x = x if jax.device_count() == 1 else jnp.swapaxes(x, 0, 1)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def in_chunks(function: Callable, inputs: Any, batch_size: int, chunk: int) -> Any:
+    """``function`` of a batch, ``chunk`` examples at a time, so that what it forms stays small."""
+    if chunk >= batch_size:
+        return function(inputs)
+    split = jax.tree.map(lambda x: split_rows(x, chunk), inputs)
+    one = jax.eval_shape(function, jax.tree.map(lambda x: x[0], split))
+    # The results start as a number that depends on the inputs: XLA's CPU scheduler puts first what depends on nothing,
+    # and zeros would take their memory through the whole forward and backward pass.
+    late = jnp.zeros(())
+    if jax.device_count() == 1:  # on several, one entry of a sharded array may be another device's
+        late = jnp.stack([x.reshape(-1)[0].astype(jnp.float32) * 0 for x in jax.tree.leaves(inputs)]).sum()
+    out = jax.tree.map(lambda s: jnp.broadcast_to(late.astype(s.dtype), (batch_size // chunk, *s.shape)), one)
+
+    def step(i, out):
+        rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), split)
+        return jax.tree.map(lambda o, r: lax.dynamic_update_index_in_dim(o, r, i, 0), out, function(rows))
+
+    return jax.tree.map(join_rows, lax.fori_loop(0, batch_size // chunk, step, out))

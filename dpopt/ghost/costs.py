@@ -1,0 +1,87 @@
+"""What things cost: operations and bytes of products and norms at one contact.
+
+The unit of cost is one floating-point operation. Only ratios matter: they choose between exact methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+from dpopt.ghost.program import Contact, Trace, wide_dtype
+from dpopt.ghost.rules import SHIFTED_SUM, Factors
+
+# Operations in the time that one byte takes to or from memory: CPUs and GPUs lie near 5 to 20.
+OPERATIONS_PER_BYTE = 8
+
+
+def size(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+def nbytes(shape: Sequence[int], dtype: Any) -> int:
+    return size(shape) * wide_dtype(dtype).itemsize
+
+
+def formed_bytes(contact: Contact) -> int:
+    return nbytes(contact.weight.shape, contact.weight.dtype)
+
+
+def forming_bytes(contact: Contact) -> int:
+    """Of the gradient, and of the K views of the input that its products read."""
+    K = cast(Factors, contact.factors).shape[0]
+    return formed_bytes(contact) + K * nbytes(contact.input_shape, contact.weight.dtype)
+
+
+def activation_bytes(contact: Contact) -> int:
+    cotangent = nbytes(contact.tap_shape, contact.tap_dtype)
+    return cotangent + nbytes(contact.input_shape, contact.weight.dtype)
+
+
+def product(contact: Contact) -> float:
+    """Operations of the weighted sum at this contact, for one example."""
+    if contact.factors is None:
+        return size(contact.tap_shape)
+    K, N, a, p = contact.factors.shape
+    if contact.factors.one_hot:  # a scatter-add, bound by memory
+        return 2 * OPERATIONS_PER_BYTE * nbytes(contact.tap_shape, contact.tap_dtype)
+    return 2 * K * N * contact.factors.positions * a * p
+
+
+def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float]:
+    """(operations, extra bytes) of one example's squared norm."""
+    formed = formed_bytes(contact)
+    if method == "explicit":
+        if contact.factors is None:  # the backward pass has formed it already
+            return OPERATIONS_PER_BYTE * formed, 0
+        writes = 2 * OPERATIONS_PER_BYTE * formed
+        return product(contact) + writes, formed
+    factors = cast(Factors, contact.factors)  # the other methods are for contacts that have them
+    K, N, a, p = factors.shape
+    T = factors.positions
+    width = wide_dtype(contact.weight.dtype).itemsize
+    if method == "rank_one":
+        reads = OPERATIONS_PER_BYTE * width * N * (K * a + p)
+        mixed = scaled and not factors.one_hot
+        return reads + (2 * K * N * a * p if mixed else 0), 0
+    if method == "segments":
+        return T * T + 8 * OPERATIONS_PER_BYTE * width * T * p, width * T * p
+    square = N * T * T * width
+    if factors.inner is not None:
+        pixels = N * factors.rows**2
+        inner = 2 * pixels * a + SHIFTED_SUM * K * N * T * T
+        return inner + 2 * N * T * T * p + 3 * OPERATIONS_PER_BYTE * square, 2 * square + pixels * width
+    inner = 0 if factors.one_hot else K * a
+    return 2 * N * T * T * (inner + p) + 3 * OPERATIONS_PER_BYTE * square, 2 * square
+
+
+def shared_cost(contacts: Sequence[Contact]) -> tuple[float, float]:
+    factors = [cast(Factors, c.factors) for c in contacts]  # each has an orientation, hence factors
+    T = sum(f.positions for f in factors)
+    _, _, a, p = factors[0].shape
+    return 2 * T * T * (a + p) + 12 * OPERATIONS_PER_BYTE * T * T, 8 * T * T
+
+
+def leaf_bytes(trace: Trace, leaf: int) -> int:
+    return nbytes(trace.leaves[leaf].shape, trace.leaves[leaf].dtype)

@@ -1,0 +1,115 @@
+"""Weights normalised filter by filter are told from others, and their gradients pulled back in closed form."""
+
+import ghost_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+
+from dpopt.ghost.norms import standardized_explicit
+from dpopt.ghost.standardized import standardized
+from dpopt.ghost.trace import trace_loss
+
+AXES = (0, 1, 2)
+
+
+def by_flax(w):
+    """What `flax.linen.WeightNorm` computes, but for its gain."""
+    return w * lax.rsqrt(jnp.sum(lax.square(w), axis=AXES, keepdims=True) + 1e-12)
+
+
+def described(weight, w):
+    """The description of ``weight(w)`` as the filter of a convolution."""
+    x = jax.ShapeDtypeStruct((4, 4, w.shape[2]), w.dtype)
+    with jax.numpy_rank_promotion("allow"):
+        trace = trace_loss(lambda w, x: jnp.sum(ghost_cases.conv(x, weight(w)) ** 2), w, x)
+    return trace.contacts[0], standardized(trace, trace.contacts[0])
+
+
+ALIKE = {
+    "by mean and variance": ghost_cases.standardized,
+    "kept axes": lambda w: (w - w.mean(AXES, keepdims=True)) / (jnp.std(w, AXES, keepdims=True) + 1e-4),
+    "moments by hand": lambda w: (w - jnp.mean(w, AXES)) * lax.rsqrt(
+        jnp.maximum(jnp.mean(w**2, AXES) - jnp.mean(w, AXES) ** 2, 1e-9)
+    ),
+    "centred only": lambda w: w - w.mean(AXES),
+    "normalised only": lambda w: w / jnp.sqrt(jnp.sum(w * w, AXES)),
+    "as flax does": by_flax,
+    "with an affine mixture": lambda w: -2.0 * w + jnp.tanh(w.sum(AXES)) * 3.0 - w.var(AXES),
+    "a mean held constant": lambda w: w - lax.stop_gradient(w.mean(AXES)),
+}  # fmt: skip
+OTHERS = {
+    "one mean for all filters": lambda w: w - w.mean(),
+    "over other axes": lambda w: w - w.mean((0, 1)),
+    "entry by entry": lambda w: jnp.tanh(w),
+    "a third moment": lambda w: w - (w**3).mean(AXES),
+    "the largest entry": lambda w: w / jnp.max(jnp.abs(w), AXES),
+    "filters mixed": lambda w: w - jnp.flip(w.mean(AXES)),
+    "divided by entries": lambda w: w.mean(AXES) / w,
+    "in half precision": lambda w: ghost_cases.standardized(w.astype(jnp.bfloat16)).astype(jnp.float32),
+    "turned": lambda w: (w - w.mean(AXES))[::-1],
+}
+
+
+@pytest.mark.parametrize("weight", ALIKE.values(), ids=ALIKE)
+def test_pulls_back_as_jax_does(weight, x64):
+    w = jnp.asarray(np.random.default_rng(0).normal(0.3, 1, (3, 3, 2, 4)))
+    contact, found = described(weight, w)
+    assert found is not None
+    gradient = jnp.asarray(np.random.default_rng(1).normal(size=w.shape))
+    with jax.numpy_rank_promotion("allow"):
+        (expected,) = jax.vjp(weight, w)[1](gradient)
+        scale = jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, w.shape))
+        c, fold = found.coefficients(w), contact.factors.fold
+        for s in (None, scale):
+            got = standardized_explicit(fold(gradient), fold(c.deviation), None if s is None else fold(s), c)
+            want = jnp.sum((expected if s is None else expected * s) ** 2)
+            np.testing.assert_allclose(got, want, rtol=1e-11)
+
+
+@pytest.mark.parametrize("weight", OTHERS.values(), ids=OTHERS)
+def test_others_are_left_to_the_general_method(weight):
+    assert described(weight, jnp.ones((3, 3, 2, 4)))[1] is None
+
+
+def test_a_filter_far_from_zero_keeps_its_digits():
+    """Moments about zero would lose the variance of a filter whose mean is a thousand times its spread."""
+    w = jnp.asarray(1_000 + np.random.default_rng(0).normal(size=(3, 3, 2, 4)), jnp.float32)
+    _, found = described(ghost_cases.standardized, w)
+    with jax.numpy_rank_promotion("allow"):
+        c = found.coefficients(w)
+        exact = np.asarray(w, np.float64)
+        np.testing.assert_allclose(c.slope[0], 1 / np.sqrt(exact.var(AXES) + 1e-3), rtol=1e-4)
+
+
+def test_a_constant_filter_is_clipped_by_the_plain_definition():
+    """Its slope overflows or divides by zero somewhere: the result still equals vmap's."""
+    import dpopt
+
+    def loss_fn(w, x):
+        y = ghost_cases.conv(x, w - w.mean(AXES, keepdims=True))
+        return jnp.sum(jnp.tanh(y))
+
+    w, batch = jnp.ones((3, 3, 2, 4)), jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 5, 2)), jnp.float32)
+    sums = [
+        dpopt.per_example_grads(loss_fn, engine=engine)(w, batch).clipped_sum(dpopt.FlatClip(0.5)).sum
+        for engine in ("ghost", "vmap")
+    ]
+    np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-6)
+
+
+class _Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.WeightNorm(nn.Dense(3, use_bias=False), use_scale=False)(x)
+
+
+def test_flax_weight_norm_is_recognised():
+    model = _Norm()
+    x = jnp.ones((5, 4))
+    params = model.init(jax.random.key(0), x)["params"]
+    trace = trace_loss(lambda p, x: jnp.sum(model.apply({"params": p}, x)), params, x)
+    (contact,) = trace.contacts
+    assert standardized(trace, contact) is not None
