@@ -57,6 +57,14 @@ def test_a_peak_that_cannot_be_told_is_not_reported(monkeypatch, tiny):
     assert found["compiled_bytes"] >= found["argument_bytes"] == 16 * 3 * 4 + 6 * 4  # the diagonal is not counted
 
 
+def test_memory_of_other_libraries_is_measured_too(monkeypatch, tiny):
+    pytest.importorskip("jax_privacy")
+    monkeypatch.setattr(memory, "rise", lambda program, args: 1_000 + bool(program(*args)))
+    for name in memory.OTHERS:
+        found = memory.measure(tiny, name)
+        assert found["peak_bytes"] == found["argument_bytes"] + 1_001 and found["scratch_bytes"] > 0
+
+
 def test_memory_is_recorded_merged_resumed_and_reported(monkeypatch, tmp_path):
     peaks = {"ordinary": 100, "ghost": 120, "ghost, diagonal": 130, "vmap": None}
     asked = []
