@@ -14,9 +14,20 @@ def main() -> None:
     quickstart.add_argument("--out", type=Path, default=records.LOCAL, help="folder for JSON and plot")
     speed = commands.add_parser("speed", help="the clipped gradient against the ordinary one (minutes)")
     speed.add_argument("--only", help="part of a family's name")
-    speed.add_argument("--others", action="store_true", help="also time optax.contrib and jax_privacy, if installed")
+    speed.add_argument(
+        "--others", action="store_true", help="also time optax.contrib and jax_privacy (and Opacus, if installed)"
+    )
     speed.add_argument("--seconds", type=float, default=20.0, help="time to spend on each family (default 20)")
-    speed.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
+    speed.add_argument("--out", type=Path, default=records.LOCAL, help="folder for JSON and plot")
+    memory = commands.add_parser("memory", help="its peak memory against the ordinary one's (minutes)")
+    memory.add_argument("--only", help="part of a family's name")
+    memory.add_argument("--others", action="store_true", help="also optax.contrib and jax_privacy, if installed")
+    memory.add_argument("--resume", action="store_true", help="only what the JSON in the folder does not have yet")
+    memory.add_argument("--out", type=Path, default=records.LOCAL, help="folder for JSON and plot")
+    opacus = commands.add_parser("opacus", help="Opacus against torch's ordinary gradient, where both are installed")
+    opacus.add_argument("--only", help="part of a model's name")
+    opacus.add_argument("--seconds", type=float, default=20.0, help="time to spend on each model (default 20)")
+    opacus.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     utility = commands.add_parser("utility", help="the papers' tables on real data, and what beats them (hours)")
     utility.add_argument("--suite", choices=("papers", "frontier", "all"), default="papers")
     utility.add_argument("--only", help="part of the name of a table or row")
@@ -44,6 +55,14 @@ def main() -> None:
         from benchmarks.speed import main as measure
 
         measure(options.out, options.only, options.others, options.seconds)
+    if options.command == "memory":
+        from benchmarks.memory import main as weigh
+
+        weigh(options.out, options.only, options.others, options.resume)
+    if options.command == "opacus":
+        from benchmarks.opacus_speed import main as compare_opacus
+
+        compare_opacus(options.out, options.only, options.seconds)
     for name in ("seeds", "jobs", "together", "canaries", "runs"):
         if getattr(options, name, 1) < 1:
             parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")

@@ -82,6 +82,11 @@ def headline(results: Path) -> str:
         ratios = [run["ratio"]["ghost"] for run in speed_runs["runs"]]
         said = f"{min(ratios):.2f} to {max(ratios):.2f} times its time, over {len(ratios)} model families"
         lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
+    memory_runs = _load(results, "memory")
+    if memory_runs:
+        found = [run["ratio"]["ghost"] for run in memory_runs["runs"] if "ghost" in run["ratio"]]
+        said = f"{min(found):.2f} to {max(found):.2f} times its peak, over {len(found)} model families"
+        lines.append(["memory of a clipped gradient", said, "`python -m benchmarks memory`"])
     if _load(results, "audit"):
         lines.append(["attacks on the claimed epsilon", _attacks(results), "`python -m benchmarks audit`"])
     return _table(["measured", "result", "again"], lines)
@@ -157,13 +162,30 @@ def speed(results: Path) -> str:
     content = _load(results, "speed")
     if content is None:
         return "No timings are recorded yet: `python -m benchmarks speed` measures them on your machine."
-    columns = ["ghost", "ghost, diagonal", "vmap"]
-    rows = [[run["family"], *(f"{run['ratio'][c]:.2f}" for c in columns)] for run in content["runs"]]
+    wanted = ["ghost", "ghost, diagonal", "vmap", "optax contrib", "jax_privacy"]
+    columns = [c for c in wanted if any(c in run["ratio"] for run in content["runs"])]
+    return _ratios(content, columns)
+
+
+def _ratios(content: dict[str, Any], columns: Sequence[str]) -> str:
+    """Ratios to the ordinary gradient, a line for each family, and where they were measured."""
+    rows = [
+        [run["family"], *(f"{run['ratio'][c]:.2f}" if c in run["ratio"] else "" for c in columns)]
+        for run in content["runs"]
+    ]
     device = content["environment"]
     head = ["family", *columns]
     return f"On {device['device']}, {device['cores']} cores.\n\n" + _table(
         head, rows, ["---", *["---:"] * len(columns)]
     )
+
+
+def memory(results: Path) -> str:
+    """Peak memory of a clipped gradient over that of the ordinary one; a sentence where nothing is recorded."""
+    content = _load(results, "memory")
+    if content is None:
+        return "No memory is recorded yet: `python -m benchmarks memory` measures it on your machine."
+    return _ratios(content, ["ghost", "ghost, diagonal", "vmap"])
 
 
 SECTIONS = {
@@ -172,6 +194,7 @@ SECTIONS = {
     "papers": papers,
     "frontier": frontier,
     "speed": speed,
+    "memory": memory,
 }
 
 

@@ -1,4 +1,4 @@
-"""The plots of the utility benchmarks: small, readable in black and white, from the rows of the tables alone."""
+"""The plots of the benchmarks: small, readable in black and white, from the rows of the tables alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,6 +68,28 @@ def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
         axes.legend(fontsize=7)
         paths.append(_save(figure, out / f"{stem('frontier', title)}.svg"))
     return paths
+
+
+def ratios(rows: Sequence[dict[str, Any]], xlabel: str, path: Path) -> Path:
+    """Bars on a logarithmic axis, a group for each row's ``name``; a line marks 1. A missing ratio leaves a gap."""
+    labels = list(dict.fromkeys(label for r in rows for label in r["ratios"]))
+    figure, axes = plt.subplots(figsize=(7, (0.16 * len(labels) + 0.15) * len(rows) + 1))
+    height = 0.8 / len(labels)
+    hatches = ["", "//", "..", "xx", "\\\\", "--", "oo", "++"]
+    for i, label in enumerate(labels):
+        points = [(j + i * height, r["ratios"].get(label)) for j, r in enumerate(rows)]
+        points = [(y, x) for y, x in points if x]
+        y, x = zip(*points, strict=True) if points else ((), ())
+        # From 1 on, so that the length is how many times more, or less, than 1.
+        axes.barh(y, [v - 1 for v in x], height, left=1, color=f"C{i}", hatch=hatches[i % len(hatches)], label=label)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_yticks([j + 0.4 - height / 2 for j in range(len(rows))], [r["name"] for r in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(xlabel)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    return _save(figure, path)
 
 
 DRAW = {"papers": papers, "frontier": frontier}

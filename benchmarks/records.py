@@ -3,23 +3,27 @@
 import json
 import os
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-
 PACKAGES = ("dpopt", "jax", "jaxlib", "optax", "flax", "dp-accounting", "numpy")
+ROOT = Path(__file__).parent.parent  # where `python -m benchmarks` runs
 LOCAL = Path(__file__).parent / "results" / "local"  # not committed
 
 
-def environment() -> dict[str, Any]:
-    """Versions and device of this process."""
-    device = jax.devices()[0]
+def environment(packages: Sequence[str] = PACKAGES, device: str | None = None) -> dict[str, Any]:
+    """Versions and device of this process: the one that JAX uses, unless another is named."""
+    if device is None:
+        import jax  # here, since a comparison with torch runs without it
+
+        first = jax.devices()[0]
+        device = f"{first.platform}: {first.device_kind}"
     return {
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "versions": {name: metadata.version(name) for name in packages},
         "python": platform.python_version(),
-        "device": f"{device.platform}: {device.device_kind}",
+        "device": device,
         "cores": os.cpu_count(),
     }
 

@@ -1,5 +1,6 @@
 """RESULTS.md: what was measured, in tables, plots and words, from the JSON that the other commands leave."""
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,15 @@ from rich.console import Console
 from benchmarks import figures, plots, records, summaries
 
 SUITES = ("papers", "frontier")
+# Measurements of cost, each written by the module of that name, or by another.
+MEASURED = {
+    "speed": "Speed",
+    "memory": "Memory",
+    "opacus": "Opacus",
+    "scaling": "Scaling",
+    "scaling-devices": "Devices (simulated on one processor)",
+}
+MODULE = {"opacus": "benchmarks.opacus_speed", "scaling-devices": "benchmarks.scaling"}
 
 HEAD = """# Results
 
@@ -136,14 +146,15 @@ def write(tables: Path, to: Path) -> Path:
             stem = plots.stem(suite, title)
             if stem in drawn:
                 parts.append(f"\n![{title}](results/{stem}.svg)\n")
-    for name, heading in (("scaling", "Scaling"), ("scaling-devices", "Devices (simulated on one processor)")):
+    for name, heading in MEASURED.items():
         source = next((p for p in (tables / f"{name}.json", results / f"{name}.json") if p.exists()), None)
         if source is not None:
-            from benchmarks.scaling import markdown as scaling_markdown
-
             content = json.loads(source.read_text())
             records.write_json(results / source.name, content)
-            parts.append(f"\n## {heading}\n\n{scaling_markdown(content)}\n")
+            module = importlib.import_module(MODULE.get(name, f"benchmarks.{name}"))
+            parts.append(f"\n## {heading}\n\n{module.markdown(content)}\n")
+            if hasattr(module, "plot"):
+                parts.append(f"\n![{heading}](results/{module.plot(content['runs'], results).name})\n")
     path = to / "RESULTS.md"
     path.write_text("".join(parts))
     return path

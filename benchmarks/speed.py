@@ -1,7 +1,8 @@
 """What a clipped gradient costs, in units of the ordinary mean gradient of the same model in the same process."""
 
 import json
-import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,54 +17,10 @@ from rich.progress import track
 from rich.table import Table
 
 import dpopt
-from benchmarks import records
+from benchmarks import gradients, opacus_speed, plots, records, timing
 from benchmarks.families import FAMILIES, Family
 
-KEY = jax.random.key(0)
-
-
-def clipped(family: Family, engine: str, diagonal: Any, l2_clip_norm: float) -> Callable:
-    """The clipped sum by one of dpopt's engines, as a function of parameters and batch."""
-
-    def run(params, batch):
-        grads = dpopt.per_example_grads(family.loss_fn, engine=engine)(params, batch)
-        if diagonal is not None:
-            grads = grads.scale(diagonal)
-        return grads.clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum
-
-    return jax.jit(run)
-
-
-def ordinary(family: Family) -> Callable:
-    """The mean gradient that training without privacy computes."""
-
-    def mean_loss(params, batch):
-        return jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
-
-    return jax.jit(jax.grad(mean_loss))
-
-
-def jax_privacy_clipped(family: Family, l2_clip_norm: float, microbatch_size: int | None) -> Callable:
-    """jax_privacy's clipped gradient."""
-    from jax_privacy import clipping
-
-    fn = clipping.clipped_grad(
-        family.loss_fn, l2_clip_norm=l2_clip_norm, keep_batch_dim=False, microbatch_size=microbatch_size
-    )
-    return jax.jit(lambda params, batch: fn(params, batch))
-
-
-def optax_contrib(family: Family, l2_clip_norm: float) -> Callable:
-    """Optax's differentially private aggregation, noise 0, fed by ``vmap(grad)``: it returns the mean."""
-    batch_size = len(jax.tree.leaves(family.batch)[0])
-    aggregate = optax.contrib.differentially_private_aggregate(l2_clip_norm, 0.0, KEY)
-
-    def run(params, batch):
-        grads = jax.vmap(jax.grad(family.loss_fn), (None, 0))(params, batch)
-        mean, _ = aggregate.update(grads, aggregate.init(params), params)
-        return jax.tree.map(lambda x: x * batch_size, mean)
-
-    return jax.jit(run)
+REST = ("noise", "update (Adam)")  # of a step; no ways to a gradient
 
 
 def relative_error(a: Any, b: Any) -> float:
@@ -73,21 +30,12 @@ def relative_error(a: Any, b: Any) -> float:
 
 
 def interleaved(functions: dict[str, Callable], args: tuple, budget_s: float) -> dict[str, float]:
-    """Median seconds of each function. They take turns, so that a busy moment of the machine hits all alike.
+    """Median seconds of each function."""
+    return timing.interleaved({n: _call(f, args) for n, f in functions.items()}, budget_s)
 
-    Each is called once untimed before every timed call: giving back what the one before it held is not its own cost.
-    """
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    started = time.perf_counter()
-    while min(map(len, times.values())) < 5 or (
-        time.perf_counter() - started < budget_s and min(map(len, times.values())) < 50
-    ):
-        for name, fn in functions.items():
-            jax.block_until_ready(fn(*args))
-            t = time.perf_counter()
-            jax.block_until_ready(fn(*args))
-            times[name].append(time.perf_counter() - t)
-    return {name: statistics.median(ts) for name, ts in times.items()}
+
+def _call(fn: Callable, args: tuple) -> timing.Call:
+    return lambda: jax.block_until_ready(fn(*args))
 
 
 def compiled(fn: Callable, args: tuple) -> tuple[float, int]:
@@ -97,62 +45,92 @@ def compiled(fn: Callable, args: tuple) -> tuple[float, int]:
     return time.perf_counter() - t, program.memory_analysis().temp_size_in_bytes
 
 
+class Checked:
+    """The ways to one family's gradient, each compiled, called and compared before it may be timed."""
+
+    def __init__(self, family: str, args: tuple, vmap: dict[str, Callable], again: Any):
+        """The others are compared with ``vmap``; ``again`` is the first one's result, computed in another way."""
+        self._family, self._args = family, args
+        self.compile_s: dict[str, float] = {}
+        self.scratch: dict[str, int] = {}
+        self.errors: dict[str, float] = {}
+        self.once: dict[str, float] = {}  # seconds of one call
+        for name, fn in vmap.items():
+            self.compile_s[name], self.scratch[name] = compiled(fn, args)
+        self._plain, self._scaled = (fn(*args) for fn in vmap.values())
+        # Exactness is tested in float64. In float32 a deep network's gradient differs between programs that do the
+        # same, as the vmap engine whole and in microbatches; others may differ twice as much as those.
+        self.rounding = relative_error(again, self._plain)
+
+    def add(self, name: str, fn: Callable) -> Callable:
+        if name not in self.compile_s:
+            self.compile_s[name], self.scratch[name] = compiled(fn, self._args)
+        if name not in ("ordinary", "vmap"):
+            expected = self._scaled if name.endswith(", diagonal") else self._plain
+            error = relative_error(fn(*self._args), expected)
+            if not error < max(1e-4, 2 * self.rounding):
+                raise AssertionError(f"{self._family}: results differ from the vmap engine: {name} by {error:.2g}")
+            self.errors[name] = error
+        else:
+            jax.block_until_ready(fn(*self._args))
+        self.once[name] = timing.seconds_of(_call(fn, self._args))
+        return fn
+
+
 def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
     """Times one family: ordinary gradient, dpopt's engines with and without a diagonal, and other libraries."""
     family = FAMILIES[name]()
-    args = (family.params, family.batch)
-    rng = np.random.default_rng(0)
-    diagonal = jax.tree.map(lambda p: jnp.asarray(rng.uniform(0.5, 2.0, p.shape), jnp.float32), family.params)
-    norms = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=8)(*args)
+    args = (family.params, family.batch, gradients.diagonal(family))
+    norms = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=8)(family.params, family.batch)
     norms.clipped_sum(dpopt.FlatClip(1.0))
     clip = float(np.median(norms.sensitive.norms))  # so that the clip bites for half of the examples
 
-    functions: dict[str, Callable] = {
-        "ordinary": ordinary(family),
-        "ghost": clipped(family, "ghost", None, clip),
-        "ghost, diagonal": clipped(family, "ghost", diagonal, clip),
-        "auto": clipped(family, "auto", None, clip),
-        "vmap": clipped(family, "vmap", None, clip),
-    }
+    ways = {n: gradients.by_name(family, n, clip) for n in (*gradients.LIGHT, "vmap", "vmap, diagonal")}
+    vmap = {n: ways[n] for n in ("vmap", "vmap, diagonal")}
+    checked = Checked(name, args, vmap, norms.clipped_sum(dpopt.FlatClip(clip)).sum)
+    light = {n: checked.add(n, ways[n]) for n in gradients.LIGHT}
+    heavy = {n: checked.add(n, vmap[n]) for n in (vmap if others else ["vmap"])}
+    found: dict[str, Any] = {}
     if others:
-        functions["optax contrib"] = optax_contrib(family, clip)
-        batch_size = len(jax.tree.leaves(family.batch)[0])
-        for m in (1, 8, None):
-            functions[f"jax_privacy m={m or batch_size}"] = jax_privacy_clipped(family, clip, m)
-    compile_s, scratch = {}, {}
-    for label, fn in functions.items():
-        compile_s[label], scratch[label] = compiled(fn, args)
-    expected = functions["vmap"](*args)
-    errors = {n: relative_error(f(*args), expected) for n, f in functions.items() if n not in ("ordinary", "vmap")}
-    scaled = clipped(family, "vmap", diagonal, clip)(*args)
-    errors["ghost, diagonal"] = relative_error(functions["ghost, diagonal"](*args), scaled)
-    # Exactness is tested in float64. In float32 a deep network's gradient differs between programs that do the same, as
-    # the vmap engine whole and in microbatches; others may differ twice as much as those.
-    rounding = relative_error(norms.clipped_sum(dpopt.FlatClip(clip)).sum, expected)
-    bound = max(1e-4, 2 * rounding)
-    wrong = {n: e for n, e in errors.items() if not e < bound}
-    if wrong:
-        raise AssertionError(f"{name}: results differ from the vmap engine: {wrong}")
-    # Apart from those that hold every gradient: after one of them, memory that was given back is slow to get again.
-    light = {n: f for n, f in functions.items() if n == "ordinary" or n.startswith(("ghost", "auto"))}
+        rivals, found["jax_privacy_microbatch"] = _others(family, clip, checked)
+        heavy |= rivals
+    # Apart: after one of those that hold every gradient, memory that was given back is slow to get again.
     seconds = interleaved(light, args, budget_s)
-    seconds |= interleaved({n: f for n, f in functions.items() if n not in light}, args, budget_s)
+    seconds |= timing.with_few_slow({n: _call(f, args) for n, f in heavy.items()}, checked.once, budget_s / 2)
     seconds |= noise_and_update(family)
     return {
         "family": name,
         "parameters": sum(p.size for p in jax.tree.leaves(family.params)),
         "seconds": seconds,
         "ratio": {n: s / seconds["ordinary"] for n, s in seconds.items()},
-        "compile_seconds": compile_s,
-        "scratch_bytes": scratch,
-        "largest_relative_error": errors,
-        "rounding": rounding,
+        "compile_seconds": checked.compile_s,
+        "scratch_bytes": checked.scratch,
+        "largest_relative_error": checked.errors,
+        "rounding": checked.rounding,
+        **found,
     }
+
+
+def _others(family: Family, clip: float, checked: Checked) -> tuple[dict[str, Callable], dict[str, Any]]:
+    """Optax's and jax_privacy's, plain and scaled; jax_privacy's at the microbatch size whose one call is fastest."""
+
+    def add(name: str) -> Callable:
+        return checked.add(name, gradients.by_name(family, name, clip))
+
+    found = {name: add(name) for name in ("optax contrib", "optax contrib, diagonal")}
+    tried = {
+        m: (add(f"jax_privacy m={m}"), checked.once[f"jax_privacy m={m}"]) for m in gradients.microbatch_sizes(family)
+    }
+    best = min(tried, key=lambda m: tried[m][1])
+    found["jax_privacy"], checked.once["jax_privacy"] = tried[best]
+    name = "jax_privacy, diagonal"
+    found[name] = checked.add(name, gradients.by_name(family, f"jax_privacy m={best}, diagonal", clip))
+    return found, {"best": best, "seconds_of_one_call": {str(m): s for m, (_, s) in tried.items()}}
 
 
 def noise_and_update(family: Family) -> dict[str, float]:
     """The rest of a private step, apart: the noise draw, and Adam's update."""
-    noise, adam = dpopt.add_gaussian_noise(1.0, KEY), optax.adam(1e-3)
+    noise, adam = dpopt.add_gaussian_noise(1.0, gradients.KEY), optax.adam(1e-3)
     noise_state, adam_state = noise.init(family.params), adam.init(family.params)
     return interleaved(
         {
@@ -164,23 +142,53 @@ def noise_and_update(family: Family) -> dict[str, float]:
     )
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Ratios to the ordinary gradient."""
-    labels = ["ordinary", "ghost", "ghost, diagonal", "auto", "vmap"]
-    extra = [n for n in rows[0]["ratio"] if n not in labels and n not in ("noise", "update (Adam)")]
-    view = Table(title="Clipped gradient: time over the ordinary mean gradient's")
-    view.add_column("family")
-    for label in [*labels, *extra, "noise", "update (Adam)"]:
-        view.add_column("ordinary (ms)" if label == "ordinary" else label, justify="right")
-    for r in rows:
-        cells = [f"{1e3 * r['seconds']['ordinary']:.1f}"]
-        cells += [f"{r['ratio'][n]:.2f}" if n in r["ratio"] else "" for n in [*labels[1:], *extra]]
-        view.add_row(r["family"], *cells, f"{r['ratio']['noise']:.2f}", f"{r['ratio']['update (Adam)']:.2f}")
-    return view
+def labels(rows: list[dict[str, Any]]) -> list[str]:
+    """The ways to a gradient that any of the families was timed with, but for the ordinary one."""
+    found = dict.fromkeys(label for r in rows for label in r["ratio"])
+    return [label for label in found if label not in ("ordinary", *REST)]
+
+
+def cells(row: dict[str, Any], columns: list[str]) -> list[str]:
+    """One family's ratios; jax_privacy's says at which microbatch size it was best."""
+    said = {label: f"{ratio:.2f}" for label, ratio in row["ratio"].items()}
+    if "jax_privacy_microbatch" in row:
+        said["jax_privacy"] += f" (m={row['jax_privacy_microbatch']['best']})"
+    return [said.get(label, "") for label in columns]
+
+
+def tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Ratios to the ordinary gradient: dpopt's, and those of other libraries where they were timed."""
+    foreign = [label for label in labels(rows) if label.startswith(("optax", "jax_privacy"))]
+    views = []
+    for columns in ([*(label for label in labels(rows) if label not in foreign), *REST], foreign):
+        view = Table(title="Clipped gradient: time over the ordinary mean gradient's")
+        view.add_column("family")
+        for label in ["ordinary (ms)", *columns]:
+            view.add_column(label, justify="right")
+        for r in rows:
+            view.add_row(r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *cells(r, columns))
+        views.append(view)
+    return views if foreign else views[:1]
+
+
+def plot(rows: list[dict[str, Any]], out: Path) -> Path:
+    """The ratios as bars."""
+    shown = [{"name": r["family"], "ratios": {n: r["ratio"].get(n) for n in labels(rows)}} for r in rows]
+    return plots.ratios(shown, "time over the ordinary mean gradient's", out / "speed.svg")
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The table for RESULTS.md."""
+    rows, device = content["runs"], content["environment"]
+    columns = [*labels(rows), *REST]
+    body = [[r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *cells(r, columns)] for r in rows]
+    lines = [["family", "ordinary (ms)", *columns], ["---"] + ["---:"] * (len(columns) + 1), *body]
+    tables = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's.\n\n{tables}"
 
 
 def main(out: Path, only: str | None, others: bool, budget_s: float) -> None:
-    """Measures every family (or those whose name contains ``only``) and writes ``speed.json``."""
+    """Measures every family (or those whose name contains ``only``) and writes ``speed.json`` and its plot."""
     console = Console()
     names = [n for n in FAMILIES if only is None or only.lower() in n.lower()]
     if not names:
@@ -192,5 +200,18 @@ def main(out: Path, only: str | None, others: bool, budget_s: float) -> None:
     for name in track(names, "measuring", console=console):
         found[name] = measure(name, others=others, budget_s=budget_s)
         records.write_json(path, {"environment": environment, "runs": [found[n] for n in FAMILIES if n in found]})
-    console.print(table([found[n] for n in FAMILIES if n in found]))
-    console.print(f"Wrote {path}.")
+    rows = [found[n] for n in FAMILIES if n in found]
+    for view in tables(rows):
+        console.print(view)
+    console.print(f"Wrote {path} and {plot(rows, out)}.")
+    if others:
+        with_opacus(out, only, budget_s)
+
+
+def with_opacus(out: Path, only: str | None, budget_s: float) -> None:
+    """Opacus, in a process of its own: torch's threads and JAX's would be in each other's way."""
+    if not opacus_speed.installed():
+        print(f"Not compared with Opacus: {opacus_speed.MISSING}")
+        return
+    command = [sys.executable, "-m", "benchmarks", "opacus", "--seconds", str(budget_s), "--out", str(out.absolute())]
+    subprocess.run([*command, *(["--only", only] if only else [])], cwd=records.ROOT, check=False)

@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from benchmarks import data, records, speed
+from benchmarks import data, gradients, records, speed
 from benchmarks.families import Family
 
 ROOT = Path(__file__).parent.parent
@@ -85,13 +85,14 @@ def test_speed_checks_results_before_timing(monkeypatch):
     monkeypatch.setitem(speed.FAMILIES, "tiny", lambda: family)
     row = speed.measure("tiny", others=False, budget_s=0.01)
     assert row["ratio"]["ordinary"] == 1.0 and all(math.isfinite(r) for r in row["ratio"].values())
-    assert speed.table([row]).row_count == 1
+    (view,) = speed.tables([row])
+    assert view.row_count == 1
 
-    right = speed.clipped
+    right = gradients.clipped
 
-    def wrong(family, engine, diagonal, clip):
-        return right(family, engine, diagonal, clip if engine == "vmap" else 1.01 * clip)
+    def wrong(family, engine, scaled, clip):
+        return right(family, engine, scaled, clip if engine == "vmap" else 1.01 * clip)
 
-    monkeypatch.setattr(speed, "clipped", wrong)
+    monkeypatch.setattr(gradients, "clipped", wrong)
     with pytest.raises(AssertionError, match="differ from the vmap engine"):
         speed.measure("tiny", others=False, budget_s=0.01)
