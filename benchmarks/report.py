@@ -144,6 +144,13 @@ def write(tables: Path, to: Path) -> Path:
             content = json.loads(source.read_text())
             records.write_json(results / source.name, content)
             parts.append(f"\n## {heading}\n\n{scaling_markdown(content)}\n")
+    source = next((p for p in (tables / "imdb-speed.json", results / "imdb-speed.json") if p.exists()), None)
+    if source is not None:
+        from benchmarks.imdb_speed import markdown as imdb_markdown
+
+        content = json.loads(source.read_text())
+        records.write_json(results / source.name, content)
+        parts.append(f"\n## A full private run on IMDB\n\n{imdb_markdown(content)}\n")
     path = to / "RESULTS.md"
     path.write_text("".join(parts))
     return path

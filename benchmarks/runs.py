@@ -144,6 +144,7 @@ class Program:
         self._step = jax.jit(self._scan_seeds, donate_argnums=0)
         # An argument of the program: as a constant of it, XLA would compute with it while compiling.
         self._whole = task.all_examples() if self.is_whole else None
+        self.trained: Any = None  # parameters at the end of the last `train`, a row a seed
         self._score_one = jax.jit(task.score)
         self._scoring_seconds = 0.0
 
@@ -242,6 +243,7 @@ class Program:
             advance((stop - start) * len(seeds))
         seconds = time.perf_counter() - began - (self.compile_seconds + self._scoring_seconds - apart)
         timing = {"seconds": seconds, "seeds_together": len(seeds), "sampling_seconds": sampling_seconds}
+        self.trained = carry[0]
         last = self._score(carry[0])
         return [
             self._common(s)

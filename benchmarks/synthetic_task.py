@@ -57,7 +57,7 @@ class SyntheticTags(Classifier):
         self,
         where: Path | None = None,
         *,
-        num_examples: int = 10_000,
+        num_examples: int = 50_000,
         frequency: Any = None,
         power: float = 0.5,
         floor: float = 1e-2,
