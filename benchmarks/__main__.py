@@ -17,9 +17,7 @@ def main() -> None:
     speed.add_argument("--others", action="store_true", help="also time optax.contrib and jax_privacy, if installed")
     speed.add_argument("--seconds", type=float, default=20.0, help="time to spend on each family (default 20)")
     speed.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
-    imdb = commands.add_parser(
-        "imdb-speed", help="a full private run on IMDB, and by other engines beside it (minutes)"
-    )
+    imdb = commands.add_parser("imdb-speed", help="a full private run on IMDB, and other engines beside it (minutes)")
     imdb.add_argument("--steps", type=int, default=39_000, help="of the closed form (default 39000: 100 epochs)")
     imdb.add_argument("--engine-steps", type=int, default=2_000, help="of dpopt's engines (default 2000, scaled up)")
     imdb.add_argument("--checked-steps", type=int, default=200, help="after which all must agree (default 200)")

@@ -45,7 +45,7 @@ def check(steps: int, where: Path | None) -> dict[str, float]:
 
 
 def timed(engine: str, steps: int, where: Path | None) -> dict[str, Any]:
-    """One run, after compilation; ``full_run_seconds`` is scaled up where fewer steps were taken than a full run has."""
+    """One run, after compilation; ``full_run_seconds`` is scaled up where fewer steps were taken than a full run."""
     (record,) = runs.Program(setting(engine, steps), where=where).train([0])
     per_step = record["seconds"] / steps
     return {
