@@ -109,7 +109,7 @@ def test_tags_are_synthetic_sparse_and_paid_for():
     assert task.release == dp_accounting.GaussianDpEvent(3.0) and task.taken_for_free == ()
     one, other = (task.side_information(seed)["Dense_0"]["kernel"] for seed in (0, 1))
     assert one.shape == (10_000, 1) and (one != other).any()
-    columns, values = task._train[0]
+    _, values = task._train[0]
     unit = (values > 0) / np.sqrt(np.maximum((values > 0).sum(1, keepdims=True), 1))
     assert np.linalg.norm(unit, axis=1).max() <= 1 + 1e-6  # what the release's noise is for
     public = synthetic_task.SyntheticTags(num_examples=200, public_share=0.5, frequency="public")
@@ -152,7 +152,7 @@ def test_the_state_of_micro_adam_grows_with_density_and_memory():
         size[s.label] = runs.methods.state_bytes(built, params) / 10_001
     assert size["density 0.001, 10 rows"] < size["density 0.01, 10 rows"] < 1.5 < size["density 0.1, 10 rows"]
     assert size["density 0.01, 5 rows"] < size["density 0.01, 10 rows"] < size["density 0.01, 20 rows"]
-    assert 8 <= size["DP-Adam"] < size["density 0.1, 10 rows"]
+    assert size["density 0.1, 10 rows"] < 8 <= size["DP-Adam"]  # two numbers of every coordinate
 
 
 @pytest.fixture

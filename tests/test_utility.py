@@ -140,7 +140,7 @@ def test_factorization_agrees_with_the_engine(biases):
 def test_packed_batches_hold_the_rows_that_were_drawn():
     dense, rows, labels, params = logistic_problem()
     task = object.__new__(text_task.Imdb)
-    task._rows, task._labels, task._one = rows, jnp.asarray(labels), 1.0
+    task._rows, task._labels, task._one, task._engine = rows, jnp.asarray(labels), 1.0, None
     drawn = [np.array([2, 7], np.int32), np.array([], np.int32), np.array([3, 0, 8], np.int32)]
     packed = task.pack(drawn, task.sizes(drawn))
     for t, own in enumerate(drawn):
@@ -270,7 +270,8 @@ def row(label, mean, published, std=0.001, **more):
         "label": label, "mean": mean, "std": std, "published": published,
         "metric": "accuracy", "higher_is_better": True,
         "epsilon": {"pld": 2.8, "rdp": 3.0}, "delta": 1e-5, "noise_multiplier": 1.0, "seeds": [0, 1], "seconds": 12.3,
-        "state_bytes": 800, "parameters": 100, "not_covered_by_epsilon": ["vocabulary"], "table": "A table", "scores": [mean, mean],
+        "not_covered_by_epsilon": ["vocabulary"], "table": "A table", "scores": [mean, mean],
+        "state_bytes": 800, "parameters": 100,
         "environment": {"device": "cpu: cpu", "cores": 2, "versions": {"jax": "0"}},
     } | more  # fmt: skip
 
