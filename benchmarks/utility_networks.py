@@ -13,8 +13,11 @@ def imdb_lstm() -> list[Row]:
     What differs from the paper: 300 steps of 256 reviews instead of the paper's longer run of steps of 64, each review
     clipped instead of means of four, and, so that so short a run gets the paper's epsilon of 2.8 at its delta of
     1 / 25,000, the noise multiplier that this takes (about 0.7) instead of 1. The paper does not say how many words of
-    a review it reads. Clip norm 1; rates, with a linear decay to 0, were chosen by single runs on held-out training
-    reviews, at most three a method.
+    a review it reads.
+
+    Clip norm 1, rates with a linear decay to 0. Only two were tried, once each, on held-out training reviews: DP-SGD's 4
+    (accuracy 0.61), and 1 for AdaDPS (0.55), too low. AdaDPS therefore has DP-SGD's, under which as much noise reaches
+    every parameter, and the Adam kind has what that is in units of the noise's deviation, 0.003.
     """
     table = "AdaDPS, IMDB-LSTM (3 epochs, 64 words)"
 
@@ -34,10 +37,10 @@ def imdb_lstm() -> list[Row]:
 
     return [
         Row(table, run("DP-SGD", "DP-SGD", learning_rate=4.0), 0.70),
-        Row(table, run("DP-Adam", "DP-Adam", learning_rate=0.02), 0.69),
-        Row(table, run("DP-RMSProp", "DP-RMSProp", learning_rate=0.02, eps=1e-3), 0.69),
-        Row(table, run("AdaDPS (RMSProp), 1% public", "AdaDPS", learning_rate=1.0, eps=1e-3), 0.73),
-        Row(table, run("AdaDPS (Adam), 1% public", "AdaDPS", learning_rate=1.0, eps=1e-3, rule="adam"), 0.73),
+        Row(table, run("DP-Adam", "DP-Adam", learning_rate=0.01), 0.69),
+        Row(table, run("DP-RMSProp", "DP-RMSProp", learning_rate=0.015, eps=1e-3), 0.69),
+        Row(table, run("AdaDPS (RMSProp), 1% public", "AdaDPS", learning_rate=4.0, eps=1e-3), 0.73),
+        Row(table, run("AdaDPS (Adam), 1% public", "AdaDPS", learning_rate=4.0, eps=1e-3, rule="adam"), 0.73),
     ]
 
 
@@ -93,14 +96,15 @@ def _mnist(label: str, method: str, clip: float, **options: Any) -> Setting:
 def adam_bc_mnist() -> list[Row]:
     """DP-AdamBC against DP-Adam on images (the paper: CIFAR-10), under the epsilon of AdaDPS's MNIST table.
 
-    Rates were chosen by single runs on held-out training digits, at most three a method.
+    Rates are not tuned: DP-SGD's and DP-Adam's are those of that table, and DP-AdamBC's make a step where noise rules as
+    long as DP-Adam's, a rate of 0.13 to 0.3 on the gradient. Gamma 1e-5 is about the deviation of the corrected square.
     """
     table = "DP-AdamBC, MNIST"
     settings = [
         _mnist("DP-SGD", "DP-SGD", 1.0, learning_rate=0.5),
         _mnist("DP-Adam", "DP-Adam", 1.0, learning_rate=2e-3),
-        _mnist("DP-AdamBC, gamma 1e-05", "DP-AdamBC", 1.0, learning_rate=1e-3, gamma=1e-5),
-        _mnist("DP-AdamBC, gamma 1e-06", "DP-AdamBC", 1.0, learning_rate=1e-3, gamma=1e-6),
+        _mnist("DP-AdamBC, gamma 1e-05", "DP-AdamBC", 1.0, learning_rate=5e-4, gamma=1e-5),
+        _mnist("DP-AdamBC, gamma 1e-06", "DP-AdamBC", 1.0, learning_rate=2e-4, gamma=1e-6),
         _mnist("scale-then-privatise", "scale-then-privatise", 1.0, learning_rate=2e-3),
         _mnist("DP-MicroAdam", "DP-MicroAdam", 1.0, learning_rate=1e-3),
     ]
