@@ -15,9 +15,9 @@ def imdb_lstm() -> list[Row]:
     1 / 25,000, the noise multiplier that this takes (about 0.7) instead of 1. The paper does not say how many words of
     a review it reads.
 
-    Clip norm 1, rates with a linear decay to 0. Only two were tried, once each, on held-out training reviews: DP-SGD's 4
-    (accuracy 0.61), and 1 for AdaDPS (0.55), too low. AdaDPS therefore has DP-SGD's, under which as much noise reaches
-    every parameter, and the Adam kind has what that is in units of the noise's deviation, 0.003.
+    Clip norm 1, rates with a linear decay to 0. Only two were tried, once each, on held-out training reviews: 4 for
+    DP-SGD (accuracy 0.61) and 1 for AdaDPS (0.55), too low. AdaDPS therefore has DP-SGD's, under which as much noise
+    reaches every parameter, and the Adam kind has what that is in units of the noise's deviation, 0.003.
     """
     table = "AdaDPS, IMDB-LSTM (3 epochs, 64 words)"
 
@@ -96,8 +96,9 @@ def _mnist(label: str, method: str, clip: float, **options: Any) -> Setting:
 def adam_bc_mnist() -> list[Row]:
     """DP-AdamBC against DP-Adam on images (the paper: CIFAR-10), under the epsilon of AdaDPS's MNIST table.
 
-    Rates are not tuned: DP-SGD's and DP-Adam's are those of that table, and DP-AdamBC's make a step where noise rules as
-    long as DP-Adam's, a rate of 0.13 to 0.3 on the gradient. Gamma 1e-5 is about the deviation of the corrected square.
+    Rates are not tuned: DP-SGD's and DP-Adam's are those of that table, and DP-AdamBC's make a step where noise rules
+    about as long as DP-Adam's, a rate of 0.13 to 0.2 on the gradient. Gamma 1e-5 is about the deviation of the square
+    that is corrected.
     """
     table = "DP-AdamBC, MNIST"
     settings = [

@@ -43,8 +43,8 @@ def tags() -> list[Row]:
     release of noisy counts that epsilon covers.
 
     Rates were chosen on held-out training posts by single runs of half as many steps: of three for DP-SGD (200 to
-    2,000), DP-Adam (0.3 to 1) and DP-AdamBC, of three for AdaDPS (30 to 200). DP-MicroAdam's was tried once; DP2's first
-    phase has DP-SGD's rate and its second was not tuned.
+    2,000), DP-Adam (0.3 to 1), DP-AdamBC (0.05 to 0.2) and AdaDPS (30 to 200). DP-MicroAdam's was tried once; DP2's
+    first phase has DP-SGD's rate and its second was not tried.
     """
 
     def run(label: str, method: str, clip: float, task_options: dict[str, Any] | None = None, **options: Any):
