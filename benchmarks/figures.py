@@ -82,6 +82,14 @@ def headline(results: Path) -> str:
         ratios = [run["ratio"]["ghost"] for run in speed_runs["runs"]]
         said = f"{min(ratios):.2f} to {max(ratios):.2f} times its time, over {len(ratios)} model families"
         lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
+    imdb = _load(results, "imdb-speed")
+    if imdb:
+        said = "; ".join(
+            f"{run['engine']} {run['full_run_seconds']:.0f} s" + (" (scaled up)" if run["is_scaled"] else "")
+            for run in imdb["runs"]
+        )
+        what = f"DP-SGD on IMDB, {imdb['runs'][0]['full_run_steps']:,} steps, by engine"
+        lines.append([what, said, "`python -m benchmarks imdb-speed`"])
     if _load(results, "audit"):
         lines.append(["attacks on the claimed epsilon", _attacks(results), "`python -m benchmarks audit`"])
     return _table(["measured", "result", "again"], lines)
