@@ -28,6 +28,12 @@ def main() -> None:
     opacus.add_argument("--only", help="part of a model's name")
     opacus.add_argument("--seconds", type=float, default=20.0, help="time to spend on each model (default 20)")
     opacus.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
+    imdb = commands.add_parser("imdb-speed", help="a full private run on IMDB, and other engines beside it (minutes)")
+    imdb.add_argument("--steps", type=int, default=39_000, help="of the closed form (default 39000: 100 epochs)")
+    imdb.add_argument("--engine-steps", type=int, default=2_000, help="of dpopt's engines (default 2000, scaled up)")
+    imdb.add_argument("--checked-steps", type=int, default=200, help="after which all must agree (default 200)")
+    imdb.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
+    imdb.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     utility = commands.add_parser("utility", help="the papers' tables on real data, and what beats them (hours)")
     utility.add_argument("--suite", choices=("papers", "frontier", "all"), default="papers")
     utility.add_argument("--only", help="part of the name of a table or row")
@@ -63,15 +69,19 @@ def main() -> None:
         from benchmarks.opacus_speed import main as compare_opacus
 
         compare_opacus(options.out, options.only, options.seconds)
-    for name in ("seeds", "jobs", "together", "canaries", "runs"):
+    for name in ("seeds", "jobs", "together", "canaries", "runs", "steps", "engine_steps", "checked_steps"):
         if getattr(options, name, 1) < 1:
-            parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
-    if options.command == "utility":
+            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
+    if options.command in ("utility", "imdb-speed"):
         from benchmarks.data import DamagedData, MissingData
+        from benchmarks.imdb_speed import main as time_imdb
         from benchmarks.utility import main as compare
 
         try:
-            compare(options)
+            if options.command == "utility":
+                compare(options)
+            else:
+                time_imdb(options.out, options.steps, options.engine_steps, options.checked_steps, options.data)
         except (MissingData, DamagedData) as error:
             parser.exit(2, f"{error}\n")
     if options.command == "audit":

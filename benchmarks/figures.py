@@ -87,6 +87,14 @@ def headline(results: Path) -> str:
         found = [run["ratio"]["ghost"] for run in memory_runs["runs"] if "ghost" in run["ratio"]]
         said = f"{min(found):.2f} to {max(found):.2f} times its peak, over {len(found)} model families"
         lines.append(["memory of a clipped gradient", said, "`python -m benchmarks memory`"])
+    imdb = _load(results, "imdb-speed")
+    if imdb:
+        said = "; ".join(
+            f"{run['engine']} {run['full_run_seconds']:.0f} s" + (" (scaled up)" if run["is_scaled"] else "")
+            for run in imdb["runs"]
+        )
+        what = f"DP-SGD on IMDB, {imdb['runs'][0]['full_run_steps']:,} steps, by engine"
+        lines.append([what, said, "`python -m benchmarks imdb-speed`"])
     if _load(results, "audit"):
         lines.append(["attacks on the claimed epsilon", _attacks(results), "`python -m benchmarks audit`"])
     return _table(["measured", "result", "again"], lines)

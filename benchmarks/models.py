@@ -142,11 +142,17 @@ class MatrixFactorization(nn.Module):
         return jnp.sum(user * item, axis=-1)
 
 
+def within(bound: float) -> nn.initializers.Initializer:
+    """Uniform between ``-bound`` and ``bound``."""
+    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
 class TwoLayerLSTM(nn.Module):
     """Two LSTM layers over embedded tokens; the last state is classified. 706,690 parameters at the default sizes.
 
     As in PyTorch, and in the paper that counts them, every layer has two bias vectors, one for the input and one for
-    the state.
+    the state; parameters start as PyTorch's do (embeddings of variance 1, kernels uniform within 1 / sqrt(hidden)), but
+    for the biases, which start at 0.
     """
 
     vocabulary: int = 10_000
@@ -157,8 +163,8 @@ class TwoLayerLSTM(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocabulary, self.embedding)(tokens)
-        size, init = self.hidden, nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")
+        x = nn.Embed(self.vocabulary, self.embedding, embedding_init=nn.initializers.normal(1.0))(tokens)
+        size, init = self.hidden, within(self.hidden**-0.5)
         for layer in range(self.layers):
             kernels = [
                 self.param(f"{name}_kernel_{layer}", init, (fan_in, 4 * size))

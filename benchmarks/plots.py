@@ -1,5 +1,6 @@
 """The plots of the benchmarks: small, readable in black and white, from the rows of the tables alone."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 matplotlib.rcParams["svg.hashsalt"] = "dpopt"  # the same rows give the same file
+
+
+FEW_POINTS = 10  # most runs are scored a few times along the way; those with more are meant to be seen as curves
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -45,7 +49,21 @@ def papers(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
         axes.set_title(title, fontsize=10)
         axes.legend(fontsize=8)
         paths.append(_save(figure, out / f"{stem('papers', title)}.svg"))
+        if all(len(row.get("curve", ())) > FEW_POINTS for row in own):
+            paths.append(_curves(title, own, out))
     return paths
+
+
+def _curves(title: str, rows: Sequence[dict[str, Any]], out: Path) -> Path:
+    """The score (the mean over seeds) as training goes on."""
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for row, style in zip(rows, itertools.cycle(("-", "--", ":", "-.")), strict=False):
+        axes.plot(*zip(*row["curve"], strict=True), style, label=row["label"])
+    axes.set_xlabel("steps")
+    axes.set_ylabel(rows[0]["metric"])
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8)
+    return _save(figure, out / f"{stem('papers', title)}-curve.svg")
 
 
 def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import closed_forms, ratings
-from benchmarks.tasks import padded, round_up
+from benchmarks.tasks import Indexed
 from dpopt import PerExampleGrads
 
 
-class MovieLens:
+class MovieLens(Indexed):
     """Ratings of films, by matrix factorisation; the score is the mean SQUARED error (not half of it).
 
     Args:
@@ -27,7 +27,6 @@ class MovieLens:
     """
 
     metric, higher_is_better = "MSE", False
-    release = None
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class MovieLens:
         public, private = np.split(train, [round(public_share * len(train))])
         self.num_examples, self.dimension, self._biases, self._init = len(private), dimension, biases, init
         self._positive, self._mean_input = positive, mean_input
-        self.has_public_data, self.taken_for_free = len(public) > 0, []
+        self.has_public_data = len(public) > 0
 
         def batch(pairs, values):
             return closed_forms.Ratings(*jnp.asarray(pairs).T, jnp.asarray(values))
@@ -67,24 +66,9 @@ class MovieLens:
             params |= {"item_bias": jnp.zeros(ratings.ITEMS)}
         return params
 
-    def side_information(self, seed: int) -> Any:
-        del seed
-        return None
-
-    def sizes(self, drawn: list[np.ndarray]) -> tuple[int, ...]:
-        return (round_up(max(len(d) for d in drawn), 16),)
-
-    def pack(self, drawn: list[np.ndarray], sizes: tuple[int, ...]) -> Any:
-        return padded(drawn, sizes[0])
-
-    def all_examples(self) -> Any:
-        return self._train, jnp.ones(self.num_examples, bool)
-
     def promise(self, params: Any, batch: Any) -> PerExampleGrads:
-        rows, mask = batch
-        if not isinstance(rows, closed_forms.Ratings):
-            rows = jax.tree.map(lambda x: x[rows], self._train)
-        return closed_forms.factorization(params, rows, mask, self._mean_input)
+        which, mask = batch
+        return closed_forms.factorization(params, self.rows(which), mask, self._mean_input)
 
     def public_grads(self, params: Any) -> Any:
         def loss(p):

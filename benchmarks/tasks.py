@@ -6,11 +6,13 @@ frequencies come from, and which data are scored.
 
 import functools
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import dp_accounting
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dpopt import PerExampleGrads
@@ -24,7 +26,7 @@ class Task(Protocol):
     higher_is_better: bool
     release: dp_accounting.DpEvent | None  # what was spent before the first step
     has_public_data: bool
-    taken_for_free: list[str]  # what was read off private data without being paid for
+    taken_for_free: Sequence[str]  # what was read off private data without being paid for
 
     def init(self, seed: int) -> Any:
         """Parameters."""
@@ -72,12 +74,41 @@ def round_up(size: int, multiple: int) -> int:
     return max(1, -(-size // multiple)) * multiple
 
 
+class Indexed:
+    """What tasks share whose private data are arrays with a row an example: a batch is row numbers and a mask."""
+
+    release: dp_accounting.DpEvent | None = None
+    taken_for_free: Sequence[str] = ()
+    num_examples: int
+    _train: Any  # arrays
+
+    def side_information(self, seed: int) -> Any:
+        del seed
+
+    def sizes(self, drawn: list[np.ndarray]) -> tuple[int, ...]:
+        return (round_up(max(len(d) for d in drawn), 16),)
+
+    def pack(self, drawn: list[np.ndarray], sizes: tuple[int, ...]) -> Any:
+        return padded(drawn, sizes[0])
+
+    def all_examples(self) -> Any:
+        return self._train, jnp.ones(self.num_examples, bool)
+
+    def rows(self, which: Any) -> Any:
+        """The examples of a batch: chosen by number, or all of them as `all_examples` has them."""
+        return jax.tree.map(lambda x: x[which], self._train) if isinstance(which, jax.Array) else which
+
+
 # Where each task lives; its module is imported when it is asked for, since networks need Flax.
 TASKS = {
     "imdb": ("text_task", "Imdb"),
+    "imdb-lstm": ("network_tasks", "ImdbLSTM"),
     "movielens": ("rating_task", "MovieLens"),
     "mnist": ("network_tasks", "MnistClassification"),
     "mnist-autoencoder": ("network_tasks", "MnistAutoencoder"),
+    "digits": ("network_tasks", "Digits"),
+    "synthetic-tags": ("synthetic_task", "SyntheticTags"),
+    "synthetic-regression": ("synthetic_task", "SyntheticRegression"),
 }
 
 

@@ -2,7 +2,7 @@
 
 Nothing private is taken for free. For IMDB, 1% of the training reviews are declared public and leave the private set:
 the list of words, how many documents each occurs in, and the diagonals all come from those. For MovieLens nothing is
-read from the ratings before training: 3 is the middle of the scale.
+read from the ratings before training: 3 is the middle of the scale. Digits need nothing.
 
 Every contender gets the same number of candidates (`BUDGET`), which differ in what that optimizer's users tune.
 """
@@ -131,6 +131,44 @@ def _movielens_contests() -> list[Contest]:
     ]
 
 
+def _digits(
+    label: str, after: dict[str, Any], rates: Sequence[float], *, clip: Any = 1.0, before: Any = None, **more: Any
+) -> Contest:
+    def make(epsilon: float, i: int) -> dict[str, Any]:
+        options = {"before": before or {}, "after": after, "learning_rate": rates[i] * min(1.0, epsilon / 3) ** 0.5}
+        return {
+            "task": "digits",
+            "task_options": {},
+            "method": "combination",
+            "options": options | {"decay_to": 0.0},
+            "l2_clip_norm": clip,
+            "delta": 1e-4,
+            "steps": STEPS,
+        } | more
+
+    return Contest("Digits", label, EPSILONS, make)
+
+
+def _digits_contests() -> list[Contest]:
+    """IMDB's contenders, but for those with word frequencies: no pixel is known beforehand."""
+    momentum = {"kind": "sgd", "momentum": 0.9}
+    bc = {"kind": "adam_bc", "gamma": 1e-6}
+    delayed = {"kind": "delayed", "delay": 10, "eps": 1e-2}
+    last = {"kind": "last", "eps_scale": 0.1}
+    return [
+        _digits("DP-SGD, momentum", momentum, _by_factor(0.25)),
+        _digits("DP-SGD, momentum, normalised clip", momentum, _by_factor(0.25), clip={"normalized": 1.0}),
+        _digits("DP-SGD, momentum, averaged", momentum, _by_factor(0.25), average_from=0.5),
+        _digits("DP-Adam", {"kind": "adam"}, _by_factor(0.03)),
+        _digits("DP-AdamBC", bc, _by_factor(0.005)),
+        _digits("DP-MicroAdam", {"kind": "micro_adam", "density": 0.1}, _by_factor(0.03)),
+        _digits("DP2, momentum", momentum, _by_factor(0.15), before=delayed),
+        _digits("scale-then-privatise, Adam", {"kind": "adam"}, _by_factor(0.03), before=last),
+        _digits("delayed diagonal x AdamBC", bc, _by_factor(0.005), before=delayed),
+        _digits("scale-then-privatise x AdamBC", bc, _by_factor(0.005), before=last),
+    ]
+
+
 def contests() -> list[Contest]:
     """Every contender on every task."""
-    return _imdb_contests() + _movielens_contests()
+    return _imdb_contests() + _movielens_contests() + _digits_contests()

@@ -140,7 +140,7 @@ def test_factorization_agrees_with_the_engine(biases):
 def test_packed_batches_hold_the_rows_that_were_drawn():
     dense, rows, labels, params = logistic_problem()
     task = object.__new__(text_task.Imdb)
-    task._rows, task._labels, task._one = rows, jnp.asarray(labels), 1.0
+    task._rows, task._labels, task._one, task._engine = rows, jnp.asarray(labels), 1.0, None
     drawn = [np.array([2, 7], np.int32), np.array([], np.int32), np.array([3, 0, 8], np.int32)]
     packed = task.pack(drawn, task.sizes(drawn))
     for t, own in enumerate(drawn):
@@ -271,6 +271,7 @@ def row(label, mean, published, std=0.001, **more):
         "metric": "accuracy", "higher_is_better": True,
         "epsilon": {"pld": 2.8, "rdp": 3.0}, "delta": 1e-5, "noise_multiplier": 1.0, "seeds": [0, 1], "seconds": 12.3,
         "not_covered_by_epsilon": ["vocabulary"], "table": "A table", "scores": [mean, mean],
+        "state_bytes": 800, "parameters": 100,
         "environment": {"device": "cpu: cpu", "cores": 2, "versions": {"jax": "0"}},
     } | more  # fmt: skip
 
@@ -281,10 +282,17 @@ def test_the_report_says_in_words_what_a_papers_ordering_became(tmp_path, monkey
     assert "best better than worst: shown" in said
     assert "second better than worst: **contradicted**" in said
     assert "neither shown nor contradicted" in "\n".join(report.orderings([row("a", 0.7, 0.6), row("b", 0.7001, 0.7)]))
-    assert "Every row reaches" in report.against_published(rows)
+    assert report.against_published(rows) == "3 of 3 rows reach the published figure, by the mean of 2 seeds."
     assert "short one (0.500" in report.against_published([row("short one", 0.5, 0.6)])
+    single = [row("a", 0.7, 0.6, None, seeds=[0]), row("b", 0.5, 0.6, None, seeds=[0]), row("c", 0.7, None)]
+    assert report.against_published(single) == (
+        "1 of 2 rows reach the published figure, by one seed each; short of it: b (0.500, published 0.6)."
+    )
+    several = [row("a", 0.7, 0.6, seeds=[0, 1, 2]), row("b", 0.7, 0.6)]
+    assert "by the mean of 2 to 3 seeds" in report.against_published(several)
+    assert report.against_published([row("c", 0.7, None)]) == ""
     lower = [row("a", 2.0, 3.0, metric="MSE", higher_is_better=False)]
-    assert "Every row reaches" in report.against_published(lower)
+    assert "1 of 1" in report.against_published(lower)
 
     frontier = [row(n, m, None, target_epsilon=e, contender=n) for n, m, e in (("x", 0.8, 1.0), ("y", 0.9, 1.0))]
     assert "epsilon 1: **y**" in report.winners(frontier)
