@@ -293,5 +293,8 @@ def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
 
 def _inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """``<G, direction>`` for one example, without G."""
-    out = direction if contact.apply is None else contact.apply(direction, x)
+    if contact.apply is None:
+        out = direction
+    else:  # the tangent: a gather of an index out of range gives a constant, which has no gradient
+        out = jax.jvp(lambda w: cast(Callable, contact.apply)(w, x), (direction,), (direction,))[1]
     return jnp.sum(out * y.astype(out.dtype))

@@ -9,19 +9,22 @@ from ghost_check import check, flat_clip, leaf_clip, random_like
 CASES = pytest.mark.parametrize("case", ghost_cases.CASES, ids=lambda case: case.__name__)
 
 
-# One case for every norm method and every kind of weight: what offsets and float32 go through.
+# One case for every norm method and every kind of weight: offsets and float32 are tested on these in every run, and on
+# the others where `-m slow` asks for them.
+_KINDS = {
+    ghost_cases.dense, ghost_cases.dense_wide, ghost_cases.dense_sequence, ghost_cases.scaled_weight,
+    ghost_cases.norms_and_scales, ghost_cases.embedding, ghost_cases.embedding_long,
+    ghost_cases.embedding_out_of_range, ghost_cases.tied_embedding_large,
+    ghost_cases.conv2d, ghost_cases.conv_small_image, ghost_cases.weight_standardized,
+    ghost_cases.weight_standardized_gram, ghost_cases.conv_pixel_gram, ghost_cases.matrix_factorization,
+    ghost_cases.attention, ghost_cases.lstm, ghost_cases.scanned_layers, ghost_cases.frozen_and_unused,
+    ghost_cases.cond,
+}  # fmt: skip
 KINDS = pytest.mark.parametrize(
     "case",
-    [
-        ghost_cases.dense, ghost_cases.dense_wide, ghost_cases.dense_sequence, ghost_cases.scaled_weight,
-        ghost_cases.norms_and_scales, ghost_cases.embedding, ghost_cases.embedding_long,
-        ghost_cases.tied_embedding_large, ghost_cases.conv2d, ghost_cases.conv_small_image,
-        ghost_cases.weight_standardized, ghost_cases.weight_standardized_gram, ghost_cases.conv_pixel_gram,
-        ghost_cases.matrix_factorization, ghost_cases.attention,
-        ghost_cases.lstm, ghost_cases.scanned_layers, ghost_cases.frozen_and_unused, ghost_cases.cond,
-    ],
+    [pytest.param(case, marks=[] if case in _KINDS else pytest.mark.slow) for case in ghost_cases.CASES],
     ids=lambda case: case.__name__,
-)  # fmt: skip
+)
 
 
 @CASES
