@@ -78,6 +78,7 @@ class Contact:
     input_dtype: Any = None
     is_precise: bool = False  # the output is computed in its own dtype's full precision
     output_read: bool = False  # set by the planner: the output is recorded as well
+    shares: Contact | None = None  # another contact whose output has the same cotangent: this one needs no tap
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +93,7 @@ class ContactOp:
         values = _read(env, self.inputs)
         (out,) = self.run(*values)
         record[self.contact] = values[self.input_position], out if self.contact.output_read else None
-        env[self.outputs[0]] = _tap(out, taps[self.contact])
+        env[self.outputs[0]] = out if self.contact.shares else _tap(out, taps[self.contact])
 
 
 @jax.custom_jvp
@@ -228,14 +229,15 @@ class Remat(Block):
 
     def evaluate(self, env: dict, taps: dict, record: dict) -> None:
         contacts = self.scope.contacts()
+        tapped = [c for c in contacts if not c.shares]
         reads = [v for v in self.scope.reads() if v in env]
 
         def body(values, own_taps):
             local, own_record = dict(zip(reads, values, strict=True)), {}
-            self.scope.evaluate(local, dict(zip(contacts, own_taps, strict=True)), own_record)
+            self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own_record)
             return _read(local, self.scope.results), [own_record[c] for c in contacts]
 
-        outs, recorded = jax.checkpoint(body, **self.options)(_read(env, reads), [taps[c] for c in contacts])
+        outs, recorded = jax.checkpoint(body, **self.options)(_read(env, reads), [taps[c] for c in tapped])
         env.update(zip(self.outputs, outs, strict=True))
         record.update(zip(contacts, recorded, strict=True))
 
@@ -250,6 +252,7 @@ class Loop(Block):
 
     def evaluate(self, env: dict, taps: dict, record: dict) -> None:
         contacts = self.scope.contacts()
+        tapped = [c for c in contacts if not c.shares]
         needed = self.scope.needs()
         scanned = {v: env[s] for v, s in self.scope.stacked.items() if v in needed}
         steps = list(scanned)
@@ -260,11 +263,11 @@ class Loop(Block):
             local, own_record = dict(env), {}
             local.update(zip(self.carries, carry, strict=True))
             local.update(zip(steps, values, strict=True))
-            self.scope.evaluate(local, dict(zip(contacts, own_taps, strict=True)), own_record)
+            self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own_record)
             results = _read(local, self.scope.results)
             return results[:count], (results[count:], [own_record[c] for c in contacts])
 
-        xs = ([scanned[v] for v in steps], [taps[c] for c in contacts])
+        xs = ([scanned[v] for v in steps], [taps[c] for c in tapped])
         carry, (ys, recorded) = lax.scan(body, _read(env, self.inputs), xs, **self.options)
         env.update(zip(self.outputs, [*carry, *ys], strict=True))
         record.update(zip(contacts, recorded, strict=True))
@@ -301,14 +304,13 @@ class Trace:
             env.update(zip(op.outputs, op.run(*values), strict=True))
         return env
 
-    def run_body(self, static: dict, example: Sequence[jax.Array], taps: Sequence[jax.Array]):
+    def run_body(self, static: dict, example: Sequence[jax.Array], taps: dict[Contact, jax.Array]):
         """Loss, auxiliary leaves and the recorded inputs and outputs (None where not needed), for one example."""
-        by_contact = dict(zip(self.contacts, taps, strict=True))
         env = {**static, **dict(zip(self.example, example, strict=True))}
         for contact, value in self.identities:
-            env[value] = _tap(env[contact.weight], by_contact[contact])
+            env[value] = _tap(env[contact.weight], taps[contact])
         record: dict[Contact, tuple] = {}
-        self.body.evaluate(env, by_contact, record)
+        self.body.evaluate(env, taps, record)
         loss, *aux = _read(env, self.results)
         return loss, aux, [record.get(c, (None, None)) for c in self.contacts]
 

@@ -39,21 +39,23 @@ class Run:
 
     def passes(self, batch: Sequence[jax.Array]):
         """Losses, aux, and per contact the recorded (input x, output) and the tap's cotangent y, all [B, ...]."""
-        static = self.trace.run_prologue(self.leaves)
+        static, contacts = self.trace.run_prologue(self.leaves), self.trace.contacts
+        tapped = [c for c in contacts if not c.shares]
 
         def one(example):
             def loss(taps):
-                value, aux, recorded = self.trace.run_body(static, example, taps)
+                value, aux, recorded = self.trace.run_body(static, example, dict(zip(tapped, taps, strict=True)))
                 return value, (aux, recorded)
 
-            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in self.trace.contacts]
+            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped]
             (value, (aux, recorded)), cotangents = jax.value_and_grad(loss, has_aux=True)(taps)
             return value, aux, recorded, cotangents
 
-        losses, aux, recorded, ys = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
-        contacts = self.trace.contacts
+        losses, aux, recorded, cotangents = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
+        own = dict(zip(tapped, cotangents, strict=True))
+        ys = {c: own[c.shares or c] for c in contacts}
         xs, outs = ({c: r[i] for c, r in zip(contacts, recorded, strict=True)} for i in (0, 1))
-        return losses, aux, xs, dict(zip(contacts, ys, strict=True)), outs
+        return losses, aux, xs, ys, outs
 
     def norms(self, xs: dict, ys: dict, outs: dict) -> tuple[list[jax.Array], dict[Contact, list[jax.Array]]]:
         """Per-example norms of ``S g + o`` per parameter, and the gradients that were kept."""

@@ -30,6 +30,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 
 from dpopt.ghost import rules
+from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.program import LAYOUT, ContactOp, Entry, Loop, LoopScope, Op, Remat, Scope, Trace, Value
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -75,6 +76,7 @@ def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = Fal
     outs = _walk(closed.jaxpr, closed.consts, trace.leaves + trace.example, trace.body)
     # A loss that does not depend on the example still has a gradient.
     trace.results = [trace.body.promote(outs[0]) if outs[0].leaves else outs[0], *outs[1:]]
+    share_taps(trace.body, trace.results)
     return trace
 
 
@@ -126,7 +128,7 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     if weights and name == "while":
         raise CannotFollow(name, "it has no reverse-mode derivative; use scan or fori_loop")
     inputs = [scope.promote(v) if v.leaves else v for v in inputs]
-    scope.ops.append(Op(_binder(eqn), name, inputs, outputs))
+    scope.ops.append(Op(_binder(eqn), name, inputs, outputs, eqn.params))
     return outputs
 
 

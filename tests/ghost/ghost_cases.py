@@ -225,6 +225,16 @@ def weight_normalized(a):  # Salimans and Kingma, without the gain
     return loss, {"w": a(12, 16), "v": a(16, 5)}, a(B, 3, 12)
 
 
+def summed_products(a):  # two products that are added up have one cotangent; subtracted or read twice they have not
+    def loss(p, x):
+        u, v = x @ p["u"], jnp.tanh(x) @ p["v"]
+        parts = [jnp.tanh(s + t) for s, t in zip(jnp.split(u + p["b"], 2, -1), jnp.split(v, 2, -1), strict=True)]
+        w, z = x @ p["w"], jnp.tanh(x) @ p["z"]
+        return half_square(parts[0] * parts[1]) + half_square(w - z) + half_square(w + z)
+
+    return loss, {"u": a(4, 6), "v": a(4, 6), "b": a(6), "w": a(4, 3), "z": a(4, 3)}, a(B, 2, 4)
+
+
 def lora(a):
     params = {"w": a(4, 3), "a": a(4, 2), "b": a(2, 3)}
     return lambda p, x: half_square(x @ (p["w"] + 0.5 * p["a"] @ p["b"])), params, a(B, 4)
@@ -477,7 +487,7 @@ CASES = [
     conv1d, conv2d, conv_small_image, conv_dilated, conv_groups, conv_depthwise,
     conv_depthwise_multiplier, conv_transposed, conv_valid_channels_first, weight_standardized,
     weight_standardized_only, weight_standardized_gram, weight_normalized, conv_pixel_gram,
-    lora, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,
+    lora, summed_products, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,
     scanned_layers, scanned_layers_over_time, fori_loop, evolving_weight, unrolled_recurrence, remat,
     remat_policy, custom_rules, cond, nested_jit, dropout, frozen_and_unused, used_twice, sliced,
     regularized, constant_loss, joined_with_data, closed_over,

@@ -86,6 +86,13 @@ def test_rules_are_used_where_they_should_be():
             assert {c.primitive for c in leaves[name].contacts} == {primitive}, (case.__name__, name)
 
 
+def test_products_that_are_added_up_share_a_tap():
+    _, leaves = plan_of(ghost_cases.summed_products)
+    shares = {name: leaf.contacts[0].shares for name, leaf in leaves.items()}
+    assert [name for name, owner in shares.items() if owner] == ["v"]
+    assert shares["v"] is leaves["u"].contacts[0]
+
+
 def test_explain_prints_a_row_per_parameter(capsys):
     loss_fn, params, batch = ghost_cases.dense_sequence(ghost_cases.Arrays())
     example = batch[0]

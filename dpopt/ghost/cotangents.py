@@ -1,0 +1,45 @@
+"""Contacts whose outputs have the same cotangent share one tap.
+
+The gates of a recurrent cell are sums of what the input and the state contribute: both products have the same cotangent
+at every step, and inside a loop XLA would stack it twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dpopt.ghost.program import Block, Contact, ContactOp, Op, Scope, Value
+
+_SPLITTING = {"split", "reshape", "squeeze", "expand_dims", "transpose"}  # of one input, linear
+
+
+def share_taps(scope: Scope, results: Sequence[Value]) -> None:
+    """Finds the contacts of a scope, and of those in it, that need no tap of their own."""
+    readers: dict[Value, list[Any]] = {v: [None] for v in results}
+    for op in scope.ops:
+        read = list(op.inputs)
+        if isinstance(op, Block):
+            share_taps(op.scope, op.scope.results)
+            read += op.scope.reads()
+        for value in read:
+            readers.setdefault(value, []).append(op)
+
+    def origin(value: Value) -> Any:
+        """What the cotangent of ``value`` is computed from; equal only if the cotangents are."""
+        found = readers.get(value, [])
+        op = found[0] if len(found) == 1 else None
+        if not isinstance(op, Op):
+            return value
+        if op.name == "add" and value.shape == op.outputs[0].shape:
+            return origin(op.outputs[0])
+        if op.name in _SPLITTING and len(op.inputs) == 1:
+            return op.name, str(op.params), value.shape, tuple(origin(v) for v in op.outputs)
+        return value
+
+    first: dict[Any, Contact] = {}
+    for op in scope.ops:
+        if isinstance(op, ContactOp):
+            (out,) = op.outputs
+            owner = first.setdefault((origin(out), out.shape, out.dtype), op.contact)
+            op.contact.shares = None if owner is op.contact else owner
