@@ -99,8 +99,8 @@ def adam_bc_mnist() -> list[Row]:
     """DP-AdamBC against DP-Adam on images (the paper: CIFAR-10), under the epsilon of AdaDPS's MNIST table.
 
     DP-SGD's and DP-Adam's rates are those of that table; the others' are not tuned: DP-AdamBC's make a step where noise
-    rules about as long as DP-Adam's, a rate of 0.13 to 0.2 on the gradient. Gamma 1e-5 is about the deviation of the square
-    that is corrected.
+    rules about as long as DP-Adam's, a rate of 0.13 to 0.2 on the gradient. Gamma 1e-5 is about the deviation of the
+    square that is corrected.
     """
     table = "DP-AdamBC, MNIST"
     settings = [
