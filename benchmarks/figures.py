@@ -73,7 +73,7 @@ def headline(results: Path) -> str:
         command = f'`python -m benchmarks utility --only "{table}"`'
         lines.append([f"{table}: {rows[0]['metric']} at epsilon {_epsilons(rows)}", f"best: {said}", command])
     frontier = _load(results, "utility-frontier")
-    for (table, epsilon), rows in _by(frontier["rows"] if frontier else [], "table", "target_epsilon").items():
+    for (table, epsilon), rows in sorted(_by(frontier["rows"] if frontier else [], "table", "target_epsilon").items()):
         command = f"`python -m benchmarks utility --suite frontier --only {_place(table)}`"
         what = f"{table}, all tuned alike: {rows[0]['metric']} at epsilon {epsilon:g}"
         lines.append([what, f"best of {len(rows)}: {rows[0]['label']} {_score(rows[0])}", command])
