@@ -44,6 +44,21 @@ def imdb_lstm() -> list[Row]:
     ]
 
 
+def _mnist(label: str, method: str, clip: float, task: str = "mnist", **options: Any) -> Setting:
+    return Setting(
+        label=label,
+        task=task,
+        task_options=PUBLIC if method == "AdaDPS" else {},
+        method=method,
+        options=options,
+        l2_clip_norm=clip,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        expected_batch_size=64,
+        steps=2_350,  # 15 epochs of 10,000
+    )
+
+
 def mnist() -> list[Row]:
     """AdaDPS's MNIST figures, on 10,000 of the 60,000 training digits if that is what the file holds.
 
@@ -52,46 +67,18 @@ def mnist() -> list[Row]:
     out; the autoencoder's were not tuned.
     """
 
-    def run(task, label, method, clip, sigma, **options):
-        return Setting(
-            label=label,
-            task=task,
-            task_options=PUBLIC if method == "AdaDPS" else {},
-            method=method,
-            options=options,
-            l2_clip_norm=clip,
-            noise_multiplier=sigma,
-            delta=1e-5,
-            expected_batch_size=64,
-            steps=2_350,  # 15 epochs of 10,000
-        )
-
-    def table(name, task, sigma, published):
+    def table(name, task, published):
         settings = (
-            run(task, "DP-SGD", "DP-SGD", 1.0, sigma, learning_rate=0.1 if task == "mnist" else 0.5),
-            run(task, "DP-Adam", "DP-Adam", 1.0, sigma, learning_rate=2e-3),
-            run(task, "DP-RMSProp", "DP-RMSProp", 1.0, sigma, learning_rate=2e-3, eps=1e-3),
-            run(task, "AdaDPS (RMSProp), 1% public", "AdaDPS", 5.0, sigma, learning_rate=0.02, eps=1e-2),
-            run(task, "AdaDPS (Adam), 1% public", "AdaDPS", 5.0, sigma, learning_rate=0.02, eps=1e-2, rule="adam"),
+            _mnist("DP-SGD", "DP-SGD", 1.0, task, learning_rate=0.1 if task == "mnist" else 0.5),
+            _mnist("DP-Adam", "DP-Adam", 1.0, task, learning_rate=2e-3),
+            _mnist("DP-RMSProp", "DP-RMSProp", 1.0, task, learning_rate=2e-3, eps=1e-3),
+            _mnist("AdaDPS (RMSProp), 1% public", "AdaDPS", 5.0, task, learning_rate=0.02, eps=1e-2),
+            _mnist("AdaDPS (Adam), 1% public", "AdaDPS", 5.0, task, learning_rate=0.02, eps=1e-2, rule="adam"),
         )
         return [Row(name, s, p) for s, p in zip(settings, published, strict=True)]
 
-    return table("AdaDPS, MNIST classification", "mnist", 1.0, (0.9273, 0.9333, 0.9314, 0.9377, 0.9541)) + table(
-        "AdaDPS, MNIST autoencoder", "mnist-autoencoder", 1.0, (5.013, 3.697, 3.636, 3.566, 3.443)
-    )
-
-
-def _mnist(label: str, method: str, clip: float, **options: Any) -> Setting:
-    return Setting(
-        label=label,
-        task="mnist",
-        method=method,
-        options=options,
-        l2_clip_norm=clip,
-        noise_multiplier=1.0,
-        delta=1e-5,
-        expected_batch_size=64,
-        steps=2_350,
+    return table("AdaDPS, MNIST classification", "mnist", (0.9273, 0.9333, 0.9314, 0.9377, 0.9541)) + table(
+        "AdaDPS, MNIST autoencoder", "mnist-autoencoder", (5.013, 3.697, 3.636, 3.566, 3.443)
     )
 
 

@@ -38,7 +38,8 @@ def in_chunks(function: Callable, inputs: Any, batch_size: int, chunk: int) -> A
     # and zeros would take their memory through the whole forward and backward pass.
     late = jnp.zeros(())
     if jax.device_count() == 1:  # on several, one entry of a sharded array may be another device's
-        late = jnp.stack([x.reshape(-1)[0].astype(jnp.float32) * 0 for x in jax.tree.leaves(inputs)]).sum()
+        firsts = [x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(inputs) if x.size]
+        late = 0 * sum(firsts, jnp.zeros(()))
     out = jax.tree.map(lambda s: jnp.broadcast_to(late.astype(s.dtype), (batch_size // chunk, *s.shape)), one)
 
     def step(i, out):

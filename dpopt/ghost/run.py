@@ -143,11 +143,8 @@ class Run:
             norm = norms.METHODS[leaf_plan.method]
             return lambda f: norm(factors, *f, diagonal), (xs[contact], ys[contact])
 
-        def formed_square(f):
-            formed = f if contact in kept else _form(contact, *f)
-            return norms.sum_squares(formed if diagonal is None else formed * diagonal)
-
-        return formed_square, kept[contact] if contact in kept else (xs[contact], ys[contact])
+        form, inputs = _forming(contact, xs, ys, kept)
+        return lambda f: norms.sum_squares(form(f) if diagonal is None else form(f) * diagonal), inputs
 
     def _standardized(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, outs, kept) -> tuple[Callable, Any]:
         """The same, where filters are normalised on the way to the contact."""
@@ -157,12 +154,8 @@ class Run:
             inputs = xs[contact], ys[contact], outs[contact]
             return lambda f: norms.standardized_gram(factors, f[0], f[1], f[2], coefficients), inputs
         deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
-
-        def formed_square(f):
-            formed = f if contact in kept else _form(contact, *f)
-            return norms.standardized_explicit(formed, deviation, diagonal, coefficients)
-
-        return formed_square, kept[contact] if contact in kept else (xs[contact], ys[contact])
+        form, inputs = _forming(contact, xs, ys, kept)
+        return lambda f: norms.standardized_explicit(form(f), deviation, diagonal, coefficients), inputs
 
     def weighted_sum(self, weights: list, xs: dict, ys: dict, kept: dict) -> list[jax.Array]:
         """``sum_i c_i (S g_i + o)`` per parameter; ``weights`` holds c, zero for masked examples."""
@@ -259,6 +252,13 @@ def _form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
     if contact.factors is None:
         return y.astype(wide_dtype(y.dtype))
     return norms.explicit(contact.factors, x, y)
+
+
+def _forming(contact: Contact, xs: dict, ys: dict, kept: dict) -> tuple[Callable, Any]:
+    """How one example's gradient comes about, and from what: it may be there already."""
+    if contact in kept:
+        return lambda formed: formed, kept[contact]
+    return lambda recorded: _form(contact, *recorded), (xs[contact], ys[contact])
 
 
 def _unfold(contact: Contact, gradient: Any) -> jax.Array:

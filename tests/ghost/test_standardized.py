@@ -8,6 +8,8 @@ import pytest
 from flax import linen as nn
 from jax import lax
 
+import dpopt
+from dpopt import ghost
 from dpopt.ghost.norms import standardized_explicit
 from dpopt.ghost.standardized import standardized
 from dpopt.ghost.trace import trace_loss
@@ -84,20 +86,46 @@ def test_a_filter_far_from_zero_keeps_its_digits():
         np.testing.assert_allclose(c.slope[0], 1 / np.sqrt(exact.var(AXES) + 1e-3), rtol=1e-4)
 
 
-def test_a_constant_filter_is_clipped_by_the_plain_definition():
-    """Its slope overflows or divides by zero somewhere: the result still equals vmap's."""
-    import dpopt
+def test_a_filter_whose_slope_is_zero_is_clipped_by_the_plain_definition():
+    """The closed form divides by the slope: the batch goes the slow way, and the result still equals vmap's."""
 
-    def loss_fn(w, x):
-        y = ghost_cases.conv(x, w - w.mean(AXES, keepdims=True))
-        return jnp.sum(jnp.tanh(y))
+    def loss_fn(p, x):
+        shrunk = (p["w"] - p["w"].mean(AXES, keepdims=True)) * p["w"].var(AXES, keepdims=True)
+        return jnp.sum(jnp.tanh(ghost_cases.conv(x + ghost_cases.conv(x, shrunk), p["v"])))
 
-    w, batch = jnp.ones((3, 3, 2, 4)), jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 5, 2)), jnp.float32)
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.ones((3, 3, 24, 24)), "v": jnp.asarray(rng.normal(size=(1, 1, 24, 2)), jnp.float32)}
+    batch = jnp.asarray(rng.normal(size=(4, 4, 4, 24)), jnp.float32)
+    found = {leaf.leaf: leaf for leaf in ghost.plan_clipped_sum(loss_fn, params, batch).leaves}
+    assert found[1].standardized and found[1].method == "gram"
     sums = [
-        dpopt.per_example_grads(loss_fn, engine=engine)(w, batch).clipped_sum(dpopt.FlatClip(0.5)).sum
+        dpopt.per_example_grads(loss_fn, engine=engine)(params, batch).clipped_sum(dpopt.FlatClip(0.5)).sum
         for engine in ("ghost", "vmap")
     ]
-    np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-6)
+    for name in params:
+        np.testing.assert_allclose(sums[0][name], sums[1][name], rtol=1e-4, atol=1e-6)
+    assert float(jnp.linalg.norm(sums[1]["v"])) > 0.1
+
+
+@pytest.mark.parametrize("rounds", ["accelerator", "bfloat16"])
+def test_rounded_outputs_are_not_read(rounds, monkeypatch):
+    """Accelerators multiply in fewer bits by default; a norm read off such an output might be too small."""
+    loss_fn, params, batch = ghost_cases.weight_standardized_gram(ghost_cases.Arrays())
+    params, batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
+    if rounds == "accelerator":
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    else:
+        whole = loss_fn
+
+        def loss_fn(p, x):
+            y = ghost_cases.conv(x.astype(jnp.bfloat16), ghost_cases.standardized(p["w"]).astype(jnp.bfloat16))
+            return jnp.sum(y.astype(jnp.float32)) + 0 * whole({"w": jnp.ones((3, 3, 24, 24)), "v": p["v"]}, x)
+
+    with jax.numpy_rank_promotion("allow"):
+        plan = ghost.plan_clipped_sum(loss_fn, params, batch)
+    leaf = next(leaf for leaf in plan.leaves if "w" in plan.paths[leaf.leaf])
+    assert leaf.standardized and leaf.method == "explicit"
+    assert not any(c.output_read for c in plan.trace.contacts if c.weight.leaves == frozenset([leaf.leaf]))
 
 
 class _Norm(nn.Module):
