@@ -116,8 +116,8 @@ class Run:
                 one, inputs = self._standardized(leaf_plan, diagonal, xs, ys, outs, kept)
             else:
                 one, inputs = self._direct(leaf_plan, diagonal, xs, ys, kept)
-            forms = method == "explicit"
-            chunk = self.plan.chunk(contacts) if forms else self.plan.fitting(leaf_plan.bytes)
+            # Kept gradients too are squared in chunks: whole, a CNN took 1.11 ordinary gradients instead of 1.03.
+            chunk = self.plan.chunk(contacts) if method == "explicit" else self.plan.fitting(leaf_plan.bytes)
             square = in_chunks(jax.vmap(one), inputs, self.plan.batch_size, chunk)
         if number is not None:
             square = square * jnp.square(number.reshape(()))
@@ -187,10 +187,11 @@ class Run:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in self.wide]
 
         def gradient(recorded):
+            batches_of_one = jax.tree.map(lambda x: x[None], recorded)
             # The primitives transposed: few operations, hence quick to compile.
             formed = [
-                _unfold(c, r) if c in kept else _transposed(c, jax.tree.map(_alone, r[0]), _alone(r[1]), jnp.ones(1))
-                for c, r in zip(contacts, recorded, strict=True)
+                _unfold(c, r) if c in kept else _transposed(c, alone[0], alone[1], jnp.ones(1))
+                for c, r, alone in zip(contacts, recorded, batches_of_one, strict=True)
             ]
             return [self._affine(i, g) for i, g in enumerate(self._pull_back(contacts, formed, range(len(zeros))))]
 
@@ -240,11 +241,6 @@ class Run:
     def _push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
         function = self._weights(contacts, [leaf])
         return jax.jvp(function, ([self.wide[leaf]],), ([tangent],))[1]
-
-
-def _alone(x: jax.Array) -> jax.Array:
-    """One example as a batch."""
-    return x[None]
 
 
 def _form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
