@@ -30,6 +30,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 
 from dpopt.ghost import rules
+from dpopt.ghost.canonical import convolution
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.program import LAYOUT, ContactOp, Entry, Loop, LoopScope, Op, Remat, Scope, Trace, Value
 
@@ -128,8 +129,14 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     if weights and name == "while":
         raise CannotFollow(name, "it has no reverse-mode derivative; use scan or fori_loop")
     inputs = [scope.promote(v) if v.leaves else v for v in inputs]
-    scope.ops.append(Op(_binder(eqn), name, inputs, outputs, eqn.params))
+    moving = [i for i, v in enumerate(inputs) if v.dynamic]
+    scope.ops.append(Op(_differentiated(eqn, moving), name, inputs, outputs, eqn.params))
     return outputs
+
+
+def _differentiated(eqn: Any, moving: Sequence[int]) -> Callable:
+    """The equation as a function of which the inputs in ``moving`` get gradients."""
+    return convolution(eqn, moving) if eqn.primitive.name == "conv_general_dilated" else _binder(eqn)
 
 
 def _binder(eqn: Any) -> Callable:
@@ -198,7 +205,7 @@ def _factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int
         located, eqn.primitive.name, (*steps, *out.shape), out.dtype, factors, apply,
         (*steps, *x.shape), x.dtype, _is_precise(eqn),
     )  # fmt: skip
-    return ContactOp(contact, _binder(eqn), inputs, outputs, moving[0])
+    return ContactOp(contact, _differentiated(eqn, moving), inputs, outputs, moving[0])
 
 
 def _is_precise(eqn: Any) -> bool:

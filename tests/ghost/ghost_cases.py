@@ -167,6 +167,13 @@ def conv_groups(a):
     return lambda p, x: half_square(conv(x, p["w"], groups=2)), {"w": a(3, 3, 2, 6)}, a(B, 5, 5, 4)
 
 
+def conv_own_filter(a):  # the filter depends on the example
+    def loss(p, x):
+        return half_square(conv(jnp.tanh(x), p["w"] * (1 + jnp.mean(x)), groups=2))
+
+    return loss, {"w": a(3, 3, 2, 4)}, a(B, 5, 5, 4)
+
+
 def conv_depthwise(a):
     return lambda p, x: half_square(conv(x, p["w"], groups=4)), {"w": a(3, 3, 1, 4)}, a(B, 5, 5, 4)
 
@@ -484,7 +491,7 @@ CASES = [
     dense, dense_sequence, dense_long_sequence, dense_wide, dense_general, batched_weight,
     weight_first, reshaped_weight, scaled_weight, norms_and_scales, group_norm, embedding,
     embedding_long, embedding_out_of_range, embedding_clipped, tied_embedding, tied_embedding_large,
-    conv1d, conv2d, conv_small_image, conv_dilated, conv_groups, conv_depthwise,
+    conv1d, conv2d, conv_small_image, conv_dilated, conv_groups, conv_own_filter, conv_depthwise,
     conv_depthwise_multiplier, conv_transposed, conv_valid_channels_first, weight_standardized,
     weight_standardized_only, weight_standardized_gram, weight_normalized, conv_pixel_gram,
     lora, summed_products, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,

@@ -19,7 +19,9 @@ def run(loss_fn, params, batch, clip=flat_clip, mask=None, **kwargs):
 
 
 ROBUST = pytest.mark.parametrize(
-    "case", [ghost_cases.dense, ghost_cases.dense_sequence, ghost_cases.conv2d], ids=lambda c: c.__name__
+    "case",
+    [ghost_cases.dense, ghost_cases.dense_sequence, ghost_cases.conv2d, ghost_cases.conv_own_filter],
+    ids=lambda c: c.__name__,
 )
 
 
@@ -37,7 +39,9 @@ def test_an_example_that_is_not_finite_contributes_zero(case, value, clip):
     np.testing.assert_array_equal(got.ok, keep)
 
 
-@pytest.mark.parametrize("case", [ghost_cases.dense_sequence, ghost_cases.conv2d], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "case", [ghost_cases.dense_sequence, ghost_cases.conv2d, ghost_cases.conv_groups], ids=lambda c: c.__name__
+)
 def test_a_bad_example_among_several_devices_contributes_zero(case, monkeypatch):
     """The slow path then visits as many examples at a time as there are devices; each must keep its own weight."""
     monkeypatch.setattr(jax, "device_count", lambda: ghost_cases.B)
