@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from dpopt import _trees, ghost
 from dpopt._norms import safe_norm
@@ -111,28 +112,51 @@ class Loss:
         return self.params
 
     def gradients(self) -> Any:
-        return self._value_and_grads(self.batch)[1]
+        return self._value_and_grads(self.batch, True)[1]
 
-    def _value_and_grads(self, batch):
-        return jax.vmap(jax.value_and_grad(self.loss_fn, has_aux=self.has_aux), in_axes=(None, 0))(self.params, batch)
+    def _value_and_grad(self, row: Any) -> tuple[Any, Any]:
+        """Of one row of the batch."""
+        return jax.value_and_grad(self.loss_fn, has_aux=self.has_aux)(self.params, row)
+
+    def _value_and_grads(self, batch: Any, mask: Any) -> tuple[Any, Any]:
+        """Of all rows; those that ``mask`` leaves out may come out as anything."""
+        together = jax.vmap(self._value_and_grad)(batch)
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        if not _convolves(jax.make_jaxpr(self._value_and_grad)(row).jaxpr):
+            return together
+        # Examples' filters have gradients that are one grouped convolution, which XLA may turn into one of all with all
+        # and zeros between: 0 * nan then takes every example along. They are computed one by one instead; a loop, since
+        # under vmap `cond` would always do both.
+        finite = jnp.stack([jnp.isfinite(g.reshape(g.shape[0], -1)).all(1) for g in jax.tree.leaves(together[1])])
+        is_fine = jnp.all(jnp.all(finite, axis=0) | ~jnp.asarray(mask))
+
+        def one_by_one(_):
+            return jnp.array(True), jax.lax.map(self._value_and_grad, batch)
+
+        if not isinstance(is_fine, Tracer):  # outside `jit` the loop would be compiled at every call
+            return together if bool(is_fine) else one_by_one(None)[1]
+        return jax.lax.while_loop(lambda state: ~state[0], one_by_one, (is_fine, together))[1]
 
     def _vmap_engine(self, batch, mask, scale, offset, clip) -> EngineResult:
-        values, grads = self._value_and_grads(batch)
+        values, grads = self._value_and_grads(batch, mask)
         losses, aux = values if self.has_aux else (values, None)
         return clip_stacked(grads, mask, scale, offset, clip)._replace(losses=losses, aux=aux)
 
-    def _microbatch(self, batch, mask, scale, offset, clip) -> EngineResult:
-        """One microbatch, by the engine asked for, or by ``vmap`` where that is the only or the faster one."""
+    def _plan(self, scale, offset) -> ghost.Plan | None:
+        """The ghost engine's plan for the whole batch; None where ``vmap`` is asked for or all that is left."""
         if self.engine == "vmap":
-            return self._vmap_engine(batch, mask, scale, offset, clip)
+            return None
         try:
-            plan = ghost.plan_clipped_sum(
-                self.loss_fn, self.params, batch, scale=scale, offset=offset, has_aux=self.has_aux
+            return ghost.plan_clipped_sum(
+                self.loss_fn, self.params, self.batch, scale=scale, offset=offset, has_aux=self.has_aux
             )
         except ghost.CannotFollow as reason:
             _warn_once(reason)
-            return self._vmap_engine(batch, mask, scale, offset, clip)
-        if self.engine == "auto" and plan.prefers_vmap:
+            return None
+
+    def _microbatch(self, batch, mask, scale, offset, clip, plan: ghost.Plan | None) -> EngineResult:
+        """One microbatch, by the engine asked for, or by ``vmap`` where that is the only or the faster one."""
+        if plan is None or (self.engine == "auto" and plan.prefers_vmap):
             return self._vmap_engine(batch, mask, scale, offset, clip)
         ran = ghost.clipped_sum(
             self.loss_fn,
@@ -147,12 +171,24 @@ class Loss:
         )
         return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, is_finite=ran.ok | ~mask)
 
+    def _size(self, plan: ghost.Plan | None) -> int:
+        """How many examples to take at a time."""
+        if self.microbatch_size is not None:
+            return min(self.microbatch_size, self.batch_size)
+        # Outside `jit` a loop over parts would be compiled at every call.
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
+        if plan is None or not is_traced or (self.engine == "auto" and plan.prefers_vmap):
+            return self.batch_size
+        return self.batch_size // plan.parts
+
     def run(self, mask, scale, offset, clip) -> EngineResult:
         """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
-        size = self.microbatch_size
-        if size is None or size >= self.batch_size:
-            return self._microbatch(self.batch, mask, scale, offset, clip)
+        plan = self._plan(scale, offset)
+        size = self._size(plan)
+        if size == self.batch_size:
+            return self._microbatch(self.batch, mask, scale, offset, clip, plan)
 
+        plan = plan and plan.of(size)
         steps = -(-self.batch_size // size)
         # The last microbatch is filled up with copies of the last example, masked out.
         rows = np.minimum(np.arange(steps * size), self.batch_size - 1)
@@ -167,11 +203,18 @@ class Loss:
 
         def step(total, microbatch):
             batch, mask = microbatch
-            ran = self._microbatch(batch, mask, scale, offset, clip)
+            ran = self._microbatch(batch, mask, scale, offset, clip, plan)
             return jax.tree.map(jnp.add, total, ran.sum), ran._replace(sum=None)
 
         total, ran = jax.lax.scan(step, _trees.zeros(self.params), jax.tree.map(fold, (batch, mask)))
         return jax.tree.map(unfold, ran)._replace(sum=total)
+
+
+def _convolves(jaxpr: Any) -> bool:
+    """Whether there is a convolution in a program, at any depth."""
+    inner = [x for e in jaxpr.eqns for v in e.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
+    own = any(e.primitive.name == "conv_general_dilated" for e in jaxpr.eqns)
+    return own or any(_convolves(getattr(x, "jaxpr", x)) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns"))
 
 
 _warned: set[str] = set()

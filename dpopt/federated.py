@@ -32,11 +32,9 @@ class _ClientRuns(_engines.Loss):
 
     unit = "client"
 
-    def _value_and_grads(self, batch):
-        return jax.vmap(self._local_run)(*batch)
-
-    def _local_run(self, data: Any, mask: jax.Array | None) -> tuple[jax.Array, Any]:
+    def _value_and_grad(self, row: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
         """One client: its mean loss at the start, and ``w - w_i``."""
+        data, mask = row
         first_batch = self._local_batch(data, mask, 0)
 
         def mean_loss(w, local_batch):

@@ -175,8 +175,9 @@ def per_example_grads(
         engine: how the clipped sum is computed: ``"vmap"`` forms all gradients, ``"ghost"`` forms none (or only what it
             must; see `dpopt.explain`), ``"auto"`` picks the one that should be faster. The result is the same. A loss
             that ``ghost`` cannot follow falls back to ``vmap``, with one warning that names the operation.
-        microbatch_size: how many examples to process at a time, or None for the whole batch. The result is the same;
-            memory goes down. The unit that is clipped stays the example.
+        microbatch_size: how many examples to process at a time. The result is the same; memory goes down. The unit that
+            is clipped stays the example. None: all of them, or, with the ghost engine on a CPU and inside ``jit``, as
+            many equal parts as are faster than the whole (`dpopt.explain` tells).
         has_aux: whether the loss returns a second value; it comes back per example, in `SensitiveAux`.
 
     Returns:

@@ -90,7 +90,7 @@ def make_train_step(
         loss_fn: ``loss_fn(params, example) -> scalar``; see `dpopt.per_example_grads`, and `dpopt.flax` for making one
             from a Flax model.
         optimizer: a private optimizer: by name, by `dpopt.chain`, or by ``optax.chain`` around dpopt's stages.
-        microbatch_size: examples processed at a time, or None for all.
+        microbatch_size: see `dpopt.per_example_grads`.
         engine: see `dpopt.per_example_grads`.
 
     Raises:

@@ -311,3 +311,35 @@ def test_stacked_gradients_serve_as_a_promise():
         stacked_grads({"a": X, "b": X[:2]})
     with pytest.raises(TypeError, match="int"):
         stacked_grads(np.ones((3, 2), int))
+
+
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+@pytest.mark.parametrize("dtype, groups", [(jnp.float32, 2), (jnp.float64, 1)])
+@pytest.mark.parametrize("microbatch_size, jitted", [(None, True), (3, True), (None, False)])
+def test_a_convolution_keeps_a_poisoned_example_apart(dtype, groups, microbatch_size, jitted, engine):
+    """Under vmap the gradients of the examples' filters are one convolution, in which XLA may multiply nan by 0."""
+    with jax.enable_x64(dtype == jnp.float64):
+        rng = np.random.default_rng(0)
+        w, x = (jnp.asarray(rng.normal(size=s), dtype) for s in ((3, 3, 4 // groups, 4), (6, 5, 5, 4)))
+
+        def loss(w, x):
+            numbers = ("NHWC", "HWIO", "NHWC")
+            options = {"dimension_numbers": numbers, "feature_group_count": groups}
+            return jnp.sum(jnp.tanh(jax.lax.conv_general_dilated(x[None], w, (2, 2), "SAME", **options)))
+
+        made = dpopt.per_example_grads(loss, engine=engine, microbatch_size=microbatch_size)
+
+        def run(w, x, mask):
+            return made(w, x, mask=mask).clipped_sum(CLIP)
+
+        run = jax.jit(run) if jitted else run
+        keep = np.arange(6) != 2
+        want = run(w, x, keep)
+        poisoned = run(w, x.at[2].set(np.nan), np.ones(6, bool))
+        padded = run(w, x.at[2].set(np.nan), keep)
+        for got in (poisoned, padded):
+            np.testing.assert_allclose(got.sum, want.sum, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(poisoned.sensitive.is_finite, keep)
+        assert float(jnp.abs(want.sum).max()) > 0.01
+        finite = jnp.isfinite(made(w, x.at[2].set(np.nan)).materialize()).all((1, 2, 3, 4))
+        np.testing.assert_array_equal(finite, keep)

@@ -9,7 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
-from dpopt.ghost.program import Contact, Trace, wide_dtype
+import jax.numpy as jnp
+
+from dpopt.ghost.program import LAYOUT, Block, Contact, Loop, Scope, Trace, wide_dtype
 from dpopt.ghost.rules import SHIFTED_SUM, Factors
 
 # Operations in the time that one byte takes to or from memory: CPUs and GPUs lie near 5 to 20.
@@ -85,3 +87,17 @@ def shared_cost(contacts: Sequence[Contact]) -> tuple[float, float]:
 
 def leaf_bytes(trace: Trace, leaf: int) -> int:
     return nbytes(trace.leaves[leaf].shape, trace.leaves[leaf].dtype)
+
+
+def computed(scope: Scope) -> tuple[float, int]:
+    """Bytes of floating numbers that one example's forward pass computes, and how many operations that takes."""
+    total, count = 0.0, 0
+    for op in scope.ops:
+        if isinstance(op, Block):
+            inner, operations = computed(op.scope)
+            steps = op.scope.length if isinstance(op, Loop) else 1
+            total, count = total + steps * inner, count + steps * operations
+        elif getattr(op, "name", None) not in LAYOUT:
+            numbers = [v for v in op.outputs if jnp.issubdtype(v.dtype, jnp.floating)]
+            total, count = total + sum(size(v.shape) * v.dtype.itemsize for v in numbers), count + 1
+    return total, count

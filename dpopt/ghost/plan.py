@@ -12,8 +12,9 @@ long as all that is kept stays smaller than the activations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
@@ -21,6 +22,7 @@ import jax
 from dpopt.ghost.costs import (
     OPERATIONS_PER_BYTE,
     activation_bytes,
+    computed,
     formed_bytes,
     forming_bytes,
     leaf_bytes,
@@ -46,6 +48,10 @@ _KEPT_SHARE = 1.0
 _KEPT_RATIO = 1.0
 # Formed gradients that are not kept live in a buffer of this size: it should fit a cache.
 _CHUNK_BYTES = 1 << 22
+# A batch whose forward pass computes less is taken whole: CPUs hold it, and allocators hand out the same memory again.
+_WHOLE_BYTES = 1 << 25
+# Bytes moved in the time that it takes to start one more operation.
+_START_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ class Plan:
     ordinary_cost: float
     ghost_cost: float
     vmap_cost: float
-    paths: list[str] = field(default_factory=list)
+    scaled: Sequence[bool]  # what it was made for: see make_plan
+    shifted: bool
+    paths: Sequence[str] = ()
 
     @property
     def pulled_back(self) -> list[tuple[list[Contact], list[int]]]:
@@ -98,6 +106,28 @@ class Plan:
     def fitting(self, size: float) -> int:
         """How many examples to take at a time, if all of them need buffers of this many bytes together."""
         return self._divisor(_CHUNK_BYTES * self.batch_size / max(size, 1))
+
+    @property
+    def parts(self) -> int:
+        """Into how many equal parts the batch is best taken, one after the other in the same memory.
+
+        On CPUs memory that is touched for the first time costs more than most of what is computed in it. Of A bytes of
+        activations k parts touch A / k; and k times they read the parameters and add up their sums, P bytes, and start
+        their operations. A / k + k P is least at k = sqrt(A / P). Elsewhere small parts leave processors idle, and
+        across devices a part has to be a part on each of them: there the batch is taken whole.
+        """
+        if jax.default_backend() != "cpu" or jax.device_count() > 1:
+            return 1
+        activations, operations = computed(self.trace.body)
+        activations *= self.batch_size
+        if activations < _WHOLE_BYTES:
+            return 1
+        again = sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves) + _START_BYTES * operations
+        return self._divisor(min(math.sqrt(activations / again), activations / _CHUNK_BYTES))
+
+    def of(self, batch_size: int) -> Plan:
+        """The same for another batch size."""
+        return make_plan(self.trace, batch_size, self.scaled, self.shifted, self.paths)
 
     def _divisor(self, most: float) -> int:
         """The largest divisor of the batch size up to ``most``, at least one."""
@@ -238,7 +268,9 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
         ordinary_cost=batch_size * (passes + sum(products.values())),
         ghost_cost=batch_size * (passes + norms + weighted),
         vmap_cost=batch_size * (passes + vmapped + per_example),
-        paths=list(paths),
+        scaled=scaled,
+        shifted=shifted,
+        paths=paths,
     )
 
 

@@ -1,0 +1,150 @@
+"""A batch taken in parts: how many, and that nothing else changes."""
+
+import ghost_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ghost_check import assert_trees_close
+
+import dpopt
+from dpopt import ghost
+from dpopt.ghost import plan as planning
+
+CLIP = dpopt.FlatClip(0.5)
+
+
+@pytest.fixture
+def small_batches_split(monkeypatch):
+    for name in ("_WHOLE_BYTES", "_START_BYTES"):
+        monkeypatch.setattr(planning, name, 0)
+    monkeypatch.setattr(planning, "_CHUNK_BYTES", 1)
+
+
+def loss_fn(params, example):
+    x, target = example
+    h = jnp.tanh(ghost_cases.conv(x, params["w"], strides=2) + params["b"][None, None])
+    loss = jnp.mean((jnp.mean(h, axis=(0, 1)) - target) ** 2)
+    return loss, {"prediction": h[0, 0]}
+
+
+def inputs():
+    a = ghost_cases.Arrays()
+    return {"w": a(3, 3, 2, 4), "b": a(4)}, (a(12, 9, 9, 2), a(12, 4))
+
+
+def loops(function, *args):
+    """Lengths of the loops at the top of a program in which the model is run."""
+    eqns = jax.make_jaxpr(function)(*args).jaxpr.eqns
+    return [
+        e.params["length"]
+        for e in eqns
+        if e.primitive.name == "scan" and "conv_general_dilated" in str(e.params["jaxpr"])
+    ]
+
+
+def clipped(params, batch, mask=None, **options):
+    grads = dpopt.per_example_grads(loss_fn, has_aux=True, **options)(params, batch, mask=mask)
+    return grads.scale(jax.tree.map(lambda p: p**2 + 0.1, params)).shift(params).clipped_sum(CLIP)
+
+
+@pytest.mark.usefixtures("small_batches_split")
+def test_parts_equal_the_whole(x64):
+    """Sum, norms, losses, aux, and what is said of padding and of a gradient that is not finite."""
+    params, (x, target) = inputs()
+    batch = x.at[5].set(jnp.nan), target
+    mask = jnp.arange(12) != 7
+    assert loops(lambda p, b: clipped(p, b, mask, engine="ghost"), params, batch) == [6]
+    got = jax.jit(lambda p, b: clipped(p, b, mask, engine="ghost"))(params, batch)
+    want = clipped(params, batch, mask, engine="vmap")
+    finite = np.flatnonzero(np.arange(12) != 5)
+    assert_trees_close(got.sum, want.sum, 1e-9)
+    pick = lambda r: [x[finite] for x in (r.sensitive.losses, r.sensitive.norms, r.sensitive.aux["prediction"])]  # noqa: E731
+    assert_trees_close(pick(got), pick(want), 1e-9)
+    for name in ("is_example", "is_finite", "was_clipped"):
+        np.testing.assert_array_equal(getattr(got.sensitive, name), getattr(want.sensitive, name))
+    assert not got.sensitive.is_finite[5] and got.sensitive.is_finite[7]
+
+
+@pytest.mark.usefixtures("small_batches_split")
+def test_a_size_that_is_asked_for_is_taken():
+    params, batch = inputs()
+    run = lambda size: loops(lambda p, b: clipped(p, b, engine="ghost", microbatch_size=size), params, batch)  # noqa: E731
+    assert run(12) == [] and run(3) == [4] and run(5) == [3]
+
+
+@pytest.mark.usefixtures("small_batches_split")
+def test_several_devices_and_accelerators_take_the_batch_whole(monkeypatch):
+    plan = ghost.plan_clipped_sum(loss_fn, *inputs(), has_aux=True)
+    assert plan.parts == 6
+    with monkeypatch.context() as m:
+        m.setattr(jax, "device_count", lambda: 2)
+        assert plan.parts == 1
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert plan.parts == 1
+
+
+def parts(features, positions, batch_size):
+    params = jnp.zeros((features, features))
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
+    return ghost.plan_clipped_sum(
+        loss, params, jax.ShapeDtypeStruct((batch_size, positions, features), jnp.float32)
+    ).parts
+
+
+def test_how_many():
+    """A / k + k P bytes are touched by k parts: A from the activations, P from the parameters."""
+    assert parts(features=64, positions=8, batch_size=32) == 1  # fits a cache
+    assert parts(features=2048, positions=1, batch_size=4096) == 2  # 67 MB of activations to 17 MB of parameters
+    assert parts(features=128, positions=1024, batch_size=64) == 16  # 67 MB to 66 KB; a part of 4 MB is small enough
+    assert parts(features=128, positions=1024, batch_size=61) == 1  # of equal size
+
+
+def test_a_long_loop_costs_its_steps():
+    """As many activations, as large parameters: but a part repeats every step of the loop."""
+
+    def recurrent(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, y: (jnp.tanh(h @ w + y), None), x[0], x)[0])
+
+    def parallel(w, x):
+        return jnp.sum(jnp.tanh(x @ w + x))
+
+    x = jax.ShapeDtypeStruct((64, 2048, 64), jnp.float32)
+    looped, whole = (ghost.plan_clipped_sum(f, jnp.zeros((64, 64)), x).parts for f in (recurrent, parallel))
+    assert 1 < looped < whole
+
+
+def test_explain_says_so(capsys):
+    model = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
+    ghost.explain(model, jnp.zeros((128, 128)), jnp.zeros((1024, 128)), batch_size=64)
+    assert "16 parts of 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("image, kernel", [("NHWC", "HWIO"), ("NCHW", "OIHW")])
+def test_convolutions_in_a_loop_are_channels_last(image, kernel, x64):
+    """There XLA leaves them as they are, and its CPU backend is fast for this order alone."""
+    a = ghost_cases.Arrays()
+    shape = dict(zip("HWIO", (3, 3, 2, 4), strict=True)), dict(zip("HWIO", (3, 3, 4, 3), strict=True))
+    params = [a(*(sizes[axis] for axis in kernel)) for sizes in shape]
+    batch = a(6, *(dict(zip("HWC", (9, 9, 2), strict=True))[axis] for axis in image[1:]))
+
+    def loss(params, x):
+        x = x[None]
+        for w, stride in zip(params, (1, 2), strict=True):
+            strides = (stride, stride)
+            x = jnp.tanh(jax.lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=(image, kernel, image)))
+        return jnp.sum(x)
+
+    def two_steps(engine):
+        def step(params, x):
+            total = dpopt.per_example_grads(loss, engine=engine)(params, x).clipped_sum(CLIP).sum
+            return jax.tree.map(jnp.subtract, params, total), None
+
+        return jax.jit(lambda p, x: jax.lax.scan(step, p, jnp.stack([x, -x]))[0])
+
+    text = two_steps("ghost").lower(params, batch).as_text()
+    orders = [
+        line.split("dim_numbers = ")[1].split(", window")[0] for line in text.splitlines() if "convolution(" in line
+    ]
+    assert len(orders) >= 3 and set(orders) == {"[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
+    assert_trees_close(two_steps("ghost")(params, batch), two_steps("vmap")(params, batch), 1e-9)
