@@ -79,8 +79,9 @@ def headline(results: Path) -> str:
         lines.append([what, f"best of {len(rows)}: {rows[0]['label']} {_score(rows[0])}", command])
     speed_runs = _load(results, "speed")
     if speed_runs:
-        ratios = [run["ratio"]["ghost"] for run in speed_runs["runs"]]
-        said = f"{min(ratios):.2f} to {max(ratios):.2f} times its time, over {len(ratios)} model families"
+        own, whole = ([run["ratio"][way] for run in speed_runs["runs"]] for way in ("ghost", "ghost whole"))
+        said = f"{min(own):.2f} to {max(own):.2f} times its time, over {len(own)} model families"
+        said += f" ({min(whole):.2f} to {max(whole):.2f} where the batch is not taken in parts)"
         lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
     memory_runs = _load(results, "memory")
     if memory_runs:
@@ -170,7 +171,7 @@ def speed(results: Path) -> str:
     content = _load(results, "speed")
     if content is None:
         return "No timings are recorded yet: `python -m benchmarks speed` measures them on your machine."
-    wanted = ["ghost", "ghost, diagonal", "vmap", "optax contrib", "jax_privacy"]
+    wanted = ["ghost", "ghost, diagonal", "ghost whole", "ordinary in parts", "vmap", "optax contrib", "jax_privacy"]
     columns = [c for c in wanted if any(c in run["ratio"] for run in content["runs"])]
     return _ratios(content, columns)
 
@@ -193,7 +194,7 @@ def memory(results: Path) -> str:
     content = _load(results, "memory")
     if content is None:
         return "No memory is recorded yet: `python -m benchmarks memory` measures it on your machine."
-    return _ratios(content, ["ghost", "ghost, diagonal", "vmap"])
+    return _ratios(content, ["ghost", "ghost, diagonal", "ghost whole", "vmap"])
 
 
 SECTIONS = {

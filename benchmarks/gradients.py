@@ -37,11 +37,31 @@ def ordinary(family: Family) -> Callable:
     return jax.jit(lambda params, batch, diagonal: jax.grad(mean_loss)(params, batch))
 
 
-def clipped(family: Family, engine: str, scaled: bool, l2_clip_norm: float) -> Callable:
+def ordinary_in_parts(family: Family) -> Callable:
+    """The same, accumulated over as many parts as dpopt takes the batch in."""
+    parts = dpopt.ghost.plan_clipped_sum(family.loss_fn, family.params, family.batch).parts
+
+    def mean_loss(params, batch):
+        return jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
+
+    def run(params, batch, diagonal):
+        def step(total, part):
+            return jax.tree.map(lambda t, g: t + g / parts, total, jax.grad(mean_loss)(params, part)), None
+
+        split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+        return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), split)[0]
+
+    return jax.jit(run)
+
+
+def clipped(
+    family: Family, engine: str, scaled: bool, l2_clip_norm: float, microbatch_size: int | None = None
+) -> Callable:
     """The clipped sum by one of dpopt's engines."""
 
     def run(params, batch, diagonal):
-        grads = dpopt.per_example_grads(family.loss_fn, engine=engine)(params, batch)
+        options = {"engine": engine, "microbatch_size": microbatch_size}
+        grads = dpopt.per_example_grads(family.loss_fn, **options)(params, batch)
         if scaled:
             grads = grads.scale(diagonal)
         return grads.clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum
@@ -84,16 +104,20 @@ def optax_contrib(family: Family, scaled: bool, l2_clip_norm: float) -> Callable
     return jax.jit(run)
 
 
+WHOLE = "ghost whole"  # not in parts, which an engine may choose by itself
+IN_PARTS = "ordinary in parts"
 # Those that hold no gradient of an example, where it can be avoided.
-LIGHT = ("ordinary", "ghost", "ghost, diagonal", "auto")
+LIGHT = ("ordinary", "ghost", "ghost, diagonal", WHOLE, "auto")
 
 
 def by_name(family: Family, name: str, l2_clip_norm: float) -> Callable:
-    """A way by its name in tables: ``ordinary``, an engine, ``optax contrib`` or ``jax_privacy m=8``, where ``m=B`` is
-    the whole batch; and then perhaps ``, diagonal``."""
+    """A way by its name in tables: ``ordinary`` (``in parts``), an engine, ``ghost whole``, ``optax contrib`` or
+    ``jax_privacy m=8``, where ``m=B`` is the whole batch; and then perhaps ``, diagonal``."""
     way, _, scaled = name.partition(", ")
-    if way == "ordinary":
-        return ordinary(family)
+    if way in ("ordinary", IN_PARTS):
+        return (ordinary if way == "ordinary" else ordinary_in_parts)(family)
+    if way == WHOLE:
+        return clipped(family, "ghost", bool(scaled), l2_clip_norm, batch_size(family))
     if way == "optax contrib":
         return optax_contrib(family, bool(scaled), l2_clip_norm)
     if way.startswith("jax_privacy m="):

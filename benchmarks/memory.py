@@ -31,7 +31,7 @@ from benchmarks.families import FAMILIES, Family
 
 BOUND = 1.25  # times the ordinary gradient's peak, which dpopt's own are to stay below
 OWN = ("ghost", "ghost, diagonal")
-WAYS = ("ordinary", *OWN, "vmap")
+WAYS = ("ordinary", *OWN, gradients.WHOLE, "vmap")
 OTHERS = ("optax contrib", "jax_privacy m=1", "jax_privacy m=8", "jax_privacy m=B")
 # Of which the median counts: the kernel's count of a process's pages is off by 0.2 MB or so, differently each time.
 # A program that runs for longer than a second needs so much that one reading does.

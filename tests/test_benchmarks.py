@@ -87,11 +87,18 @@ def test_speed_checks_results_before_timing(monkeypatch):
     assert row["ratio"]["ordinary"] == 1.0 and all(math.isfinite(r) for r in row["ratio"].values())
     (view,) = speed.tables([row])
     assert view.row_count == 1
+    assert row["parts"] == 1 and gradients.IN_PARTS not in row["ratio"]
+
+    with monkeypatch.context() as m:
+        m.setattr(dpopt.ghost.Plan, "parts", 4)
+        row = speed.measure("tiny", others=False, budget_s=0.01)
+        assert row["largest_relative_error"][gradients.IN_PARTS] < 1e-6 and gradients.IN_PARTS in row["ratio"]
+        assert "(4 parts)" in speed.markdown({"environment": {"device": "d", "cores": 2}, "runs": [row]})
 
     right = gradients.clipped
 
-    def wrong(family, engine, scaled, clip):
-        return right(family, engine, scaled, clip if engine == "vmap" else 1.01 * clip)
+    def wrong(family, engine, scaled, clip, microbatch_size=None):
+        return right(family, engine, scaled, clip if engine == "vmap" else 1.01 * clip, microbatch_size)
 
     monkeypatch.setattr(gradients, "clipped", wrong)
     with pytest.raises(AssertionError, match="differ from the vmap engine"):

@@ -66,7 +66,7 @@ def test_memory_of_other_libraries_is_measured_too(monkeypatch, tiny):
 
 
 def test_memory_is_recorded_merged_resumed_and_reported(monkeypatch, tmp_path):
-    peaks = {"ordinary": 100, "ghost": 120, "ghost, diagonal": 130, "vmap": None}
+    peaks = {"ordinary": 100, "ghost": 120, "ghost, diagonal": 130, "ghost whole": 140, "vmap": None}
     asked = []
 
     def fake(family, name):
@@ -76,19 +76,19 @@ def test_memory_is_recorded_merged_resumed_and_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "in_new_process", fake)
     memory.main(tmp_path, "matrix", others=False, resume=False)
     memory.main(tmp_path, "LSTM", others=False, resume=False)
-    assert len(asked) == 8
+    assert len(asked) == 10
     memory.main(tmp_path, "LSTM", others=False, resume=True)
-    assert len(asked) == 8
+    assert len(asked) == 10
     content = json.loads((tmp_path / "memory.json").read_text())
     assert [r["family"] for r in content["runs"]] == ["LSTM T 128, B 64", SMALLEST]
-    assert content["runs"][0]["ratio"] == {"ordinary": 1.0, "ghost": 1.2, "ghost, diagonal": 1.3}
+    assert content["runs"][0]["ratio"] == {"ordinary": 1.0, "ghost": 1.2, "ghost, diagonal": 1.3, "ghost whole": 1.4}
     assert content["runs"][0]["compiled_ratio"]["vmap"] == 5.0
     assert (tmp_path / "memory.svg").exists()
     said = memory.markdown(content)
     assert "LSTM T 128, B 64, ghost, diagonal 1.30" in said and "ghost 1.20" not in said
     assert "| ? (5.00) |" in said and "1.20 (1.20)" in said
     page = "<!-- figures: memory -->\n<!-- end of figures -->\n"
-    assert f"| {SMALLEST} | 1.20 | 1.30 |  |" in figures.updated(page, tmp_path)
+    assert f"| {SMALLEST} | 1.20 | 1.30 | 1.40 |  |" in figures.updated(page, tmp_path)
     headline = figures.updated(page.replace("memory", "headline"), tmp_path)
     assert "1.20 to 1.20 times its peak, over 2 model families" in headline
 
@@ -110,7 +110,7 @@ def test_speed_times_jax_privacy_at_its_best_microbatch(monkeypatch, tiny, tmp_p
     timed = {"optax contrib", "optax contrib, diagonal", "jax_privacy", "jax_privacy, diagonal", "vmap, diagonal"}
     assert timed <= set(row["ratio"]) and not set(once) & set(row["ratio"])
     assert set(once) <= set(row["largest_relative_error"])  # checked, all of them
-    without = {n: row[n] for n in ("family", "seconds")} | {"ratio": dict.fromkeys(("ordinary", "ghost"), 1.0)}
+    without = {n: row[n] for n in ("family", "seconds", "parts")} | {"ratio": dict.fromkeys(("ordinary", "ghost"), 1.0)}
     own, foreign = speed.tables([row, without])
     assert own.row_count == foreign.row_count == 2
     content = {"environment": records.environment(), "runs": [row]}

@@ -102,12 +102,13 @@ def test_figures_follow_the_results(tmp_path):
     ]
     (tmp_path / "quickstart.json").write_text(json.dumps({"runs": runs}))
     ratios = [
-        {"family": f, "ratio": {"ghost": r, "ghost, diagonal": 2.0, "vmap": 9.0}} for f, r in (("a", 1), ("b", 3))
+        {"family": f, "ratio": {"ghost": r, "ghost, diagonal": 2.0, "ghost whole": r + 1, "vmap": 9.0}}
+        for f, r in (("a", 1), ("b", 3))
     ]
     (tmp_path / "speed.json").write_text(json.dumps({"environment": {"device": "d", "cores": 2}, "runs": ratios}))
     assert "epsilon 3: DP-Adam 0.800; not private: Adam 0.900" in figures.updated(page, tmp_path)
-    assert "1.00 to 3.00 times its time" in figures.updated(page, tmp_path)
-    assert "| b | 3.00 | 2.00 | 9.00 |" in figures.updated(page.replace("headline", "speed"), tmp_path)
+    assert "1.00 to 3.00 times its time, over 2 model families (2.00 to 4.00 where" in figures.updated(page, tmp_path)
+    assert "| b | 3.00 | 2.00 | 4.00 | 9.00 |" in figures.updated(page.replace("headline", "speed"), tmp_path)
     with pytest.raises(ValueError, match="no section of figures 'headlines'"):
         figures.updated(page.replace("headline", "headlines"), tmp_path)
 

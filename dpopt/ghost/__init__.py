@@ -1,13 +1,14 @@
 """The fast engine: clipped gradient sums at about the price of an ordinary gradient.
 
-* trace.py   finds where parameters meet the example, and puts taps there
-* program.py the traced loss as a program that runs with taps
-* rules.py   one function per primitive: its gradient as a sum of outer products
-* norms.py   per-example squared norms from those factors
-* plan.py   which norm for which parameter, at what cost
-* explain.py the same as a table
-* engine.py  the clipped sum: forward and backward to the taps, norms, weighted sum
-* run.py     those steps, for one batch; canonical.py convolutions in the order that is fast
+* values.py, program.py  the traced loss: its parts, and the program that they make, which runs with taps
+* trace.py      finds where parameters meet the example, and puts taps there; cotangents.py where one tap is enough
+* rules.py      one function per primitive: its gradient as a sum of outer products
+* norms.py      per-example squared norms from those factors; standardized.py through normalised filters
+* plan.py       which norm for which parameter, at what cost (costs.py), and in how many parts
+* explain.py    the same as a table
+* engine.py     the clipped sum: forward and backward to the taps, norms, weighted sum
+* run.py        those steps, for one batch; chunks.py some examples at a time
+* canonical.py  convolutions in the order that is fast
 """
 
 from dpopt.ghost.engine import GhostResult as GhostResult

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from dpopt.ghost.program import LAYOUT, Block, Contact, Loop, Scope, Trace, wide_dtype
+from dpopt.ghost.program import Block, Loop, Scope, Trace
 from dpopt.ghost.rules import SHIFTED_SUM, Factors
+from dpopt.ghost.values import LAYOUT, Contact, wide_dtype
 
 # Operations in the time that one byte takes to or from memory: CPUs and GPUs lie near 5 to 20.
 OPERATIONS_PER_BYTE = 8

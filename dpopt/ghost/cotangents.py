@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dpopt.ghost.program import Block, Contact, ContactOp, Op, Scope, Value
+from dpopt.ghost.program import Block, Scope
+from dpopt.ghost.values import Contact, ContactOp, Op, Value
 
 _SPLITTING = {"split", "reshape", "squeeze", "expand_dims", "transpose"}  # of one input, linear
 

@@ -20,9 +20,9 @@ from jax import lax
 from jax.core import Tracer
 
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
-from dpopt.ghost.program import wide_dtype
 from dpopt.ghost.run import Run
 from dpopt.ghost.trace import CannotFollow, trace_loss
+from dpopt.ghost.values import wide_dtype
 
 
 class GhostResult(NamedTuple):

@@ -30,8 +30,9 @@ from dpopt.ghost.costs import (
     product,
     shared_cost,
 )
-from dpopt.ghost.program import Contact, Entry, Trace, wide_dtype
+from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import Standardized, standardized
+from dpopt.ghost.values import Contact, Entry, wide_dtype
 
 # XLA turns a vmapped filter gradient into a grouped convolution, which takes about three times as long
 # (924 ms against 304 on two cores for 128x32x32x64 to 64 channels).

@@ -1,115 +1,20 @@
 """The traced loss as a program of two parts, and how it is run with taps.
 
 The **prologue** computes what does not depend on the example; the **body** computes the rest, for one
-example, and is what the engine maps over the batch. trace.py builds both from a jaxpr; here are their
-parts and their evaluation:
-
-* a ``Value`` is a variable, an ``Op`` an equation;
-* a ``Contact`` is where a value that depends on parameters enters the body, and carries a tap;
-* a ``Scope`` is one level of the body. ``scan`` and ``checkpoint`` have scopes of their own: taps
-  become scanned inputs, recorded inputs become outputs.
+example, and is what the engine maps over the batch. A ``Scope`` is one level of the body. ``scan`` and
+``checkpoint`` have scopes of their own: taps become scanned inputs, recorded inputs become outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from dpopt.ghost import rules
-
-# Every output entry copies one input entry and no input entry is copied twice.
-LAYOUT = {
-    "reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p", "slice", "split",
-    "convert_element_type", "reduce_precision", "broadcast_in_dim", "dynamic_slice",
-}  # fmt: skip
-
-
-class Entry(NamedTuple):
-    """A value whose every entry depends on exactly one entry of one parameter, none used twice."""
-
-    copy: bool  # entries are plain copies, so the gradient's norm is the same on both sides
-    order: tuple[int, ...] | None  # axis i of the value is axis order[i] of the parameter
-
-
-@dataclass(eq=False, slots=True)
-class Value:
-    """A variable of the traced loss."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    dynamic: bool = False  # depends on the example
-    leaves: frozenset[int] = frozenset()  # parameters that a prologue value is computed from
-    entry: Entry | None = None
-    constant: Any = None
-
-
-@dataclass(eq=False, slots=True)
-class Op:
-    """An equation: ``run`` maps input arrays to a list of output arrays."""
-
-    run: Callable
-    name: str
-    inputs: list[Value]
-    outputs: list[Value]
-    params: dict[str, Any] | None = None  # the equation's, unless a loop made it one for all steps
-
-    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
-        del taps, record
-        env.update(zip(self.outputs, self.run(*_read(env, self.inputs)), strict=True))
-
-
-@dataclass(eq=False, slots=True)
-class Contact:
-    """A place where a weight (a prologue value) enters the body."""
-
-    index: int
-    weight: Value  # as the prologue holds it: scanned weights have a leading axis of steps
-    primitive: str
-    tap_shape: tuple[int, ...]
-    tap_dtype: Any
-    factors: rules.Factors | None = None  # None: the tap sits on the weight itself
-    apply: Callable | None = None  # (weight, x) -> output for one example, steps included; None without factors
-    input_shape: tuple[int, ...] = ()
-    input_dtype: Any = None
-    is_precise: bool = False  # the output is computed in its own dtype's full precision
-    output_read: bool = False  # set by the planner: the output is recorded as well
-    shares: Contact | None = None  # another contact whose output has the same cotangent: this one needs no tap
-
-
-@dataclass(eq=False, slots=True)
-class ContactOp:
-    contact: Contact
-    run: Callable
-    inputs: list[Value]
-    outputs: list[Value]
-    input_position: int
-
-    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
-        values = _read(env, self.inputs)
-        (out,) = self.run(*values)
-        record[self.contact] = values[self.input_position], out if self.contact.output_read else None
-        env[self.outputs[0]] = out if self.contact.shares else _tap(out, taps[self.contact])
-
-
-@jax.custom_jvp
-def _tap(value, tap):
-    """``value + tap`` for differentiation; the tap is always zero and so never read."""
-    del tap
-    return value
-
-
-@_tap.defjvp
-def _tap_jvp(primals, tangents):
-    return primals[0], tangents[0] + tangents[1]
-
-
-def _read(env: dict, values: Sequence[Value]) -> list:
-    return [env[v] if v.constant is None else v.constant for v in values]
+from dpopt.ghost.values import LAYOUT, Contact, ContactOp, Op, Value, read, tap, wide_dtype
 
 
 class Scope:
@@ -235,9 +140,9 @@ class Remat(Block):
         def body(values, own_taps):
             local, own_record = dict(zip(reads, values, strict=True)), {}
             self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own_record)
-            return _read(local, self.scope.results), [own_record[c] for c in contacts]
+            return read(local, self.scope.results), [own_record[c] for c in contacts]
 
-        outs, recorded = jax.checkpoint(body, **self.options)(_read(env, reads), [taps[c] for c in tapped])
+        outs, recorded = jax.checkpoint(body, **self.options)(read(env, reads), [taps[c] for c in tapped])
         env.update(zip(self.outputs, outs, strict=True))
         record.update(zip(contacts, recorded, strict=True))
 
@@ -264,11 +169,11 @@ class Loop(Block):
             local.update(zip(self.carries, carry, strict=True))
             local.update(zip(steps, values, strict=True))
             self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own_record)
-            results = _read(local, self.scope.results)
+            results = read(local, self.scope.results)
             return results[:count], (results[count:], [own_record[c] for c in contacts])
 
         xs = ([scanned[v] for v in steps], [taps[c] for c in tapped])
-        carry, (ys, recorded) = lax.scan(body, _read(env, self.inputs), xs, **self.options)
+        carry, (ys, recorded) = lax.scan(body, read(env, self.inputs), xs, **self.options)
         env.update(zip(self.outputs, [*carry, *ys], strict=True))
         record.update(zip(contacts, recorded, strict=True))
 
@@ -294,7 +199,7 @@ class Trace:
         """All prologue values. ``wide`` skips casts to 16 bits, so that pulling back loses nothing."""
         env = dict(zip(self.leaves, leaves, strict=True))
         for op in self.prologue:
-            values = _read(env, op.inputs)
+            values = read(env, op.inputs)
             if wide and op.name == "convert_element_type" and op.inputs[0].leaves:
                 if op.outputs[0].dtype != wide_dtype(op.outputs[0].dtype):
                     env[op.outputs[0]] = values[0]
@@ -308,13 +213,8 @@ class Trace:
         """Loss, auxiliary leaves and the recorded inputs and outputs (None where not needed), for one example."""
         env = {**static, **dict(zip(self.example, example, strict=True))}
         for contact, value in self.identities:
-            env[value] = _tap(env[contact.weight], taps[contact])
+            env[value] = tap(env[contact.weight], taps[contact])
         record: dict[Contact, tuple] = {}
         self.body.evaluate(env, taps, record)
-        loss, *aux = _read(env, self.results)
+        loss, *aux = read(env, self.results)
         return loss, aux, [record.get(c, (None, None)) for c in self.contacts]
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """The type in which gradients add up: at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)

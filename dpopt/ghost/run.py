@@ -19,9 +19,9 @@ from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
 from dpopt.ghost.plan import LeafPlan, Plan, orientation
-from dpopt.ghost.program import Contact, Entry, wide_dtype
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.standardized import Standardized
+from dpopt.ghost.values import Contact, Entry, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
 # Linear in the example-dependent input as well.

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from dpopt.ghost.program import Contact, Op, Trace, Value, wide_dtype
+from dpopt.ghost.program import Trace
+from dpopt.ghost.values import Contact, Op, Value, wide_dtype
 
 
 class Coefficients(NamedTuple):

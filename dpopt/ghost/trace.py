@@ -32,7 +32,8 @@ from jax.extend import core
 from dpopt.ghost import rules
 from dpopt.ghost.canonical import convolution
 from dpopt.ghost.cotangents import share_taps
-from dpopt.ghost.program import LAYOUT, ContactOp, Entry, Loop, LoopScope, Op, Remat, Scope, Trace, Value
+from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
+from dpopt.ghost.values import LAYOUT, ContactOp, Entry, Op, Value
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = {"remat", "remat2", "checkpoint"}

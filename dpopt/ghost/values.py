@@ -1,0 +1,113 @@
+"""The parts of a traced loss: values, equations, and contacts, which carry taps.
+
+* a ``Value`` is a variable, an ``Op`` an equation;
+* a ``Contact`` is where a value that depends on parameters enters the body, and carries a tap.
+
+trace.py builds them from a jaxpr; program.py puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpopt.ghost import rules
+
+# Every output entry copies one input entry and no input entry is copied twice.
+LAYOUT = {
+    "reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p", "slice", "split",
+    "convert_element_type", "reduce_precision", "broadcast_in_dim", "dynamic_slice",
+}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A value whose every entry depends on exactly one entry of one parameter, none used twice."""
+
+    copy: bool  # entries are plain copies, so the gradient's norm is the same on both sides
+    order: tuple[int, ...] | None  # axis i of the value is axis order[i] of the parameter
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A variable of the traced loss."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    dynamic: bool = False  # depends on the example
+    leaves: frozenset[int] = frozenset()  # parameters that a prologue value is computed from
+    entry: Entry | None = None
+    constant: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """An equation: ``run`` maps input arrays to a list of output arrays."""
+
+    run: Callable
+    name: str
+    inputs: list[Value]
+    outputs: list[Value]
+    params: dict[str, Any] | None = None  # the equation's, unless a loop made it one for all steps
+
+    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
+        del taps, record
+        env.update(zip(self.outputs, self.run(*read(env, self.inputs)), strict=True))
+
+
+@dataclass(eq=False, slots=True)
+class Contact:
+    """A place where a weight (a prologue value) enters the body."""
+
+    index: int
+    weight: Value  # as the prologue holds it: scanned weights have a leading axis of steps
+    primitive: str
+    tap_shape: tuple[int, ...]
+    tap_dtype: Any
+    factors: rules.Factors | None = None  # None: the tap sits on the weight itself
+    apply: Callable | None = None  # (weight, x) -> output for one example, steps included; None without factors
+    input_shape: tuple[int, ...] = ()
+    input_dtype: Any = None
+    is_precise: bool = False  # the output is computed in its own dtype's full precision
+    output_read: bool = False  # set by the planner: the output is recorded as well
+    shares: Contact | None = None  # another contact whose output has the same cotangent: this one needs no tap
+
+
+@dataclass(eq=False, slots=True)
+class ContactOp:
+    contact: Contact
+    run: Callable
+    inputs: list[Value]
+    outputs: list[Value]
+    input_position: int
+
+    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
+        values = read(env, self.inputs)
+        (out,) = self.run(*values)
+        record[self.contact] = values[self.input_position], out if self.contact.output_read else None
+        env[self.outputs[0]] = out if self.contact.shares else tap(out, taps[self.contact])
+
+
+@jax.custom_jvp
+def tap(value, tap):
+    """``value + tap`` for differentiation; the tap is always zero and so never read."""
+    del tap
+    return value
+
+
+@tap.defjvp
+def _tap_jvp(primals, tangents):
+    return primals[0], tangents[0] + tangents[1]
+
+
+def read(env: dict, values: Sequence[Value]) -> list:
+    """The arrays of ``values``."""
+    return [env[v] if v.constant is None else v.constant for v in values]
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The type in which gradients add up: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
