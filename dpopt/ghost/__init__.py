@@ -7,7 +7,7 @@
 * plan.py       which norm for which parameter, at what cost (costs.py), and in how many parts
 * explain.py    the same as a table
 * engine.py     the clipped sum: forward and backward to the taps, norms, weighted sum
-* run.py        those steps, for one batch; chunks.py some examples at a time
+* run.py        those steps, for one batch; contacts.py at one contact; chunks.py some examples at a time
 * canonical.py  convolutions in the order that is fast
 """
 

@@ -165,14 +165,14 @@ def _sources(trace: Trace) -> list[list[Contact]]:
     return uses
 
 
-def _is_direct(contact: Contact) -> bool:
+def is_direct(contact: Contact) -> bool:
     return len(contact.weight.leaves) == 1 and contact.weight.entry is not None
 
 
 def orientation(contact: Contact) -> tuple[int, int] | None:
     """The parameter's axes that are a and p at this contact, if it is a matrix used as it is."""
     entry, factors = contact.weight.entry, contact.factors
-    if not _is_direct(contact) or entry is None or factors is None or factors.axes is None:
+    if not is_direct(contact) or entry is None or factors is None or factors.axes is None:
         return None
     if not entry.copy or entry.order is None or len(entry.order) != 2:
         return None
@@ -201,9 +201,9 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
             continue
         contact = contacts[0]
         alone = len(contacts) == 1
-        if alone and not _is_direct(contact) and not shifted and (found := standardized(trace, contact)):
+        if alone and not is_direct(contact) and not shifted and (found := standardized(trace, contact)):
             normalized[leaf] = found
-        if alone and (_is_direct(contact) or leaf in normalized):
+        if alone and (is_direct(contact) or leaf in normalized):
             if leaf in normalized:
                 scaling, methods = scaled[leaf], _standardized_methods(contact, scaled[leaf])
             else:

@@ -16,16 +16,12 @@ from jax import lax
 
 from dpopt._norms import safe_norm
 from dpopt.ghost import norms
-from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
-from dpopt.ghost.plan import LeafPlan, Plan, orientation
+from dpopt.ghost.contacts import along, combined, form, forming, inner, transposed, unfold
+from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
-
-_PRECISION = lax.Precision.HIGHEST
-# Linear in the example-dependent input as well.
-_BILINEAR = {"dot_general", "conv_general_dilated"}
 
 
 class Run:
@@ -33,12 +29,17 @@ class Run:
 
     def __init__(self, plan: Plan, leaves: list, scales: list, offsets: list):
         self.plan, self.trace, self.leaves = plan, plan.trace, leaves
-        self.scales, self.offsets = scales, offsets
+        # Of a table S multiplies what is looked up in it: no pass over the whole table is needed.
+        self.row_scales = {i: s for i, s in enumerate(scales) if s is not None and s.size > 1 and self._is_table(i)}
+        self.scales = [None if i in self.row_scales else s for i, s in enumerate(scales)]
+        self.offsets = offsets
         self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
 
     def passes(self, batch: Sequence[jax.Array]):
-        """Losses, aux, and per contact the recorded (input x, output) and the tap's cotangent y, all [B, ...]."""
+        """Losses, aux, and per contact the recorded (input x, output) and the tap's cotangent y, all [B, ...].
+
+        Cotangents of rows of a table come scaled."""
         static, contacts = self.trace.run_prologue(self.leaves), self.trace.contacts
         tapped = [c for c in contacts if not c.shares]
 
@@ -53,9 +54,24 @@ class Run:
 
         losses, aux, recorded, cotangents = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
         own = dict(zip(tapped, cotangents, strict=True))
-        ys = {c: own[c.shares or c] for c in contacts}
         xs, outs = ({c: r[i] for c, r in zip(contacts, recorded, strict=True)} for i in (0, 1))
-        return losses, aux, xs, ys, outs
+        ys = {c: own[c.shares or c] for c in contacts}
+        return losses, aux, xs, {c: self._with_row_scale(c, xs[c], y) for c, y in ys.items()}, outs
+
+    def _is_table(self, leaf: int) -> bool:
+        contacts = self.plan.leaves[leaf].contacts
+        return all(
+            is_direct(k) and cast(Entry, k.weight.entry).copy and k.factors and k.factors.one_hot for k in contacts
+        )
+
+    def _with_row_scale(self, contact: Contact, x: jax.Array, y: jax.Array) -> jax.Array:
+        leaves = contact.weight.leaves & self.row_scales.keys()
+        if not leaves:
+            return y
+        (leaf,) = leaves
+        table = jnp.broadcast_to(self.row_scales[leaf], self.wide[leaf].shape).astype(self.wide[leaf].dtype)
+        diagonal = self._push(leaf, table, [contact])[0]
+        return y * jax.vmap(lambda row: along(contact, diagonal, row))(x)
 
     def norms(self, xs: dict, ys: dict, outs: dict) -> tuple[list[jax.Array], dict[Contact, list[jax.Array]]]:
         """Per-example norms of ``S g + o`` per parameter, and the gradients that were kept."""
@@ -70,16 +86,16 @@ class Run:
         return [jnp.sqrt(s) for s in squares], kept
 
     def _kept(self, contact: Contact, x: jax.Array, y: jax.Array) -> Any:
-        form = jax.vmap(lambda inputs: _form(contact, *inputs))
+        several = jax.vmap(lambda inputs: form(contact, *inputs))
         if contact.factors is None or contact.factors.shape[0] == 1:  # the input is read as it lies
-            return form((x, y))
-        return in_chunks(form, (x, y), self.plan.batch_size, self.plan.chunk([contact]))
+            return several((x, y))
+        return in_chunks(several, (x, y), self.plan.batch_size, self.plan.chunk([contact]))
 
     def _pulled(self, contacts, leaves, xs, ys, kept) -> list[jax.Array]:
         """Squared norms of gradients formed at their contacts and pulled back, some examples at a time."""
 
         def one(inputs):
-            formed = [_unfold(c, f if c in kept else _form(c, *f)) for c, f in zip(contacts, inputs, strict=True)]
+            formed = [unfold(c, f if c in kept else form(c, *f)) for c, f in zip(contacts, inputs, strict=True)]
             gradients = self._pull_back(contacts, formed, leaves)
             return [norms.sum_squares(self._affine(i, g)) for i, g in zip(leaves, gradients, strict=True)]
 
@@ -126,7 +142,7 @@ class Run:
             offset = jnp.broadcast_to(offset, shape)
             direction = offset if scale is None else offset * scale
             for c, v in zip(contacts, self._push(leaf, direction, contacts), strict=True):
-                square = square + 2 * jax.vmap(lambda x, y, c=c, v=v: _inner(c, v, x, y))(xs[c], ys[c])
+                square = square + 2 * jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(xs[c], ys[c])
             square = jnp.maximum(square + norms.sum_squares(offset), 0)
         return square
 
@@ -143,8 +159,8 @@ class Run:
             norm = norms.METHODS[leaf_plan.method]
             return lambda f: norm(factors, *f, diagonal), (xs[contact], ys[contact])
 
-        form, inputs = _forming(contact, xs, ys, kept)
-        return lambda f: norms.sum_squares(form(f) if diagonal is None else form(f) * diagonal), inputs
+        one, inputs = forming(contact, xs, ys, kept)
+        return lambda f: norms.sum_squares(one(f) if diagonal is None else one(f) * diagonal), inputs
 
     def _standardized(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, outs, kept) -> tuple[Callable, Any]:
         """The same, where filters are normalised on the way to the contact."""
@@ -154,8 +170,8 @@ class Run:
             inputs = xs[contact], ys[contact], outs[contact]
             return lambda f: norms.standardized_gram(factors, f[0], f[1], f[2], coefficients), inputs
         deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
-        form, inputs = _forming(contact, xs, ys, kept)
-        return lambda f: norms.standardized_explicit(form(f), deviation, diagonal, coefficients), inputs
+        one, inputs = forming(contact, xs, ys, kept)
+        return lambda f: norms.standardized_explicit(one(f), deviation, diagonal, coefficients), inputs
 
     def weighted_sum(self, weights: list, xs: dict, ys: dict, kept: dict) -> list[jax.Array]:
         """``sum_i c_i (S g_i + o)`` per parameter; ``weights`` holds c, zero for masked examples."""
@@ -166,7 +182,7 @@ class Run:
         for members in groups.values():
             c = weights[members[0]]
             mine = [k for k in self.trace.contacts if k.weight.leaves & set(members)]
-            cotangents = [_combined(k, kept[k], c) if k in kept else _transposed(k, xs[k], ys[k], c) for k in mine]
+            cotangents = [combined(k, kept[k], c) if k in kept else transposed(k, xs[k], ys[k], c) for k in mine]
             for leaf, g in zip(members, self._pull_back(mine, cotangents, members), strict=True):
                 scale, offset = self.scales[leaf], self.offsets[leaf]
                 g = g if scale is None else g * scale
@@ -190,7 +206,7 @@ class Run:
             batches_of_one = jax.tree.map(lambda x: x[None], recorded)
             # The primitives transposed: few operations, hence quick to compile.
             formed = [
-                _unfold(c, r) if c in kept else _transposed(c, alone[0], alone[1], jnp.ones(1))
+                unfold(c, r) if c in kept else transposed(c, alone[0], alone[1], jnp.ones(1))
                 for c, r, alone in zip(contacts, recorded, batches_of_one, strict=True)
             ]
             return [self._affine(i, g) for i, g in enumerate(self._pull_back(contacts, formed, range(len(zeros))))]
@@ -241,58 +257,3 @@ class Run:
     def _push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
         function = self._weights(contacts, [leaf])
         return jax.jvp(function, ([self.wide[leaf]],), ([tangent],))[1]
-
-
-def _form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
-    """One example's gradient of a contact's weight, folded where there are factors."""
-    if contact.factors is None:
-        return y.astype(wide_dtype(y.dtype))
-    return norms.explicit(contact.factors, x, y)
-
-
-def _forming(contact: Contact, xs: dict, ys: dict, kept: dict) -> tuple[Callable, Any]:
-    """How one example's gradient comes about, and from what: it may be there already."""
-    if contact in kept:
-        return lambda formed: formed, kept[contact]
-    return lambda recorded: _form(contact, *recorded), (xs[contact], ys[contact])
-
-
-def _unfold(contact: Contact, gradient: Any) -> jax.Array:
-    return gradient if contact.factors is None else contact.factors.unfold(gradient)
-
-
-def _combined(contact: Contact, formed: Any, c: jax.Array) -> jax.Array:
-    """``sum_i c_i G_i`` at one contact, from the kept gradients."""
-    return _unfold(contact, jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
-
-
-def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))
-
-
-def _transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
-    """``sum_i c_i G_i`` at one contact: its primitive, linear in the weight, transposed."""
-    if contact.apply is None:
-        return jnp.sum(_weighted(y, c), axis=0)
-    if contact.primitive in _BILINEAR and x.size < y.size:  # fewer bytes to move, and layers that share x share this
-        x = _weighted(x, c)
-    else:
-        y = _weighted(y, c)
-    batched = jax.vmap(contact.apply, in_axes=(None, 0))
-    shape = _weight_shape(contact)
-    out = jax.eval_shape(batched, shape, x)
-    transposed = jax.linear_transpose(lambda w: batched(w, x), shape)
-    return channels_last(lambda y: transposed(y)[0])(y.astype(out.dtype))
-
-
-def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
-    return x * c.reshape(-1, *[1] * (x.ndim - 1)).astype(wide_dtype(x.dtype))
-
-
-def _inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """``<G, direction>`` for one example, without G."""
-    if contact.apply is None:
-        out = direction
-    else:  # the tangent: a gather of an index out of range gives a constant, which has no gradient
-        out = jax.jvp(lambda w: cast(Callable, contact.apply)(w, x), (direction,), (direction,))[1]
-    return jnp.sum(out * y.astype(out.dtype))

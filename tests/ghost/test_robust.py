@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ghost_check import assert_trees_close, check, flat_clip, leaf_clip, plain
+from ghost_check import assert_trees_close, check, flat_clip, leaf_clip, plain, random_like
 from jax import lax
 
 from dpopt import ghost
+from dpopt.ghost.run import Run
 
 
 def run(loss_fn, params, batch, clip=flat_clip, mask=None, **kwargs):
@@ -218,3 +219,22 @@ def test_cannot_follow_names_the_primitive():
 def test_a_loss_that_is_not_a_scalar_is_refused():
     with pytest.raises(TypeError, match="real scalar"):
         run(lambda w, x: x * w, jnp.ones(3), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ghost_cases.dense, ghost_cases.conv2d, ghost_cases.embedding, ghost_cases.embedding_long,
+        ghost_cases.embedding_out_of_range, ghost_cases.embedding_clipped, ghost_cases.tied_embedding_large,
+        ghost_cases.matrix_factorization, ghost_cases.weight_standardized_gram, ghost_cases.lstm,
+    ],
+    ids=lambda c: c.__name__,
+)  # fmt: skip
+def test_finite_gradients_need_no_slow_path(case, monkeypatch, x64):
+    """It would give the right result, which is why a NaN on the fast way would not be seen elsewhere."""
+    monkeypatch.setattr(Run, "one_by_one", lambda *_: pytest.fail("the slow path was taken"))
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    scale, offset = random_like(params, 1), random_like(params, 2, low=-0.5)
+    with jax.numpy_rank_promotion("allow"):
+        for shift in (None, offset):  # not under `jit`, which compiles both ways
+            ghost.clipped_sum(loss_fn, params, batch, coefficients=flat_clip(0.7), scale=scale, offset=shift)

@@ -1,0 +1,78 @@
+"""What is computed at one contact: its gradient for one example, or the weighted sum of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dpopt.ghost import norms
+from dpopt.ghost.canonical import channels_last
+from dpopt.ghost.values import Contact, wide_dtype
+
+_PRECISION = lax.Precision.HIGHEST
+# Linear in the example-dependent input as well.
+_BILINEAR = {"dot_general", "conv_general_dilated"}
+
+
+def form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
+    """One example's gradient of a contact's weight, folded where there are factors."""
+    if contact.factors is None:
+        return y.astype(wide_dtype(y.dtype))
+    return norms.explicit(contact.factors, x, y)
+
+
+def forming(contact: Contact, xs: dict, ys: dict, kept: dict) -> tuple[Callable, Any]:
+    """How one example's gradient comes about, and from what: it may be there already."""
+    if contact in kept:
+        return lambda formed: formed, kept[contact]
+    return lambda recorded: form(contact, *recorded), (xs[contact], ys[contact])
+
+
+def unfold(contact: Contact, gradient: Any) -> jax.Array:
+    return gradient if contact.factors is None else contact.factors.unfold(gradient)
+
+
+def combined(contact: Contact, formed: Any, c: jax.Array) -> jax.Array:
+    """``sum_i c_i G_i`` at one contact, from the kept gradients."""
+    return unfold(contact, jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
+
+
+def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))
+
+
+def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
+    """``sum_i c_i G_i`` at one contact: its primitive, linear in the weight, transposed."""
+    if contact.apply is None:
+        return jnp.sum(_weighted(y, c), axis=0)
+    if contact.primitive in _BILINEAR and x.size < y.size:  # fewer bytes to move, and layers that share x share this
+        x = _weighted(x, c)
+    else:
+        y = _weighted(y, c)
+    batched = jax.vmap(contact.apply, in_axes=(None, 0))
+    shape = _weight_shape(contact)
+    out = jax.eval_shape(batched, shape, x)
+    transposed = jax.linear_transpose(lambda w: batched(w, x), shape)
+    return channels_last(lambda y: transposed(y)[0])(y.astype(out.dtype))
+
+
+def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
+    return x * c.reshape(-1, *[1] * (x.ndim - 1)).astype(wide_dtype(x.dtype))
+
+
+def along(contact: Contact, direction: jax.Array, x: jax.Array) -> jax.Array:
+    """What the contact makes of a change of its weight, for one example."""
+    if contact.apply is None:
+        return direction
+    # The tangent: a gather of an index out of range gives a constant, which has no gradient.
+    return jax.jvp(lambda w: cast(Callable, contact.apply)(w, x), (direction,), (direction,))[1]
+
+
+def inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """``<G, direction>`` for one example, without G."""
+    out = along(contact, direction, x)
+    return jnp.sum(out * y.astype(out.dtype))
