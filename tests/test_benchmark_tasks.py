@@ -52,6 +52,7 @@ def only(settings, label):
     return found
 
 
+@pytest.mark.slow
 def test_the_lstm_learns_from_reviews_and_says_that_its_vocabulary_was_free(few_reviews):  # noqa: F811
     setting = dataclasses.replace(
         only(utility_networks.imdb_lstm(), "DP-SGD"), task_options={"length": 4}, expected_batch_size=8, steps=3
@@ -121,6 +122,7 @@ def test_tags_are_synthetic_sparse_and_paid_for():
         synthetic_task.SyntheticTags(num_examples=50, frequency="public")
 
 
+@pytest.mark.slow
 def test_tags_are_learned_by_five_million_parameters():
     fields = {"method": "DP-SGD", "options": {"learning_rate": 5.0}, "l2_clip_norm": 1.0, "delta": 1e-3}
     setting = runs.Setting(

@@ -32,6 +32,7 @@ def tiny(monkeypatch):
     return family
 
 
+@pytest.mark.slow
 def test_memory_sees_the_gradients_that_vmap_holds(monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
     found = {name: memory.in_new_process(SMALLEST, name) for name in ("ghost", "vmap")}

@@ -9,7 +9,7 @@ where ``left`` is read off ``x`` and ``right`` off the cotangent ``y`` of the pr
 a dense layer on a sequence, ``left_t`` is the input and ``right_t`` the output cotangent at
 position ``t``; for an embedding ``left_t`` is a one-hot vector, kept as its index; for a
 convolution there is one such sum for every offset of the filter. A rule states this
-factorisation and nothing else. Norms (norms.py), costs (plan.py) and weighted sums (engine.py)
+factorisation and nothing else. Norms (norms.py), costs (costs.py) and weighted sums (contacts.py)
 follow from it, so a new primitive is one function here: see docs/adding_a_ghost_rule.md.
 
 A primitive without a rule is not an error: the engine then takes the gradient of its weight
