@@ -28,25 +28,26 @@ def diagonal(family: Family) -> Any:
     return jax.tree.map(lambda p: jnp.asarray(rng.uniform(0.5, 2.0, p.shape), jnp.float32), family.params)
 
 
-def ordinary(family: Family) -> Callable:
-    """The mean gradient that training without privacy computes."""
-
+def _mean_gradient(family: Family) -> Callable:
     def mean_loss(params, batch):
         return jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
 
-    return jax.jit(lambda params, batch, diagonal: jax.grad(mean_loss)(params, batch))
+    return jax.grad(mean_loss)
+
+
+def ordinary(family: Family) -> Callable:
+    """The mean gradient that training without privacy computes."""
+    gradient = _mean_gradient(family)
+    return jax.jit(lambda params, batch, diagonal: gradient(params, batch))
 
 
 def ordinary_in_parts(family: Family) -> Callable:
     """The same, accumulated over as many parts as dpopt takes the batch in."""
-    parts = dpopt.ghost.plan_clipped_sum(family.loss_fn, family.params, family.batch).parts
-
-    def mean_loss(params, batch):
-        return jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
+    gradient, parts = _mean_gradient(family), dpopt.ghost.plan_clipped_sum(*family).parts
 
     def run(params, batch, diagonal):
         def step(total, part):
-            return jax.tree.map(lambda t, g: t + g / parts, total, jax.grad(mean_loss)(params, part)), None
+            return jax.tree.map(lambda t, g: t + g / parts, total, gradient(params, part)), None
 
         split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
         return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), split)[0]

@@ -93,7 +93,7 @@ def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
     checked = Checked(name, args, vmap, norms.clipped_sum(dpopt.FlatClip(clip)).sum)
     light = {n: checked.add(n, ways[n]) for n in gradients.LIGHT}
     heavy = {n: checked.add(n, vmap[n]) for n in (vmap if others else ["vmap"])}
-    found: dict[str, Any] = {"parts": dpopt.ghost.plan_clipped_sum(family.loss_fn, *args[:2]).parts}
+    found: dict[str, Any] = {"parts": dpopt.ghost.plan_clipped_sum(*family).parts}
     if found["parts"] > 1:  # what the parts are worth to an ordinary gradient (in a loop, where XLA may do badly)
         heavy[gradients.IN_PARTS] = checked.add(gradients.IN_PARTS, gradients.by_name(family, gradients.IN_PARTS, clip))
     if others:

@@ -142,21 +142,32 @@ class Loss:
         losses, aux = values if self.has_aux else (values, None)
         return clip_stacked(grads, mask, scale, offset, clip)._replace(losses=losses, aux=aux)
 
-    def _plan(self, scale, offset) -> ghost.Plan | None:
-        """The ghost engine's plan for the whole batch; None where ``vmap`` is asked for or all that is left."""
+    def _choose(self, scale, offset) -> tuple[int, ghost.Plan | None]:
+        """How many examples to take at a time, and the ghost engine's plan for that many.
+
+        No plan means ``vmap``: because it is asked for, or all that is left, or faster.
+        """
+        size = min(self.microbatch_size or self.batch_size, self.batch_size)
         if self.engine == "vmap":
-            return None
+            return size, None
         try:
-            return ghost.plan_clipped_sum(
+            plan = ghost.plan_clipped_sum(
                 self.loss_fn, self.params, self.batch, scale=scale, offset=offset, has_aux=self.has_aux
-            )
+            ).of(size)
         except ghost.CannotFollow as reason:
             _warn_once(reason)
-            return None
+            return size, None
+        if self.engine == "auto" and plan.prefers_vmap:
+            return size, None
+        # Outside `jit` a loop over parts would be compiled at every call.
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
+        if self.microbatch_size is None and is_traced:
+            size //= plan.parts
+        return size, plan.of(size)
 
     def _microbatch(self, batch, mask, scale, offset, clip, plan: ghost.Plan | None) -> EngineResult:
-        """One microbatch, by the engine asked for, or by ``vmap`` where that is the only or the faster one."""
-        if plan is None or (self.engine == "auto" and plan.prefers_vmap):
+        """One microbatch, by the engine that was chosen."""
+        if plan is None:
             return self._vmap_engine(batch, mask, scale, offset, clip)
         ran = ghost.clipped_sum(
             self.loss_fn,
@@ -171,24 +182,12 @@ class Loss:
         )
         return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, is_finite=ran.ok | ~mask)
 
-    def _size(self, plan: ghost.Plan | None) -> int:
-        """How many examples to take at a time."""
-        if self.microbatch_size is not None:
-            return min(self.microbatch_size, self.batch_size)
-        # Outside `jit` a loop over parts would be compiled at every call.
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
-        if plan is None or not is_traced or (self.engine == "auto" and plan.prefers_vmap):
-            return self.batch_size
-        return self.batch_size // plan.parts
-
     def run(self, mask, scale, offset, clip) -> EngineResult:
         """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
-        plan = self._plan(scale, offset)
-        size = self._size(plan)
+        size, plan = self._choose(scale, offset)
         if size == self.batch_size:
             return self._microbatch(self.batch, mask, scale, offset, clip, plan)
 
-        plan = plan and plan.of(size)
         steps = -(-self.batch_size // size)
         # The last microbatch is filled up with copies of the last example, masked out.
         rows = np.minimum(np.arange(steps * size), self.batch_size - 1)

@@ -41,10 +41,11 @@ class Explanation:
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
         plan = self.plan
         ordinary = max(plan.ordinary_cost, 1.0)
-        parts = f", in {plan.parts} parts of {plan.batch_size // plan.parts}" if plan.parts > 1 else ""
+        parts = plan.parts
+        in_parts = f", in {parts} parts of {plan.batch_size // parts}" if parts > 1 else ""
         lines += [
             "",
-            f"batch of {plan.batch_size}{parts}: an ordinary gradient takes {ordinary:.2g} operations, "
+            f"batch of {plan.batch_size}{in_parts}: an ordinary gradient takes {ordinary:.2g} operations, "
             f"ghost {plan.ghost_cost / ordinary:.2f} times as many, "
             f"vmap {plan.vmap_cost / ordinary:.2f} times (memory traffic included)",
             "engine='auto' would take " + ("vmap" if plan.prefers_vmap else "ghost"),

@@ -92,9 +92,9 @@ class ContactOp:
 
 
 @jax.custom_jvp
-def tap(value, tap):
-    """``value + tap`` for differentiation; the tap is always zero and so never read."""
-    del tap
+def tap(value, zero):
+    """``value + zero`` for differentiation; it is always zero and so never read."""
+    del zero
     return value
 
 

@@ -167,6 +167,16 @@ def conv_groups(a):
     return lambda p, x: half_square(conv(x, p["w"], groups=2)), {"w": a(3, 3, 2, 6)}, a(B, 5, 5, 4)
 
 
+def scaled_tables(a):  # looked up once, a few times, many times: a norm method for each
+    def loss(p, x):
+        ids, y = x
+        once, few, many = p["a"] * 3.0, jnp.tanh(p["b"]), p["c"] * 2.0
+        h = once[ids[0]] + jnp.mean(few[ids[:3]], axis=0) + jnp.mean(many[jnp.tile(ids, 12)], axis=0)
+        return half_square(h * y)
+
+    return loss, {"a": a(9, 4), "b": a(9, 4), "c": a(900, 4)}, (a.ids(9, B, 6), a(B, 4))
+
+
 def conv_own_filter(a):  # the filter depends on the example
     def loss(p, x):
         return half_square(conv(jnp.tanh(x), p["w"] * (1 + jnp.mean(x)), groups=2))
@@ -490,7 +500,7 @@ def closed_over(a):
 CASES = [
     dense, dense_sequence, dense_long_sequence, dense_wide, dense_general, batched_weight,
     weight_first, reshaped_weight, scaled_weight, norms_and_scales, group_norm, embedding,
-    embedding_long, embedding_out_of_range, embedding_clipped, tied_embedding, tied_embedding_large,
+    embedding_long, embedding_out_of_range, embedding_clipped, scaled_tables, tied_embedding, tied_embedding_large,
     conv1d, conv2d, conv_small_image, conv_dilated, conv_groups, conv_own_filter, conv_depthwise,
     conv_depthwise_multiplier, conv_transposed, conv_valid_channels_first, weight_standardized,
     weight_standardized_only, weight_standardized_gram, weight_normalized, conv_pixel_gram,

@@ -8,7 +8,7 @@ import pytest
 from ghost_check import assert_trees_close
 
 import dpopt
-from dpopt import ghost
+from dpopt import _engines, ghost
 from dpopt.ghost import plan as planning
 
 CLIP = dpopt.FlatClip(0.5)
@@ -71,6 +71,27 @@ def test_a_size_that_is_asked_for_is_taken():
     params, batch = inputs()
     run = lambda size: loops(lambda p, b: clipped(p, b, engine="ghost", microbatch_size=size), params, batch)  # noqa: E731
     assert run(12) == [] and run(3) == [4] and run(5) == [3]
+
+
+@pytest.mark.usefixtures("small_batches_split")
+def test_outside_jit_the_batch_is_whole(monkeypatch):
+    params, batch = inputs()
+    want = jax.jit(lambda p, b: clipped(p, b, engine="ghost"))(params, batch).sum
+    monkeypatch.setattr(ghost.Plan, "parts", property(lambda self: pytest.fail("asked for parts")))
+    assert_trees_close(clipped(params, batch, engine="ghost").sum, want, 1e-5)
+
+
+@pytest.mark.usefixtures("small_batches_split")
+def test_auto_decides_for_the_batch_not_for_its_parts(monkeypatch):
+    """The gradients of a part may be next to nothing where those of the batch are not."""
+    params, batch = inputs()
+    formed = 12 * sum(x.nbytes for x in jax.tree.leaves(params))
+    monkeypatch.setattr(planning, "_TINY_BYTES", formed // 2)
+    monkeypatch.setattr(planning, "_MARGIN", np.inf)
+    plan = ghost.plan_clipped_sum(loss_fn, params, batch, has_aux=True)
+    assert not plan.prefers_vmap and plan.of(2).prefers_vmap
+    monkeypatch.setattr(_engines.Loss, "_vmap_engine", lambda *_: pytest.fail("vmap was chosen"))
+    assert loops(lambda p, b: clipped(p, b, engine="auto"), params, batch) == [6]
 
 
 @pytest.mark.usefixtures("small_batches_split")
