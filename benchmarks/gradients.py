@@ -62,7 +62,7 @@ def clipped(
 
     def run(params, batch, diagonal):
         options = {"engine": engine, "microbatch_size": microbatch_size}
-        grads = dpopt.per_example_grads(family.loss_fn, **options)(params, batch)
+        grads = dpopt.per_example_grads(family.loss_fn, **options)(params, batch, mask=None)
         if scaled:
             grads = grads.scale(diagonal)
         return grads.clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum

@@ -58,7 +58,7 @@ def measure(
         1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=len(x), key=jax.random.key(0)
     )
     batch = place((jnp.asarray(x), jnp.zeros(len(x), jnp.int32)))
-    args = (params, optimizer.init(params), batch)
+    args = (params, optimizer.init(params), batch, None)  # no row is padding
     step = jax.jit(dpopt.make_train_step(loss, optimizer)).lower(*args).compile()
     jax.block_until_ready(step(*args))
     seconds = []

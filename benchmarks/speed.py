@@ -84,7 +84,9 @@ def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
     """Times one family: ordinary gradient, dpopt's engines with and without a diagonal, and other libraries."""
     family = FAMILIES[name]()
     args = (family.params, family.batch, gradients.diagonal(family))
-    norms = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=8)(family.params, family.batch)
+    norms = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=8)(
+        family.params, family.batch, mask=None
+    )
     norms.clipped_sum(dpopt.FlatClip(1.0))
     clip = float(np.median(norms.sensitive.norms))  # so that the clip bites for half of the examples
 

@@ -6,7 +6,7 @@
 >>> params = jnp.zeros(2)
 >>> state = opt.init(params)
 >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.ones(4)}
->>> grads = dpopt.per_example_grads(loss_fn)(params, batch)
+>>> grads = dpopt.per_example_grads(loss_fn)(params, batch, mask=None)
 >>> updates, state = opt.update(grads, state, params)
 >>> params = optax.apply_updates(params, updates)
 """

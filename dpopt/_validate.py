@@ -4,14 +4,37 @@ Every check runs once, in the factory, on Python numbers. A traced value (inside
 ``optax.inject_hyperparams`` turned into state) cannot be compared and passes; its type is still checked.
 """
 
+import functools
+import inspect
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def requires_mask(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The same function, whose error for a forgotten ``mask`` says what to pass."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if "mask" not in signature.bind_partial(*args, **kwargs).arguments:
+            raise TypeError(
+                "mask is missing: pass the batch's mask, (B,) bool and False for padding rows, as the sampler gives it "
+                "(indices, mask = sampler.batch(step)), or mask=None if no row is padding. There is no default: "
+                "padding that passes for examples is not covered by the privacy guarantee."
+            )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def concrete(value: Any) -> float | None:

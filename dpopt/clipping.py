@@ -207,8 +207,8 @@ def as_promise(updates: Any, params: Any = None) -> PerExampleGrads:
                     f"clip_and_sum needs per-example gradients, shaped (batch, *parameter); leaf "
                     f"{name} has shape {jnp.shape(g)} for a parameter of shape {jnp.shape(p)}. "
                     "Gradients that were averaged or clipped before cannot be clipped per example any more: pass "
-                    "dpopt.per_example_grads(loss_fn)(params, batch), and clip once."
+                    "dpopt.per_example_grads(loss_fn)(params, batch, mask=mask), and clip once."
                 )
 
         jax.tree_util.tree_map_with_path(check, updates, params)
-    return stacked_grads(updates)
+    return stacked_grads(updates, mask=None)

@@ -283,7 +283,7 @@ def sensitive_clip_fraction(aux: SensitiveAux) -> jax.Array:
 
     >>> from dpopt.gradients import stacked_grads
     >>> from dpopt.clipping import FlatClip
-    >>> promise = stacked_grads(jnp.array([[3.0], [0.5], [-2.0], [0.0]]))
+    >>> promise = stacked_grads(jnp.array([[3.0], [0.5], [-2.0], [0.0]]), mask=None)
     >>> float(sensitive_clip_fraction(promise.clipped_sum(FlatClip(1.0)).sensitive))
     0.5
     """

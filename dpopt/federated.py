@@ -100,9 +100,10 @@ def client_deltas(
 
     Returns:
         A function of ``params``; ``client_batches``, leaves ``(clients, examples, ...)``; ``mask``, ``(clients,)``
-        bool, False for clients that only fill up the round; and ``example_mask``, ``(clients, examples)`` bool, False
-        for padding of clients with fewer examples. Content under a False is irrelevant. A client whose run ends in
-        NaN or Inf contributes zero. ``SensitiveAux.losses`` holds each client's mean loss at its first step.
+        bool, False for clients that only fill up the round, None if there are none; and ``example_mask``,
+        ``(clients, examples)`` bool, False for padding of clients with fewer examples, None (the default) if there is
+        none. Content under a False is irrelevant. A client whose run ends in NaN or Inf contributes zero.
+        ``SensitiveAux.losses`` holds each client's mean loss at its first step.
 
     Raises:
         ValueError, TypeError: for a bad argument; in the returned function, for parameters, batches, masks or losses
@@ -115,7 +116,7 @@ def client_deltas(
     Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 3.
 
     >>> deltas = client_deltas(lambda w, x: 0.5 * (w - x) ** 2, local_steps=2, local_learning_rate=0.5)
-    >>> promise = deltas(jnp.array(0.0), jnp.array([[4.0, 4.0], [8.0, 0.0]]))
+    >>> promise = deltas(jnp.array(0.0), jnp.array([[4.0, 4.0], [8.0, 0.0]]), mask=None)
     >>> promise.materialize().tolist()  # both move from 0 to 2, then to 3
     [-3.0, -3.0]
     """
@@ -129,7 +130,8 @@ def client_deltas(
     if scale is not None:
         side_information(scale)  # the same conditions
 
-    def promise(params: Any, client_batches: Any, *, mask: Any = None, example_mask: Any = None) -> PerExampleGrads:
+    @_validate.requires_mask
+    def promise(params: Any, client_batches: Any, *, mask: Any, example_mask: Any = None) -> PerExampleGrads:
         _validate.floating_params(params)
         client_batches = jax.tree.map(jnp.asarray, client_batches)
         clients, examples = _round_shape(client_batches)

@@ -123,7 +123,7 @@ class NNXOptimizer(nnx.Optimizer):
     >>> tx = dpopt.dp_sgd(0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=jax.random.key(0))
     >>> optimizer = NNXOptimizer(model, tx, wrt=nnx.Param)
     >>> loss_fn, params = nnx_loss(model, lambda m, x: jnp.mean(m(x) ** 2))
-    >>> _ = optimizer.update(model, dpopt.per_example_grads(loss_fn)(params, jnp.ones((4, 2))))
+    >>> _ = optimizer.update(model, dpopt.per_example_grads(loss_fn)(params, jnp.ones((4, 2)), mask=None))
     >>> int(optimizer.step[...])
     1
     """

@@ -167,7 +167,7 @@ def per_example_grads(
     microbatch_size: int | None = None,
     has_aux: bool = False,
 ) -> Callable[..., PerExampleGrads]:
-    """Makes ``f(params, batch, *, mask=None)``, which promises the gradient of ``loss_fn`` at every example.
+    """Makes ``f(params, batch, *, mask)``, which promises the gradient of ``loss_fn`` at every example.
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``, the loss of ONE example (no batch axis); with ``has_aux``,
@@ -182,17 +182,18 @@ def per_example_grads(
 
     Returns:
         A function of ``params`` (floating leaves), ``batch`` (leaves ``(B, ...)``) and ``mask`` (``(B,)`` bool, False
-        for padding rows, whose content is then irrelevant).
+        for padding rows, whose content is then irrelevant; None if no row is padding).
 
     Raises:
         ValueError, TypeError: for a bad argument here; in the returned function, for parameters that have no gradient,
-            batch leaves that disagree on B, a mask of another shape or dtype, a loss that is no real scalar.
+            batch leaves that disagree on B, a mask that is missing or of another shape or dtype, a loss that is no real
+            scalar.
 
     *Privacy*: promises raw gradients; see `PerExampleGrads`.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
-    >>> grads = per_example_grads(loss)(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
+    >>> grads = per_example_grads(loss)(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]), mask=None)
     >>> grads.materialize().tolist()
     [[-3.0, -4.0], [0.0, -0.5]]
     """
@@ -202,7 +203,8 @@ def per_example_grads(
     if microbatch_size is not None:
         _validate.positive_int(microbatch_size=microbatch_size)
 
-    def promise(params: Any, batch: Any, *, mask: Any = None) -> PerExampleGrads:
+    @_validate.requires_mask
+    def promise(params: Any, batch: Any, *, mask: Any) -> PerExampleGrads:
         _validate.floating_params(params)
         batch_size = _batch_size(batch)
         mask = _checked_mask(mask, batch_size)
@@ -215,20 +217,21 @@ def per_example_grads(
     return promise
 
 
-def stacked_grads(grads: Any, mask: Any = None) -> PerExampleGrads:
+@_validate.requires_mask
+def stacked_grads(grads: Any, *, mask: Any) -> PerExampleGrads:
     """Wraps gradients that exist already, a pytree with a leading batch axis, in the interface of a promise.
 
     Args:
         grads: leaves ``(B, ...)``.
-        mask: ``(B,)`` bool, False for padding rows.
+        mask: ``(B,)`` bool, False for padding rows; None if no row is padding.
 
     Raises:
-        ValueError, TypeError: if leaves disagree on B, are not floating, or the mask does not fit.
+        ValueError, TypeError: if leaves disagree on B, are not floating, or the mask is missing or does not fit.
 
     *Privacy*: holds raw per-example gradients.
 
     >>> import jax.numpy as jnp
-    >>> stacked_grads({"w": jnp.ones((3, 2))}).materialize()["w"].shape
+    >>> stacked_grads({"w": jnp.ones((3, 2))}, mask=None).materialize()["w"].shape
     (3, 2)
     """
     _validate.floating_params(grads)

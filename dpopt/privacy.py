@@ -163,7 +163,7 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
         def loss(p, example):
             return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(p)) * example
 
-        grads = per_example_grads(loss)(params, jnp.ones((1,)))
+        grads = per_example_grads(loss)(params, jnp.ones((1,)), mask=None)
         update = optax.with_extra_args_support(optimizer).update
         # Optax's types know no promise. `params` are shapes here, for those that ask for public gradients.
         return update(cast(Any, grads), optimizer.init(params), params, public_grads=params)

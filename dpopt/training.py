@@ -47,14 +47,15 @@ class TrainStep:
         """What a step costs, before sampling. For a chain bound to the parameters' tree use `dpopt.privacy_of`."""
         return privacy_of(self.optimizer)
 
-    def __call__(self, params: Any, opt_state: Any, batch: Any, mask: Any = None, **extra: Any) -> tuple:
+    @_validate.requires_mask
+    def __call__(self, params: Any, opt_state: Any, batch: Any, mask: Any, **extra: Any) -> tuple:
         """Takes one step.
 
         Args:
             params: floating pytree.
             opt_state: state of the optimizer.
             batch: leaves ``(B, ...)``.
-            mask: ``(B,)`` bool, False for padding.
+            mask: ``(B,)`` bool, False for padding rows; None if no row is padding.
             **extra: passed to the optimizer's ``update`` (``public_grads=...``).
 
         Returns:
@@ -81,7 +82,7 @@ def make_train_step(
     microbatch_size: int | None = None,
     engine: Engine = "auto",
 ) -> TrainStep:
-    """Makes ``step(params, opt_state, batch, mask=None, **extra) -> (params, opt_state, metrics)``.
+    """Makes ``step(params, opt_state, batch, mask, **extra) -> (params, opt_state, metrics)``.
 
     The step is a plain function of arrays: wrap it in ``jax.jit``, call it in ``jax.lax.scan``, ``jax.vmap`` it over
     seeds. Whatever the microbatch size, noise is drawn once and the parameters move once.
@@ -102,7 +103,7 @@ def make_train_step(
     >>> opt = dpopt.dp_sgd(0.5, l2_clip_norm=10.0, noise_multiplier=0.0, expected_batch_size=2, key=jax.random.key(0))
     >>> step = jax.jit(make_train_step(lambda w, x: 0.5 * jnp.sum((w - x) ** 2), opt))
     >>> w = jnp.zeros(2)
-    >>> w, state, metrics = step(w, opt.init(w), jnp.array([[1.0, 2.0], [3.0, 2.0]]))
+    >>> w, state, metrics = step(w, opt.init(w), jnp.array([[1.0, 2.0], [3.0, 2.0]]), mask=None)
     >>> w.tolist(), int(metrics.num_examples)
     ([1.0, 1.0], 2)
     """

@@ -185,7 +185,7 @@ def test_scan_equals_a_loop(either_precision, rule):
     mean_loss = lambda p: jnp.mean(jax.vmap(tiny_loss, in_axes=(None, 0))(p, tiny_batch(seed=7)))  # noqa: E731
 
     def body(carry, _):
-        return step(*carry, tiny_batch(), public_grads=jax.grad(mean_loss)(carry[0]))[:2], None
+        return step(*carry, tiny_batch(), public_grads=jax.grad(mean_loss)(carry[0]), mask=None)[:2], None
 
     params = tiny_params()
     scanned, _ = jax.lax.scan(body, (params, opt.init(params)), length=5)
@@ -246,7 +246,7 @@ def test_missing_or_wrong_public_gradients(public, error, match):
 def test_a_promise_is_no_public_gradient():
     opt = adadps(0.1, **privacy_four())
     params = tiny_params()
-    promise = dpopt.per_example_grads(tiny_loss)(params, tiny_batch())
+    promise = dpopt.per_example_grads(tiny_loss)(params, tiny_batch(), mask=None)
     with pytest.raises(TypeError, match="public_grads must be one mean gradient"):
         opt.update(promise, opt.init(params), params, public_grads=promise)
 

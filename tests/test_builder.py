@@ -31,7 +31,7 @@ def trajectory(optimizer, steps=9, **extra):
     step = jax.jit(dpopt.make_train_step(loss_fn, optimizer, engine="vmap"))
     params, state = PARAMS, optimizer.init(PARAMS)
     for _ in range(steps):
-        params, state, _ = step(params, state, BATCH, **extra)
+        params, state, _ = step(params, state, BATCH, mask=None, **extra)
     return params
 
 
@@ -124,7 +124,7 @@ def test_plan_accounts_for_the_noise_that_is_drawn(monkeypatch):
 
     monkeypatch.setattr(dpopt.noise, "standard_normal_like", ones)
     plan = builder().clip(0.5).budget(epsilon=4.0, delta=1e-3).then(optax.sgd(1.0)).build()
-    grads = dpopt.per_example_grads(lambda p, e: 0.0 * jnp.sum(p["b"]) * jnp.sum(e["x"]))(PARAMS, BATCH)
+    grads = dpopt.per_example_grads(lambda p, e: 0.0 * jnp.sum(p["b"]) * jnp.sum(e["x"]))(PARAMS, BATCH, mask=None)
     updates, _ = plan.optimizer.update(grads, plan.optimizer.init(PARAMS), PARAMS)
     (query,) = plan.optimizer.privacy.queries
     np.testing.assert_allclose(updates["b"], -query.noise_multiplier * 0.5 / 6, rtol=1e-6)

@@ -50,7 +50,7 @@ def test_the_same_steps_however_it_is_built(way):
         step = dpopt.make_train_step(mlp_loss, opt, engine="vmap")
         p, state = params, opt.init(params)
         for _ in range(3):
-            p, state, _ = step(p, state, batch)
+            p, state, _ = step(p, state, batch, mask=None)
         return p
 
     assert_identical(train(SAME[way]), train(SAME["by hand"]))
@@ -94,7 +94,7 @@ def test_a_wrong_order_under_optax_chain_is_refused_too(name):
         dpopt.privacy_of(opt)
     params = mlp_params()
     with pytest.raises((ValueError, TypeError)):
-        dpopt.make_train_step(mlp_loss, opt)(params, opt.init(params), mlp_batch(4))
+        dpopt.make_train_step(mlp_loss, opt)(params, opt.init(params), mlp_batch(4), mask=None)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_transformation_between_clip_and_noise_is_refused(between):
     with pytest.raises(ValueError, match="changes the clipped sum"):
         dpopt.privacy_of(opt, params)
     with pytest.raises(ValueError, match=r"train step is not private.*changes the clipped sum"):
-        jax.jit(dpopt.make_train_step(mlp_loss, opt))(params, opt.init(params), mlp_batch(4))
+        jax.jit(dpopt.make_train_step(mlp_loss, opt))(params, opt.init(params), mlp_batch(4), mask=None)
 
 
 def test_what_is_no_transformation_is_refused_with_its_position():
@@ -127,7 +127,7 @@ def test_the_update_follows_its_formula():
 
 def test_a_promise_and_stacked_gradients_give_the_same_update():
     opt, params, batch = SAME["by name"], mlp_params(), mlp_batch(4)
-    promise = dpopt.per_example_grads(mlp_loss)(params, batch)
+    promise = dpopt.per_example_grads(mlp_loss)(params, batch, mask=None)
     stacked = jax.vmap(jax.grad(mlp_loss), (None, 0))(params, batch)
     for grads in (stacked, jax.tree.map(np.asarray, stacked)):
         got, expected = (opt.update(g, opt.init(params), params)[0] for g in (grads, promise))
@@ -278,7 +278,7 @@ def test_a_chain_cannot_be_pickled_and_says_so():
 def test_a_promise_at_other_parameters_than_the_state_is_still_one_step():
     """The loss, its parameters and its batch travel together; `update` needs the parameters for decay only."""
     opt = dpopt.dp_sgd(1.0, **privacy_four(noise_multiplier=0.0))
-    grads = dpopt.per_example_grads(dot_loss)(jnp.ones(2), jnp.array([[0.3, 0.4]]))
+    grads = dpopt.per_example_grads(dot_loss)(jnp.ones(2), jnp.array([[0.3, 0.4]]), mask=None)
     updates, _ = opt.update(grads, opt.init(jnp.zeros(2)), jnp.zeros(2))
     assert_near(updates, -np.array([0.3, 0.4]) / 4)
 

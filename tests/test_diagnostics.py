@@ -161,10 +161,10 @@ def test_staleness_step_by_step(x64, delay):
 
 def test_clip_fraction_counts_real_finite_examples():
     grads = jnp.array([[3.0], [0.5], [2.0], [jnp.nan], [5.0]])
-    promise = stacked_grads(grads, jnp.array([True, True, True, True, False]))
+    promise = stacked_grads(grads, mask=jnp.array([True, True, True, True, False]))
     seen = promise.clipped_sum(dpopt.FlatClip(1.0)).sensitive
     assert float(diagnostics.sensitive_clip_fraction(seen)) == pytest.approx(2 / 3)
-    empty = stacked_grads(jnp.zeros((0, 1))).clipped_sum(dpopt.FlatClip(1.0)).sensitive
+    empty = stacked_grads(jnp.zeros((0, 1)), mask=None).clipped_sum(dpopt.FlatClip(1.0)).sensitive
     assert float(diagnostics.sensitive_clip_fraction(empty)) == 0.0
 
 

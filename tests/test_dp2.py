@@ -172,7 +172,7 @@ def test_scan_equals_a_loop(either_precision, name):
     params = tiny_params()
 
     def body(carry, _):
-        return step(*carry, tiny_batch())[:2], None
+        return step(*carry, tiny_batch(), mask=None)[:2], None
 
     scanned, _ = jax.lax.scan(body, (params, opt.init(params)), length=9)
     looped = train(opt, 9)
@@ -219,7 +219,7 @@ def test_promises_and_stacked_gradients_give_the_same_run():
         state = opt.init(params)
         for t in range(5):
             batch = jax.tree.map(lambda x, t=t: x[t], grads)
-            g = dpopt.per_example_grads(dot_loss)(params, batch) if promised else batch
+            g = dpopt.per_example_grads(dot_loss)(params, batch, mask=None) if promised else batch
             updates, state = opt.update(g, state, params)
             params = optax.apply_updates(params, updates)
             path.append(params)

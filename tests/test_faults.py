@@ -258,7 +258,7 @@ def test_a_loss_that_is_not_finite_is_dropped_and_counted(engine, value):
     opt = dpopt.dp_sgd(0.1, **privacy_four(noise_multiplier=0.0))
     step = dpopt.make_train_step(loss, opt, engine=engine)
     batch = {"x": jnp.ones((4, 3)), "bad": jnp.array([False, True, False, True])}
-    params, _, metrics = step(jnp.ones(3), opt.init(jnp.ones(3)), batch)
+    params, _, metrics = step(jnp.ones(3), opt.init(jnp.ones(3)), batch, mask=None)
     assert int(metrics.num_nonfinite) == 2 and int(metrics.num_examples) == 4
     kept = {"x": batch["x"], "bad": jnp.zeros(4, bool)}
     expected, _, _ = step(jnp.ones(3), opt.init(jnp.ones(3)), kept, ~batch["bad"])

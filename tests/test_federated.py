@@ -54,7 +54,7 @@ def test_local_runs_of_padded_clients(x64, batch, microbatch_size):
         regression_loss, local_steps=5, local_learning_rate=0.1, scale=as_jax(scale), local_batch_size=batch,
         microbatch_size=microbatch_size,
     )  # fmt: skip
-    promise = deltas(as_jax(START), as_jax(padded), example_mask=jnp.asarray(mask))
+    promise = deltas(as_jax(START), as_jax(padded), example_mask=jnp.asarray(mask), mask=None)
     rows = promise.materialize()
     total = promise.clipped_sum(dpopt.FlatClip(jnp.inf)).sum
     expected = [
@@ -80,7 +80,7 @@ def test_learning_rate_one_adds_the_mean_delta(x64):
         dpopt.dp_sgd(1.0, **privacy_four(l2_clip_norm=clip, noise_multiplier=0.0, expected_batch_size=4))
     )
     params = as_jax(START)
-    promise = client_deltas(regression_loss, local_steps=3, local_learning_rate=0.2)(params, as_jax(data))
+    promise = client_deltas(regression_loss, local_steps=3, local_learning_rate=0.2)(params, as_jax(data), mask=None)
     updates, _ = opt.update(promise, opt.init(params), params)
     expected = sum(d["w"] * min(1, clip / n) for d, n in zip(found, norms, strict=True)) / 4
     np.testing.assert_allclose(updates["w"], expected, rtol=1e-10)
@@ -102,7 +102,7 @@ def test_one_local_step_is_dp_sgd_on_client_means():
     for promise in promises:
         p, state = params, opt.init(params)
         for _ in range(3):
-            updates, state = opt.update(promise(p, data), state, p)
+            updates, state = opt.update(promise(p, data, mask=None), state, p)
             p = optax.apply_updates(p, updates)
         ends.append(p)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ends)
@@ -116,7 +116,7 @@ def test_server_momentum_accumulates_changes():
     )
     state = opt.init(params)
     for expected in (1.0, 1.9, 2.71):
-        updates, state = opt.update(grads(params, -jnp.ones((1, 3, 2))), state, params)
+        updates, state = opt.update(grads(params, -jnp.ones((1, 3, 2)), mask=None), state, params)
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
 
 
@@ -132,7 +132,7 @@ def test_masked_empty_and_broken_clients_contribute_zero():
         mask=jnp.array([True, False, True, True]),
         example_mask=jnp.ones((4, 6), bool).at[2].set(False),
     )
-    alone = deltas(as_jax(jax.tree.map(np.float32, START)), jax.tree.map(lambda x: x[:1], data))
+    alone = deltas(as_jax(jax.tree.map(np.float32, START)), jax.tree.map(lambda x: x[:1], data), mask=None)
     clip = dpopt.FlatClip(1.0)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
@@ -146,7 +146,7 @@ def test_masked_empty_and_broken_clients_contribute_zero():
 def test_empty_round_moves_by_noise_alone():
     params = jnp.zeros(3)
     opt = client_level(dpopt.dp_sgd(1.0, **privacy_four()))
-    promise = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(params, jnp.zeros((0, 2, 3)))
+    promise = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(params, jnp.zeros((0, 2, 3)), mask=None)
     updates, _ = opt.update(promise, opt.init(params), params)
     assert np.all(np.asarray(updates) != 0)
 
@@ -154,7 +154,7 @@ def test_empty_round_moves_by_noise_alone():
 def test_losses_are_the_clients_at_the_start():
     data = as_jax(jax.tree.map(np.float32, clients()))
     params = as_jax(jax.tree.map(np.float32, START))
-    promise = client_deltas(regression_loss, local_steps=4, local_learning_rate=0.1)(params, data)
+    promise = client_deltas(regression_loss, local_steps=4, local_learning_rate=0.1)(params, data, mask=None)
     losses = promise.clipped_sum(dpopt.FlatClip(1.0)).sensitive.losses
     expected = jax.vmap(jax.vmap(regression_loss, (None, 0)), (None, 0))(params, data).mean(axis=1)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -167,7 +167,7 @@ def test_sensitivity_to_one_client():
     data["y"] = data["y"].at[2].set(1e4)
     deltas = client_deltas(regression_loss, local_steps=3, local_learning_rate=0.1)
     clip = dpopt.FlatClip(0.25)
-    with_it = deltas(params, data).clipped_sum(clip).sum
+    with_it = deltas(params, data, mask=None).clipped_sum(clip).sum
     without = deltas(params, data, mask=jnp.array([True, True, False])).clipped_sum(clip).sum
     assert distance(with_it, without) == pytest.approx(0.25, rel=1e-5)
 
@@ -182,7 +182,7 @@ def test_bfloat16_models_run_locally_in_float32():
 
     params = jnp.ones(2, jnp.bfloat16)
     deltas = client_deltas(loss, local_steps=10, local_learning_rate=1e-4)
-    rows = deltas(params, jnp.ones((1, 1, 2))).materialize()
+    rows = deltas(params, jnp.ones((1, 1, 2)), mask=None).materialize()
     assert set(map(str, seen)) == {"bfloat16"} and rows.dtype == jnp.float32
     np.testing.assert_allclose(rows, 1e-3, rtol=1e-2)
 
@@ -196,7 +196,7 @@ def test_jit_scan_and_train_step():
     @jax.jit
     def train(params):
         def round_(carry, _):
-            params, state, metrics = step(*carry, data)
+            params, state, metrics = step(*carry, data, mask=None)
             return (params, state), metrics.loss
 
         return jax.lax.scan(round_, (params, opt.init(params)), length=60)[1]
@@ -219,11 +219,13 @@ def test_unit_is_the_client_through_further_chaining():
 def test_client_level_refuses_single_examples():
     opt = client_level(dpopt.dp_sgd(1.0, **privacy_four()))
     params = jnp.zeros(2)
-    promise = dpopt.per_example_grads(dot_loss)(params, jnp.ones((3, 2)))
+    promise = dpopt.per_example_grads(dot_loss)(params, jnp.ones((3, 2)), mask=None)
     with pytest.raises(TypeError, match="gradients of single examples"):
         opt.update(promise, opt.init(params), params)
     opt.update(jnp.ones((3, 2)), opt.init(params), params)  # rows that the caller made, whatever they are
-    mapped = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(params, jnp.ones((3, 1, 2))).scale(2.0)
+    mapped = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(
+        params, jnp.ones((3, 1, 2)), mask=None
+    ).scale(2.0)
     opt.update(mapped, opt.init(params), params)
 
 
@@ -242,7 +244,7 @@ def test_device_noise_is_drawn_and_accounted_as_the_sum_of_shares(b):
     opt = client_level(dpopt.dp_sgd(1.0, **four))
     assert opt.privacy.step_event().noise_multiplier == pytest.approx(np.sqrt(b) * sigma)
     params = jnp.zeros(d)
-    promise = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(params, jnp.zeros((b, 1, d)))
+    promise = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(params, jnp.zeros((b, 1, d)), mask=None)
     updates, _ = opt.update(promise, opt.init(params), params)
     shares = sigma * clip * np.random.default_rng(0).normal(size=(b, d))
     # Relative standard error of either deviation: 1 / sqrt(2 d) = 0.5%.
@@ -287,20 +289,22 @@ def test_bad_arguments_are_named(options, named):
 def test_batches_that_do_not_fit(batch, keywords, message):
     deltas = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)
     with pytest.raises(ValueError, match=message):
-        deltas(jnp.zeros(2), batch, **keywords)
+        deltas(jnp.zeros(2), batch, **{"mask": None, **keywords})
 
 
 def test_further_bad_input():
     deltas = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)
     with pytest.raises(TypeError, match="example_mask must be boolean"):
-        deltas(jnp.zeros(2), jnp.zeros((3, 4, 2)), example_mask=jnp.ones((3, 4)))
+        deltas(jnp.zeros(2), jnp.zeros((3, 4, 2)), example_mask=jnp.ones((3, 4)), mask=None)
     with pytest.raises(ValueError, match="real scalar"):
-        client_deltas(lambda w, x: w * x, local_steps=1, local_learning_rate=1.0)(jnp.zeros(2), jnp.zeros((3, 4, 2)))
+        client_deltas(lambda w, x: w * x, local_steps=1, local_learning_rate=1.0)(
+            jnp.zeros(2), jnp.zeros((3, 4, 2)), mask=None
+        )
     with pytest.raises(TypeError, match="loss_fn"):
         client_deltas(3, local_steps=1, local_learning_rate=1.0)
     with pytest.raises(ValueError, match="scale"):
         client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0, scale={"v": 1.0})(
-            {"w": jnp.zeros(2)}, {"w": jnp.zeros((3, 4, 2))}
+            {"w": jnp.zeros(2)}, {"w": jnp.zeros((3, 4, 2))}, mask=None
         )
     with pytest.raises(ValueError, match="num_devices"):
         device_noise(1.0, num_devices=0)
@@ -312,6 +316,8 @@ def test_module_is_reachable_as_promised():
     assert federated.client_deltas is client_deltas
     with enable_x64(False):
         assert (
-            client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(jnp.zeros(2), jnp.ones((1, 1, 2))).unit
+            client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(
+                jnp.zeros(2), jnp.ones((1, 1, 2)), mask=None
+            ).unit
             == "client"
         )

@@ -70,7 +70,7 @@ OPTIMIZERS = {
 def by_hand(opt, steps=2):
     @jax.jit
     def step(params, state):
-        grads = dpopt.per_example_grads(LOSS)(params, (X, Y))
+        grads = dpopt.per_example_grads(LOSS)(params, (X, Y), mask=None)
         updates, state = opt.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -87,7 +87,7 @@ def test_a_promise_passes_through_train_state(name):
 
     @jax.jit
     def step(state):
-        grads = dpopt.per_example_grads(LOSS)(state.params, (X, Y))
+        grads = dpopt.per_example_grads(LOSS)(state.params, (X, Y), mask=None)
         return state.apply_gradients(grads=grads)
 
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_injected_no_noise_and_infinite_clip_is_plain_adam(static_args):
 def test_a_learning_rate_can_be_changed_in_an_injected_state():
     opt = optax.inject_hyperparams(dpopt.dp_sgd, static_args=STATIC)(0.1, **privacy_four())
     state = opt.init(PARAMS)
-    grads = dpopt.per_example_grads(LOSS)(PARAMS, (X, Y))
+    grads = dpopt.per_example_grads(LOSS)(PARAMS, (X, Y), mask=None)
     one, _ = opt.update(grads, state, PARAMS)
     state.hyperparams["learning_rate"] = jnp.float32(0.2)
     two, _ = opt.update(grads, state, PARAMS)
@@ -163,7 +163,7 @@ def test_nnx_optimizer_trains_as_the_plain_loop_does(name, jit):
     @jit
     def step(model, optimizer, batch):
         now = nnx.as_pure(nnx.state(model, nnx.Param))
-        optimizer.update(model, dpopt.per_example_grads(loss_fn)(now, batch))
+        optimizer.update(model, dpopt.per_example_grads(loss_fn)(now, batch, mask=None))
 
     for _ in range(2):
         step(model, optimizer, (X, Y))
@@ -172,7 +172,7 @@ def test_nnx_optimizer_trains_as_the_plain_loop_does(name, jit):
     plain = jax.jit(dpopt.make_train_step(loss_fn, tx))
     state = tx.init(params)
     for _ in range(2):
-        params, state, _ = plain(params, state, (X, Y))
+        params, state, _ = plain(params, state, (X, Y), mask=None)
     trained = nnx.as_pure(nnx.state(model, nnx.Param))
     assert_near(jax.tree.leaves(trained), jax.tree.leaves(params), 1e-5)  # Adam divides, and is compiled differently
 
@@ -182,7 +182,7 @@ def test_make_train_step_trains_an_nnx_model():
     loss_fn, params = nnx_loss(model, nnx_batch_loss)
     before = nnx.as_pure(nnx.state(model, nnx.Param))
     step = jax.jit(dpopt.make_train_step(loss_fn, adam(), microbatch_size=4))
-    new, _, metrics = step(params, adam().init(params), (X, Y))
+    new, _, metrics = step(params, adam().init(params), (X, Y), mask=None)
     assert_identical(nnx.as_pure(nnx.state(model, nnx.Param)), before)  # the model was read, not changed
     nnx.update(model, new)
     assert_identical(jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param))), jax.tree.leaves(new))
@@ -193,7 +193,7 @@ def test_nnx_filter_freezes_the_rest():
     model = nnx_make_model()
     loss_fn, params = nnx_loss(model, nnx_batch_loss, wrt=nnx.PathContains("out"))
     assert len(jax.tree.leaves(params)) == 2
-    grads = dpopt.per_example_grads(loss_fn)(params, (X, Y)).materialize()
+    grads = dpopt.per_example_grads(loss_fn)(params, (X, Y), mask=None).materialize()
     assert all(leaf.shape[0] == 6 for leaf in jax.tree.leaves(grads))
 
 

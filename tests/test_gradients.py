@@ -113,7 +113,7 @@ def test_padding_adds_zero_whatever_it_holds(microbatch_size, engine):
 
 def test_sensitive_reports_losses_norms_and_clipping_per_example():
     params, batch = mlp_params(), mlp_batch(5)
-    made = dpopt.per_example_grads(mlp_loss, microbatch_size=2)(params, batch)
+    made = dpopt.per_example_grads(mlp_loss, microbatch_size=2)(params, batch, mask=None)
     grads = jax.vmap(jax.grad(mlp_loss), (None, 0))(params, batch)
     norms = np.array([norm(g) for g in rows(grads)])
     made.clipped_sum(FlatClip(float(np.mean(np.sort(norms)[2:4]))))
@@ -133,7 +133,7 @@ def test_aux_comes_back_per_example(microbatch_size):
         return jnp.sum(w * x), {"twice": 2 * x}
 
     grads = dpopt.per_example_grads(loss, has_aux=True, microbatch_size=microbatch_size)
-    made = grads(jnp.zeros(2), jnp.arange(10.0).reshape(5, 2))
+    made = grads(jnp.zeros(2), jnp.arange(10.0).reshape(5, 2), mask=None)
     assert made.clipped_sum(CLIP).sensitive.aux["twice"].tolist() == (2 * np.arange(10.0).reshape(5, 2)).tolist()
 
 
@@ -159,7 +159,7 @@ def test_no_gradient_is_computed_before_the_clip():
         return x
 
     watched.defvjp(lambda x: (x, None), lambda _, g: (calls.append(1), (g,))[1])
-    made = dpopt.per_example_grads(lambda w, x: watched(jnp.sum(w * x)))(jnp.zeros(2), jnp.ones((3, 2)))
+    made = dpopt.per_example_grads(lambda w, x: watched(jnp.sum(w * x)))(jnp.zeros(2), jnp.ones((3, 2)), mask=None)
     made = made.scale(2.0).shift(1.0)
     assert not calls
     made.clipped_sum(CLIP)
@@ -187,7 +187,7 @@ def test_unusual_parameters(params, under_jit):
 
     opt = dpopt.dp_adam(0.1, **privacy_four())
     step = dpopt.make_train_step(loss, opt, microbatch_size=2)
-    new, _, _ = (jax.jit(step) if under_jit else step)(params, opt.init(params), np.ones(3, np.float32))
+    new, _, _ = (jax.jit(step) if under_jit else step)(params, opt.init(params), np.ones(3, np.float32), mask=None)
     assert jax.tree.structure(new) == jax.tree.structure(params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
 
@@ -206,7 +206,11 @@ def test_a_batch_may_hold_integers_and_keys():
         return jnp.sum(w * jax.random.normal(example["key"], (2,))) * example["count"]
 
     batch = {"key": jax.random.split(jax.random.key(0), 3), "count": np.arange(3)}
-    got = dpopt.per_example_grads(loss, microbatch_size=2)(jnp.zeros(2), batch).clipped_sum(FlatClip(100.0)).sum
+    got = (
+        dpopt.per_example_grads(loss, microbatch_size=2)(jnp.zeros(2), batch, mask=None)
+        .clipped_sum(FlatClip(100.0))
+        .sum
+    )
     draws = jnp.stack([jax.random.normal(k, (2,)) for k in batch["key"]])
     np.testing.assert_allclose(got, draws[1] + 2 * draws[2], rtol=RTOL32)
 
@@ -249,12 +253,12 @@ def test_bad_parameters_batches_and_masks_are_named(params, batch, mask, error, 
 )
 def test_a_loss_that_is_no_real_scalar_is_refused(loss, message):
     with pytest.raises(ValueError, match=message):
-        dpopt.per_example_grads(loss)(W, X)
+        dpopt.per_example_grads(loss)(W, X, mask=None)
 
 
 def test_has_aux_needs_a_pair():
     with pytest.raises(TypeError, match="must return"):
-        dpopt.per_example_grads(lambda w, x: jnp.sum(w * x), has_aux=True)(W, X)
+        dpopt.per_example_grads(lambda w, x: jnp.sum(w * x), has_aux=True)(W, X, mask=None)
 
 
 @pytest.mark.parametrize(
@@ -306,11 +310,11 @@ def test_a_promise_refuses_arithmetic():
 
 def test_stacked_gradients_serve_as_a_promise():
     grads = random_tree(0, batch=4)
-    assert_near(stacked_grads(grads).clipped_sum(CLIP).sum, loop_clipped_sum(grads, 1.5))
+    assert_near(stacked_grads(grads, mask=None).clipped_sum(CLIP).sum, loop_clipped_sum(grads, 1.5))
     with pytest.raises(ValueError, match="disagree"):
-        stacked_grads({"a": X, "b": X[:2]})
+        stacked_grads({"a": X, "b": X[:2]}, mask=None)
     with pytest.raises(TypeError, match="int"):
-        stacked_grads(np.ones((3, 2), int))
+        stacked_grads(np.ones((3, 2), int), mask=None)
 
 
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
@@ -341,5 +345,5 @@ def test_a_convolution_keeps_a_poisoned_example_apart(dtype, groups, microbatch_
             np.testing.assert_allclose(got.sum, want.sum, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(poisoned.sensitive.is_finite, keep)
         assert float(jnp.abs(want.sum).max()) > 0.01
-        finite = jnp.isfinite(made(w, x.at[2].set(np.nan)).materialize()).all((1, 2, 3, 4))
+        finite = jnp.isfinite(made(w, x.at[2].set(np.nan), mask=None).materialize()).all((1, 2, 3, 4))
         np.testing.assert_array_equal(finite, keep)

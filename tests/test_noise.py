@@ -152,7 +152,7 @@ def test_the_noise_is_the_same_whatever_the_microbatch_size(microbatch_size):
     opt = dpopt.dp_sgd(1.0, **privacy_four())
     step = dpopt.make_train_step(dot_loss, opt, engine="vmap", microbatch_size=microbatch_size)
     params = jnp.zeros(4)
-    got, _, _ = step(params, opt.init(params), jnp.zeros((6, 4)))
+    got, _, _ = step(params, opt.init(params), jnp.zeros((6, 4)), mask=None)
     draw = noise.standard_normal_like(jax.random.fold_in(jax.random.key(0), 0), params)
     np.testing.assert_array_equal(got, -draw / 4)
 
@@ -241,7 +241,7 @@ def test_a_standard_deviation_that_is_no_number_is_refused(stddev):
 
 def test_noise_refuses_gradients_that_were_not_summed():
     transformation = dpopt.add_gaussian_noise(1.0, jax.random.key(0))
-    grads = dpopt.per_example_grads(dot_loss)(jnp.zeros(2), jnp.ones((3, 2)))
+    grads = dpopt.per_example_grads(dot_loss)(jnp.zeros(2), jnp.ones((3, 2)), mask=None)
     with pytest.raises(TypeError, match="Put clip_and_sum first"):
         transformation.update(grads, transformation.init(jnp.zeros(2)))
 

@@ -125,7 +125,7 @@ def test_without_noise_and_clip_it_follows_its_optax_twin(name):
         return optax.apply_updates(params, updates), state
 
     for t in range(20):
-        params, state, _ = step(params, state, mlp_batch(4, seed=t))
+        params, state, _ = step(params, state, mlp_batch(4, seed=t), mask=None)
         twin_params, twin_state = twin_step(twin_params, twin_state, mlp_batch(4, seed=t))
         assert_near(params, twin_params)
     assert not np.allclose(params["w"], make_params()["w"])
@@ -150,7 +150,7 @@ def test_a_step_states_the_multiplier_it_was_given(name):
 def test_it_draws_noise_once_a_step(name, count_draws):
     opt = ROWS[name].make(**privacy_four())
     step, params = dpopt.make_train_step(loss_fn, opt, microbatch_size=3), make_params()
-    jax.eval_shape(lambda: step(params, opt.init(params), mlp_batch(8), **ROWS[name].extra))
+    jax.eval_shape(lambda: step(params, opt.init(params), mlp_batch(8), mask=None, **ROWS[name].extra))
     assert len(count_draws) == len(opt.privacy.queries)
 
 
@@ -191,7 +191,7 @@ def test_it_keeps_shapes_and_dtypes_and_can_be_scanned(name, dtype):
         opt = ROWS[name].make(**privacy_four(l2_clip_norm=np.float64(1.0), noise_multiplier=np.float64(1.0)))
         step, state = step_of(name, opt), opt.init(params)
         (new, after), _ = jax.lax.scan(
-            lambda carry, _: (step(*carry, mlp_batch(4))[:2], None), (params, state), length=3
+            lambda carry, _: (step(*carry, mlp_batch(4), mask=None)[:2], None), (params, state), length=3
         )
         describe = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)  # noqa: E731
         assert describe(new) == describe(params) and describe(after) == describe(state)
@@ -205,7 +205,7 @@ def test_float32_parameters_stay_so_in_64_bits(x64, name="adam"):
 
 def test_jitted_and_eager_steps_agree(name="adam"):
     opt, params = ROWS[name].make(**privacy_four()), make_params()
-    eager = dpopt.make_train_step(loss_fn, opt)(params, opt.init(params), mlp_batch(4), **ROWS[name].extra)
+    eager = dpopt.make_train_step(loss_fn, opt)(params, opt.init(params), mlp_batch(4), mask=None, **ROWS[name].extra)
     assert_near(train(name, steps=1)[0], eager[0], 1e-5)  # fused arithmetic rounds otherwise before a division
 
 
@@ -250,7 +250,7 @@ def test_typed_and_legacy_keys_give_the_same_steps(name):
 @STRUCTURES
 def test_a_promise_and_stacked_gradients_give_the_same_update(name):
     opt, params, batch = ROWS[name].make(**privacy_four()), make_params(), mlp_batch(4)
-    promise = dpopt.per_example_grads(loss_fn)(params, batch)
+    promise = dpopt.per_example_grads(loss_fn)(params, batch, mask=None)
     stacked = jax.vmap(jax.grad(loss_fn), (None, 0))(params, batch)
     updates = [opt.update(g, opt.init(params), params, **ROWS[name].extra)[0] for g in (promise, stacked)]
     assert_near(*updates, 1e-5)

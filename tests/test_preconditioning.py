@@ -57,7 +57,9 @@ def test_scheduled_clip_norm_jits_and_scans():
         optax.sgd(0.1),
     )
     step, params = dpopt.make_train_step(tiny_loss, opt), tiny_params()
-    carry, _ = jax.lax.scan(lambda c, _: (step(*c, tiny_batch())[:2], None), (params, opt.init(params)), length=6)
+    carry, _ = jax.lax.scan(
+        lambda c, _: (step(*c, tiny_batch(), mask=None)[:2], None), (params, opt.init(params)), length=6
+    )
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(carry[0]))
 
 

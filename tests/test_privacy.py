@@ -79,7 +79,7 @@ def test_two_private_optimizers_in_one_are_refused():
         dpopt.privacy_of(opt)
     params = mlp_params()
     with pytest.raises(ValueError, match="more than once a step"):
-        dpopt.make_train_step(mlp_loss, opt)(params, opt.init(params), mlp_batch(4))
+        dpopt.make_train_step(mlp_loss, opt)(params, opt.init(params), mlp_batch(4), mask=None)
 
 
 def test_asking_reads_no_data_and_keeps_no_state():

@@ -113,7 +113,7 @@ def test_scan_nan_examples_empty_batches_and_bfloat16():
     opt = scale_then_privatize(0.1, **privacy_four())
     step, params = dpopt.make_train_step(tiny_loss, opt), tiny_params()
     start = (params, opt.init(params))
-    scanned, _ = jax.lax.scan(lambda c, _: (step(*c, tiny_batch())[:2], None), start, length=5)
+    scanned, _ = jax.lax.scan(lambda c, _: (step(*c, tiny_batch(), mask=None)[:2], None), start, length=5)
     assert_near(scanned[0], train(opt)[0], rtol=1e-5)
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), tiny_batch())
     masked = jnp.array([True, False, True, True])

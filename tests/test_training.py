@@ -51,7 +51,7 @@ def test_the_agreement_check_sees_a_clip_per_microbatch():
     opt = dpopt.dp_sgd(0.1, **privacy_four(l2_clip_norm=0.5, noise_multiplier=0.0))
     batch, params = mlp_batch(6), mlp_params()
     pairs = jax.tree.map(lambda x: x.reshape(3, 2, -1), batch)
-    wrong, _, _ = dpopt.make_train_step(pair_loss, opt)(params, opt.init(params), pairs)
+    wrong, _, _ = dpopt.make_train_step(pair_loss, opt)(params, opt.init(params), pairs, mask=None)
     with pytest.raises(AssertionError):
         assert_near(wrong, one_step(batch, opt=opt)[0])
 
@@ -145,7 +145,7 @@ def test_steps_can_be_vmapped_over_seeds_and_learning_rates():
 
     def run(key, learning_rate):
         opt = dpopt.dp_adam(learning_rate, **privacy_four(key=key))
-        return dpopt.make_train_step(mlp_loss, opt)(params, opt.init(params), batch)[0]
+        return dpopt.make_train_step(mlp_loss, opt)(params, opt.init(params), batch, mask=None)[0]
 
     keys, rates = jax.random.split(jax.random.key(0), 3), jnp.array([0.1, 0.2, 0.3])
     together = jax.jit(jax.vmap(run))(keys, rates)
@@ -157,7 +157,7 @@ def test_arguments_may_be_donated():
     step = jax.jit(dpopt.make_train_step(mlp_loss, OPT), donate_argnums=(0, 1))
     for _ in range(2):
         params = mlp_params()
-        step(params, OPT.init(params), mlp_batch(4))
+        step(params, OPT.init(params), mlp_batch(4), mask=None)
 
 
 def test_extra_arguments_reach_the_optimizer():
@@ -168,7 +168,7 @@ def test_extra_arguments_reach_the_optimizer():
         return updates, state
 
     opt = dpopt.chain(dpopt.privatize(**privacy_four()), optax.GradientTransformationExtraArgs(lambda p: (), update))
-    dpopt.make_train_step(dot_loss, opt)(jnp.zeros(2), opt.init(jnp.zeros(2)), jnp.ones((3, 2)), value=2.0)
+    dpopt.make_train_step(dot_loss, opt)(jnp.zeros(2), opt.init(jnp.zeros(2)), jnp.ones((3, 2)), value=2.0, mask=None)
     assert [s["value"] for s in seen] == [2.0]
 
 

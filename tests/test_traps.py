@@ -46,7 +46,7 @@ def test_padding_dilutes_the_loss():
     step = dpopt.make_train_step(mlp_loss, opt)
     mask = np.arange(6) < 3
     new, _, metrics = step(params, opt.init(params), padded, mask)
-    expected, _, expected_metrics = step(params, opt.init(params), real)
+    expected, _, expected_metrics = step(params, opt.init(params), real, mask=None)
     assert_near(new, expected)
     assert_near(metrics.loss, expected_metrics.loss)
 
@@ -56,9 +56,9 @@ def test_one_bad_example_poisons_the_parameters():
     opt = dpopt.dp_adam(0.1, **privacy_four())
     step = dpopt.make_train_step(dot_loss, opt)
     for batch in ([[np.nan, 1.0], [1.0, 1.0]], [[np.inf, 1.0], [1.0, 1.0]], np.zeros((0, 2))):
-        new, _, _ = step(W, opt.init(W), jnp.array(batch))
+        new, _, _ = step(W, opt.init(W), jnp.array(batch), mask=None)
         assert np.isfinite(new).all()
-    assert int(step(W, opt.init(W), jnp.array([[np.nan, 1.0], [1.0, 1.0]]))[2].num_nonfinite) == 1
+    assert int(step(W, opt.init(W), jnp.array([[np.nan, 1.0], [1.0, 1.0]]), mask=None)[2].num_nonfinite) == 1
 
 
 def test_a_skipped_padding_microbatch_keeps_stale_values():
@@ -74,7 +74,9 @@ def test_zero_times_infinity_before_the_clip():
     for scale in (np.inf, 0.0, np.nan, -1.0):
         with pytest.raises(ValueError, match="scale must be positive and finite"):
             dpopt.precondition_by_side_information(scale)
-    grads = dpopt.per_example_grads(dot_loss)(W, jnp.array([[0.0, 1.0], [0.3, 0.4]])).scale(jnp.array([np.inf, 1.0]))
+    grads = dpopt.per_example_grads(dot_loss)(W, jnp.array([[0.0, 1.0], [0.3, 0.4]]), mask=None).scale(
+        jnp.array([np.inf, 1.0])
+    )
     assert_near(grads.clipped_sum(dpopt.FlatClip(1.0)).sum, np.zeros(2))  # dropped and counted, not NaN
     assert not grads.sensitive.is_finite.any()
 
@@ -116,7 +118,7 @@ def test_the_same_key_twice():
 def test_noise_once_a_microbatch(count_draws):
     """Accumulating microbatches added noise for each of them (optax 527)."""
     opt = dpopt.dp_sgd(1.0, **privacy_four())
-    dpopt.make_train_step(dot_loss, opt, microbatch_size=2)(W, opt.init(W), jnp.ones((8, 2)))
+    dpopt.make_train_step(dot_loss, opt, microbatch_size=2)(W, opt.init(W), jnp.ones((8, 2)), mask=None)
     assert len(count_draws) == 1
 
 
@@ -185,7 +187,7 @@ def test_step_units_off_by_the_accumulation_factor():
     counts = {}
     for microbatch_size in (None, 1, 4):
         step = dpopt.make_train_step(dot_loss, opt, microbatch_size=microbatch_size)
-        _, state, _ = step(W, opt.init(W), jnp.ones((8, 2)))
+        _, state, _ = step(W, opt.init(W), jnp.ones((8, 2)), mask=None)
         counts[microbatch_size] = int(optax.tree.get(state, "count"))
     assert set(counts.values()) == {1}
 
@@ -252,9 +254,9 @@ def test_private_statistics_as_side_information_say_so():
 def test_per_example_losses_pass_for_private():
     """Raw losses and norms were logged as if they were private: their types say what they are."""
     opt = dpopt.dp_sgd(1.0, **privacy_four())
-    _, state, metrics = dpopt.make_train_step(dot_loss, opt)(W, opt.init(W), jnp.ones((3, 2)))
+    _, state, metrics = dpopt.make_train_step(dot_loss, opt)(W, opt.init(W), jnp.ones((3, 2)), mask=None)
     assert type(metrics).__name__.startswith("Sensitive")
-    made = dpopt.per_example_grads(dot_loss)(W, jnp.ones((3, 2)))
+    made = dpopt.per_example_grads(dot_loss)(W, jnp.ones((3, 2)), mask=None)
     made.clipped_sum(dpopt.FlatClip(1.0))
     assert type(made.sensitive).__name__.startswith("Sensitive")
     assert {leaf.shape for leaf in jax.tree.leaves(state)} <= {(), (2,)}  # nothing per example is kept

@@ -158,7 +158,7 @@ def test_convolutions_in_a_loop_are_channels_last(image, kernel, x64):
 
     def two_steps(engine):
         def step(params, x):
-            total = dpopt.per_example_grads(loss, engine=engine)(params, x).clipped_sum(CLIP).sum
+            total = dpopt.per_example_grads(loss, engine=engine)(params, x, mask=None).clipped_sum(CLIP).sum
             return jax.tree.map(jnp.subtract, params, total), None
 
         return jax.jit(lambda p, x: jax.lax.scan(step, p, jnp.stack([x, -x]))[0])

@@ -99,7 +99,7 @@ def test_a_filter_whose_slope_is_zero_is_clipped_by_the_plain_definition():
     found = {leaf.leaf: leaf for leaf in ghost.plan_clipped_sum(loss_fn, params, batch).leaves}
     assert found[1].standardized and found[1].method == "gram"
     sums = [
-        dpopt.per_example_grads(loss_fn, engine=engine)(params, batch).clipped_sum(dpopt.FlatClip(0.5)).sum
+        dpopt.per_example_grads(loss_fn, engine=engine)(params, batch, mask=None).clipped_sum(dpopt.FlatClip(0.5)).sum
         for engine in ("ghost", "vmap")
     ]
     for name in params:
