@@ -1,13 +1,21 @@
 """Gaussian noise: the only file of dpopt in which privacy noise is drawn."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from dpopt import _stages, _trees, _validate
+from dpopt import _box_muller, _stages, _threefry, _trees, _validate
 from dpopt.gradients import PerExampleGrads
+
+SMALL = 2**14  # entries of a leaf that is drawn together with others
+# The least standard deviation. Devices flush what is below 2^-126 to zero; this far above it, that touches only the
+# share of 2^-26 of draws that are as near to zero, while at 1e-38 it would take two noises of three.
+LEAST_STDDEV = 2.0**-100
 
 
 class AddGaussianNoiseState(NamedTuple):
@@ -20,26 +28,63 @@ class AddGaussianNoiseState(NamedTuple):
 def standard_normal_like(key: jax.Array, tree: Any) -> Any:
     """Draws independent N(0, 1) values shaped like ``tree``: every privacy noise of dpopt comes from here.
 
-    Each leaf gets a key of its own. Values are float32, or float64 for float64 leaves. Under
-    ``jax_threefry_partitionable`` (the default) a sharded leaf gets the same values on any number of devices.
+    Values are float32, or float64 for float64 leaves, by `dpopt._box_muller`: tails are right as far as 9 standard
+    deviations. From a threefry key a value is a function of the key, the shapes of the tree and its own place there: it
+    is the same on any number of devices, and a sharded leaf is drawn shard by shard.
 
     Args:
-        key: a PRNG key, used for this call only.
+        key: a PRNG key, typed or legacy, used for this call only.
         tree: a pytree of arrays; only shapes and dtypes are read.
 
-    *Privacy*: reads no data. The generator is JAX's (threefry by default), not a cryptographic one.
+    *Privacy*: reads no data. The generator is threefry (or that of the key), not a cryptographic one.
 
     >>> draw = standard_normal_like(jax.random.key(0), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
     >>> draw["a"].shape, bool(jnp.all(draw["a"] == draw["b"]))
     ((3,), False)
     """
     leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(key, len(leaves))
-    draws = [
-        jax.random.normal(k, jnp.shape(leaf), _trees.accumulator_dtype(jnp.result_type(leaf)))
-        for k, leaf in zip(keys, leaves, strict=True)
-    ]
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    dtypes = [_trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves]
+    draws: list[Any] = [None] * len(leaves)
+    for group_key, places in zip(*_groups(key, shapes, dtypes), strict=True):
+        if len(places) == 1:
+            draws[places[0]] = _draw(group_key, shapes[places[0]], dtypes[places[0]])
+            continue
+        ends = np.cumsum([math.prod(shapes[i]) for i in places])
+        drawn = _draw_in_rows(group_key, int(ends[-1]), dtypes[places[0]])
+        for i, start in zip(places, [0, *ends[:-1]], strict=True):
+            # Read by index, not sliced: a slice that is split over devices would have the whole vector split and sent.
+            _, index = _threefry.counters(shapes[i])
+            draws[i] = drawn.at[index + np.uint32(start)].get(mode="promise_in_bounds")
     return jax.tree.unflatten(structure, draws)
+
+
+def _groups(key: jax.Array, shapes: list[tuple[int, ...]], dtypes: list[Any]) -> tuple[jax.Array, list[list[int]]]:
+    """Which leaves are drawn together, and a key for each group: large ones alone, small ones of a dtype in one go.
+
+    Each draw takes a tenth of a second to compile, and models have hundreds of small leaves.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        groups.setdefault((dtype, None if math.prod(shape) <= SMALL else i), []).append(i)
+    return _keys(key, len(groups)), list(groups.values())
+
+
+def _keys(key: jax.Array, count: int) -> jax.Array:
+    """As ``split``, which gives other keys where ``jax_threefry_partitionable`` is off."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return _box_muller.normal_from_words(*_threefry.random_words(key, shape), dtype)
+
+
+def _draw_in_rows(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+    """A vector, drawn in a loop over at least two rows: else the compiler writes the draw into each reader."""
+    width = min(SMALL, -(-size // 2))
+    rows = jax.lax.map(lambda row_key: _draw(row_key, (width,), dtype), _keys(key, -(-size // width)))
+    return rows.ravel()
 
 
 def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTransformationExtraArgs:
@@ -48,16 +93,17 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
     The draw of step ``count`` uses ``fold_in(key, count)``, so it depends on nothing but the key and the step.
 
     Args:
-        noise_stddev: s, the standard deviation in the units of the SUM: noise multiplier times clip norm. A number, or
-            a schedule ``step -> number``. 0 adds nothing (and is accounted for as no privacy at all).
+        noise_stddev: s, the standard deviation in the units of the SUM: noise multiplier times clip norm. A number of
+            at least 2^-100 (7.9e-31), or 0, which adds nothing and is accounted for as no privacy at all. Or a schedule
+            ``step -> number``: where that (or a traced number) is below 2^-100, or 0, the noise is NaN.
         key: a PRNG key, typed or legacy. Never use it for anything else.
 
     Returns:
         A transformation from a sum to a noisy sum, at least float32. Its state holds the key and the count.
 
     Raises:
-        ValueError, TypeError: if s is negative or not finite, if ``key`` is no single key; in ``update``, if it is
-            given gradients that were not clipped and summed.
+        ValueError, TypeError: if s is negative, not finite or too small for float32, if ``key`` is no single key; in
+            ``update``, if it is given gradients that were not clipped and summed.
 
     *Privacy*: on an input of L2 sensitivity C this is the Gaussian mechanism with noise multiplier s / C.
 
@@ -69,6 +115,11 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
     """
     if not callable(noise_stddev):
         _validate.non_negative(noise_stddev=noise_stddev)
+        if 0 < (_validate.concrete(noise_stddev) or 0) < LEAST_STDDEV:
+            raise ValueError(
+                f"noise_stddev must be 0 or at least 2^-100 (7.9e-31); got {noise_stddev}: noise so small vanishes in "
+                "float32. Scale the loss, and with it the clip norm, up."
+            )
     _validate.prng_key(key)
     stage = _stages.Noise(noise_stddev=noise_stddev)
     is_off = not callable(noise_stddev) and _validate.concrete(noise_stddev) == 0
@@ -88,10 +139,16 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
         if not is_off:
             draw = standard_normal_like(jax.random.fold_in(state.key, state.count), updates)
             stddev = stage.stddev(state.count)
-            noisy = jax.tree.map(lambda u, z: u + jnp.asarray(stddev, z.dtype) * z, updates, draw)
+            noisy = jax.tree.map(lambda u, z: u + _not_vanishing(stddev, z.dtype) * z, updates, draw)
         return noisy, AddGaussianNoiseState(state.key, _trees.next_count(state.count))
 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
+
+
+def _not_vanishing(stddev: Any, dtype: Any) -> jax.Array:
+    """The standard deviation, or NaN where it is too small, which could not be seen when the stage was made."""
+    stddev = jnp.asarray(stddev, dtype)
+    return jnp.where(stddev >= LEAST_STDDEV, stddev, jnp.nan)
 
 
 def normalize_by(expected_batch_size: Any) -> optax.GradientTransformationExtraArgs:

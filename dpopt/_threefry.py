@@ -1,0 +1,67 @@
+"""Threefry random words: the same bits as `jax.random.bits`, several times as fast on a CPU.
+
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011): Threefry-2x32 with 20 rounds. JAX
+computes it on CPUs in a loop, which writes every number to memory between rounds; written out, the compiler fuses all
+rounds, and whatever is made of the words, into one pass.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = np.uint32(0x1BD11BDA)  # of the key schedule, from Skein
+COUNTERS = 2**32  # that one word can hold
+
+
+def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Encrypts two-word counters under a two-word key, elementwise; all uint32."""
+    keys = (*key, key[0] ^ key[1] ^ PARITY)
+    x0, x1 = counter[0] + keys[0], counter[1] + keys[1]
+    for group in range(5):
+        for distance in ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << np.uint32(distance)) | (x1 >> np.uint32(32 - distance)))
+        x0, x1 = x0 + keys[(group + 1) % 3], x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x0, x1
+
+
+def counters(shape: tuple[int, ...], limit: int = COUNTERS) -> tuple[jax.Array, jax.Array]:
+    """A different pair of uint32 for every entry of an array: (0, flat index) where that fits into one word.
+
+    In larger arrays the second word counts within as many of the last axes as it can, the first word over the others.
+    Each is a sum of one iota an axis, so that a sharded array is counted shard by shard.
+
+    Raises:
+        ValueError: if the axes cannot be shared out like that (2^63 entries, or an axis of more than 2^32).
+    """
+    words, axis = [], len(shape)
+    for word_limit in (limit, limit // 2):  # the first word keeps its top bit for `random_words`
+        word, stride = jnp.zeros(shape, jnp.uint32), 1
+        while axis and stride * shape[axis - 1] <= word_limit:
+            axis -= 1
+            word = word + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % COUNTERS)
+            stride *= shape[axis]
+        words.append(word)
+    if axis:
+        raise ValueError(f"an array of shape {shape} is too large to be given noise: {math.prod(shape)} entries.")
+    return words[1], words[0]
+
+
+def random_words(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Four independent uint32 arrays of the given shape.
+
+    From a threefry key, two blocks an entry: a function of the key and of the entry's place, on whatever devices it is
+    computed and however ``jax_threefry_partitionable`` is set. From other kinds of key, `jax.random.bits`.
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        a, b, c, d = jax.random.bits(key, (4, *shape), jnp.uint32)
+        return a, b, c, d
+    data = jax.random.key_data(key)
+    first, second = counters(shape)
+    words = (data[0], data[1])
+    return *threefry2x32(words, (first, second)), *threefry2x32(words, (first | np.uint32(1 << 31), second))
