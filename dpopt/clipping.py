@@ -159,16 +159,19 @@ def clip_and_sum(l2_clip_norm: Any) -> optax.GradientTransformationExtraArgs:
     Returns:
         A transformation whose input is a promise made by `per_example_grads`, or a pytree with leaves ``(B, ...)``, and
         whose output is the sum over the batch, shaped like the parameters, at least float32. Its state is empty.
+        Rows are told from an ordinary gradient by the parameters: ``update`` needs them, unless it gets a promise.
         Examples that are padding, or whose gradient holds NaN or Inf, contribute zero.
 
     Raises:
-        ValueError, TypeError: if C is not positive; in ``update``, if the input has no batch axis.
+        ValueError, TypeError: if C is not positive; in ``update``, if the input has no batch axis, or parameters
+            are missing.
 
     *Privacy*: the sum's L2 sensitivity to adding or removing one example is the clip function's ``sensitivity`` (C), to
     replacing one twice that. Not private until noise is added.
 
     >>> clip = clip_and_sum(1.0)
-    >>> total, _ = clip.update(jnp.array([[3.0, 4.0], [0.0, 0.5]]), clip.init(jnp.zeros(2)))
+    >>> params = jnp.zeros(2)
+    >>> total, _ = clip.update(jnp.array([[3.0, 4.0], [0.0, 0.5]]), clip.init(params), params)
     >>> [round(x, 3) for x in total.tolist()]
     [0.6, 1.3]
     """
@@ -185,30 +188,35 @@ def clip_and_sum(l2_clip_norm: Any) -> optax.GradientTransformationExtraArgs:
     return _stages.StagedTransformation(init_fn, update_fn, _stages.Clip(sensitivity=clip.sensitivity))
 
 
-def as_promise(updates: Any, params: Any = None) -> PerExampleGrads:
+def as_promise(updates: Any, params: Any) -> PerExampleGrads:
     """A promise as it is; a pytree of ``(B, ...)`` leaves wrapped as one, after checking it against ``params``.
 
     Raises:
-        ValueError: if a leaf is not shaped ``(B, *parameter.shape)``, as when gradients were summed already.
+        ValueError: if a leaf is not shaped ``(B, *parameter.shape)``, as when gradients were summed already; if there
+            are no parameters to tell by.
     """
     if isinstance(updates, PerExampleGrads):
         return updates
-    if params is not None:
-        if jax.tree.structure(updates) != jax.tree.structure(params):
+    if params is None:
+        raise ValueError(
+            "parameters are missing: call update(gradients, state, params). Without them the rows of an ordinary mean "
+            "gradient would pass for examples. (A promise of dpopt.per_example_grads brings its own.)"
+        )
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        raise ValueError(
+            "per-example gradients must have the parameters' tree structure; got "
+            f"{jax.tree.structure(updates)} for parameters {jax.tree.structure(params)}."
+        )
+
+    def check(path, g, p):
+        name = jax.tree_util.keystr(path) or "(the only one)"
+        if jnp.ndim(g) != jnp.ndim(p) + 1 or jnp.shape(g)[1:] != jnp.shape(p):
             raise ValueError(
-                "per-example gradients must have the parameters' tree structure; got "
-                f"{jax.tree.structure(updates)} for parameters {jax.tree.structure(params)}."
+                f"clip_and_sum needs per-example gradients, shaped (batch, *parameter); leaf "
+                f"{name} has shape {jnp.shape(g)} for a parameter of shape {jnp.shape(p)}. "
+                "Gradients that were averaged or clipped before cannot be clipped per example any more: pass "
+                "dpopt.per_example_grads(loss_fn)(params, batch, mask=mask), and clip once."
             )
 
-        def check(path, g, p):
-            name = jax.tree_util.keystr(path) or "(the only one)"
-            if jnp.shape(g)[1:] != jnp.shape(p) or jnp.ndim(g) != jnp.ndim(p) + 1:
-                raise ValueError(
-                    f"clip_and_sum needs per-example gradients, shaped (batch, *parameter); leaf "
-                    f"{name} has shape {jnp.shape(g)} for a parameter of shape {jnp.shape(p)}. "
-                    "Gradients that were averaged or clipped before cannot be clipped per example any more: pass "
-                    "dpopt.per_example_grads(loss_fn)(params, batch, mask=mask), and clip once."
-                )
-
-        jax.tree_util.tree_map_with_path(check, updates, params)
+    jax.tree_util.tree_map_with_path(check, updates, params)
     return stacked_grads(updates, mask=None)

@@ -66,10 +66,13 @@ class WithoutReplacement:
 class Batch(NamedTuple):
     """The examples of one step, padded.
 
+    Padding rows are other examples, each at most once: a batch names nobody twice, unless it has more rows than there
+    are examples. They do not belong to the sample, so the mask must go where the indices go.
+
     *Privacy*: which examples were drawn, and how many, is as private as the data; it must not be released.
     """
 
-    indices: np.ndarray  # (size,) int64; padding entries repeat index 0
+    indices: np.ndarray  # (size,) int64: first the sample, then padding
     mask: np.ndarray  # (size,) bool: False marks padding
 
 
@@ -87,10 +90,13 @@ class _Sampler:
     def _draw(self, rng: np.random.Generator) -> np.ndarray:
         raise NotImplementedError
 
+    def _rng(self, step: int) -> np.random.Generator:
+        _validate.non_negative_int(step=step)
+        return np.random.default_rng([self.seed, step])
+
     def drawn(self, step: int) -> np.ndarray:
         """The indices of step ``step``, unpadded, distinct, ``(n,)`` int64."""
-        _validate.non_negative_int(step=step)
-        return self._draw(np.random.default_rng([self.seed, step]))
+        return self._draw(self._rng(step))
 
     def batch(self, step: int, *, size: int | None = None) -> Batch:
         """The batch of step ``step``, padded to a multiple of ``pad_to``, or to ``size`` where it is given.
@@ -98,7 +104,8 @@ class _Sampler:
         Raises:
             ValueError: if more than ``size`` examples were drawn. Dropping some would change the privacy guarantee.
         """
-        drawn = self.drawn(step)
+        rng = self._rng(step)
+        drawn = self._draw(rng)
         if size is None:
             size = max(1, math.ceil(len(drawn) / self.pad_to)) * self.pad_to
         if len(drawn) > size:
@@ -106,9 +113,9 @@ class _Sampler:
                 f"step {step} drew {len(drawn)} examples, which do not fit in {size}. A sample cannot be cut without "
                 "changing the privacy guarantee: give it more room (batches(...) finds how much)."
             )
-        indices = np.zeros(size, np.int64)
-        indices[: len(drawn)] = drawn
-        return Batch(indices, np.arange(size) < len(drawn))
+        others = rng.choice(self.num_examples, min(size, self.num_examples), replace=False, shuffle=False)
+        rows = np.concatenate([drawn, others[~np.isin(others, drawn)]])  # at least `size`, or all examples
+        return Batch(np.resize(rows, size), np.arange(size) < len(drawn))
 
     def batches(self, start: int, stop: int) -> Batch:
         """Steps ``start .. stop - 1`` stacked: leaves ``(stop - start, size)``, ready for ``jax.lax.scan``.

@@ -134,9 +134,10 @@ def test_a_promise_and_stacked_gradients_give_the_same_update():
         assert_near(got, expected)
 
 
-def test_stacked_gradients_need_no_parameters():
+def test_a_promise_brings_its_parameters():
     opt = dpopt.dp_sgd(1.0, **privacy_four(noise_multiplier=0.0))
-    updates, _ = opt.update(jnp.array([[3.0, 4.0]]), opt.init(jnp.zeros(2)))
+    promise = dpopt.per_example_grads(dot_loss)(jnp.zeros(2), jnp.array([[3.0, 4.0]]), mask=None)
+    updates, _ = opt.update(promise, opt.init(jnp.zeros(2)))
     assert_near(updates, -np.array([0.6, 0.8]) / 4)
 
 

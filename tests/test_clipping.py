@@ -58,20 +58,20 @@ def test_clip_and_sum_equals_a_loop_in_relative_error():
 
 def test_clip_and_sum_equals_a_loop_in_64_bits(x64):
     grads = jax.tree.map(lambda g: g.astype(np.float64), random_tree(0, batch=64))
-    total, _ = clip_and_sum(2.0).update(grads, optax.EmptyState())
+    total, _ = clip_and_sum(2.0).update(grads, optax.EmptyState(), random_tree(0))
     assert_near(total, loop_clipped_sum(grads, 2.0), RTOL64)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1e18, 1e30, 1e37])
 def test_norms_do_not_overflow_or_underflow(size):
     grads = np.full((1, 4), size, np.float32)  # squares leave float32's range
-    total, _ = clip_and_sum(size).update(grads, optax.EmptyState())
+    total, _ = clip_and_sum(size).update(grads, optax.EmptyState(), grads[0])
     assert_near(total, loop_clipped_sum(grads, size))
 
 
 def test_a_long_gradient_keeps_its_norm():
     grads = np.random.default_rng(0).normal(size=(1, 3_000_000)).astype(np.float32)
-    total, _ = clip_and_sum(1.0).update(grads, optax.EmptyState())
+    total, _ = clip_and_sum(1.0).update(grads, optax.EmptyState(), grads[0])
     assert abs(norm(total) - 1) <= RTOL32
 
 
@@ -203,7 +203,7 @@ def test_normalised_clip_follows_its_formula():
 
 def test_an_infinite_clip_norm_sums_unchanged():
     grads = random_tree(0, batch=5)
-    total, _ = clip_and_sum(math.inf).update(grads, optax.EmptyState())
+    total, _ = clip_and_sum(math.inf).update(grads, optax.EmptyState(), random_tree(0))
     assert_near(total, jax.tree.map(lambda g: g.astype(np.float64).sum(0), grads))
 
 
@@ -251,8 +251,12 @@ def test_a_group_tree_that_does_not_fit_is_refused():
         ({"w": np.ones((3, 2))}, {"w": np.ones(2), "b": np.ones(2)}, "tree structure"),
         ({"w": np.ones(2)}, {"w": np.ones(2)}, r"\['w'\] has shape \(2,\) for a parameter of shape \(2,\)"),
         ({"w": np.ones((3, 5))}, {"w": np.ones(2)}, r"\['w'\] has shape \(3, 5\)"),
-        ({"w": np.ones((3, 2)), "b": np.ones((4, 2))}, None, "disagree on the batch size"),
-        ({"w": np.float32(1.0)}, None, "leading batch axis"),
+        (
+            {"w": np.ones((3, 2)), "b": np.ones((4, 2))},
+            {"w": np.ones(2), "b": np.ones(2)},
+            "disagree on the batch size",
+        ),
+        ({"w": np.float32(1.0)}, {"w": np.float32(1.0)}, r"has shape \(\)"),
     ],
 )
 def test_gradients_without_a_batch_axis_are_refused(updates, params, message):

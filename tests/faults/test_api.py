@@ -5,6 +5,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import dot_loss, privacy_four
 
@@ -35,3 +36,57 @@ def test_forgotten_mask(take):
 def test_the_mask_has_no_default():
     for function in (dpopt.per_example_grads(dot_loss), stacked_grads, dpopt.make_train_step(dot_loss, OPT)):
         assert inspect.signature(function).parameters["mask"].default is inspect.Parameter.empty
+
+
+SAMPLERS = {
+    "default padding": dpopt.PoissonSampler(1_000, 100, seed=0),
+    "a lot": dpopt.PoissonSampler(2_000, 200, seed=0, pad_to=256),
+    "almost all": dpopt.PoissonSampler(64, 60, seed=0, pad_to=64),
+    "fixed size": dpopt.FixedSizeSampler(100, 13, seed=0, pad_to=50),
+    "empty batches": dpopt.PoissonSampler(100, 0.1, seed=0, pad_to=8),
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_padding_repeats_nobody(sampler):
+    for step in range(8):
+        indices, mask = sampler.batch(step)
+        np.testing.assert_array_equal(indices[mask], sampler.drawn(step))
+        assert len(set(indices.tolist())) == len(indices), "also where the mask is dropped"
+        np.testing.assert_array_equal(indices, sampler.batch(step).indices)
+
+
+def test_a_batch_larger_than_the_data_repeats_as_little_as_it_can():
+    indices, mask = dpopt.PoissonSampler(10, 5, seed=0, pad_to=32).batch(0)
+    assert set(np.bincount(indices, minlength=10)) == {3, 4}
+    assert len(set(indices[mask])) == mask.sum()
+
+
+def test_samples_are_what_they_were_in_version_0_1():
+    assert dpopt.PoissonSampler(50, 6, seed=5).drawn(3).tolist() == [12, 2, 44, 30, 1, 19, 18]
+    assert dpopt.FixedSizeSampler(50, 6, seed=5).drawn(3).tolist() == [43, 32, 13, 2, 47, 31]
+
+
+TAKE_ROWS = {
+    "clip_and_sum": lambda: dpopt.clip_and_sum(1.0),
+    "diagonal": lambda: dpopt.precondition_by_side_information(0.5),
+    "dp_sgd": lambda: dpopt.dp_sgd(1.0, **privacy_four()),
+    "dp_adam": lambda: dpopt.dp_adam(1.0, **privacy_four()),
+    "adadps": lambda: dpopt.adadps(1.0, scale=1.0, **privacy_four()),
+    "dp2": lambda: dpopt.dp2(1.0, adaptive_learning_rate=1.0, adaptive_l2_clip_norm=1.0, delay=2, **privacy_four()),
+    "two queries": lambda: dpopt.dp2_extra_query(
+        1.0, adaptive_learning_rate=1.0, adaptive_l2_clip_norm=1.0, delay=2, **privacy_four()
+    ),
+    "optax.chain": lambda: optax.chain(dpopt.clip_and_sum(1.0), dpopt.add_gaussian_noise(1.0, jax.random.key(0))),
+}
+
+
+@pytest.mark.parametrize("make", TAKE_ROWS.values(), ids=TAKE_ROWS)
+def test_noparams(make):
+    """The rows of an ordinary mean gradient are no examples, whatever the gradient's shape."""
+    opt, w = make(), jnp.zeros((6, 4))
+    with pytest.raises(ValueError, match=r"parameters are missing: call update\(gradients, state, params\)"):
+        opt.update(jnp.ones((6, 4)), opt.init(w))
+    with pytest.raises(ValueError, match=r"has shape \(6, 4\) for a parameter of shape \(6, 4\)"):
+        opt.update(jnp.ones((6, 4)), opt.init(w), w)
+    opt.update(jnp.ones((3, 6, 4)), opt.init(w), w)
