@@ -1,26 +1,45 @@
 """Where a run goes on: the state found in the journal, among the processes that share it."""
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
 
-from dpopt import identity
-from dpopt.identity import TrainState
+from dpopt import entropy, identity
+from dpopt.identity import Segment, TrainState
 from dpopt.journal import Entry, Journal
 
 _log = logging.getLogger("dpopt.loop")
 
 
+def agree_on_plan(plan: Any, state: TrainState, run: Any, program: Any, options: list) -> None:
+    """Refuses to start where the processes of a run differ; see `dpopt.entropy.agree`."""
+    if jax.process_count() == 1:
+        return
+    keys = {f"key {i}" if i else "key": s.key for i, s in enumerate(entropy.noise_states(state.opt_state))}
+    entropy.agree(
+        {
+            **keys,
+            "seed": str(plan.sampler.seed),
+            "plan": {"identity": run, "program": program},
+            "parameters": identity.state_digest(state),
+            "steps, replay and budget": options,
+        }
+    )
+
+
 def attach(journal: Journal, checkpointer: Any, run: dict[str, Any]) -> None:
     """Opens the journal: the first process writes, the others read what it found before any step is added."""
     if jax.process_index() == 0:
+        checkpointer.make_directory()
         journal.attach(checkpointer.journal_path, run)
     meet("dpopt journal opened")
     if jax.process_index() != 0:
         journal.attach(checkpointer.journal_path, run, is_writer=False)
-    meet("dpopt journal read")
+    # Also where they wait for each other. A directory that not all of them see shows here.
+    entropy.agree({"checkpoint directory": [journal.run, len(journal)]})
 
 
 def meet(name: str) -> None:
@@ -29,54 +48,92 @@ def meet(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def check_count(state: TrainState) -> None:
-    """Refuses a state whose noise is at another step than the run: its cost would be looked up there."""
-    counts = {int(x.count) for x in identity.noise_states(state.opt_state)}
+def check_state(state: TrainState, journal: Journal) -> None:
+    """Refuses a state whose steps are not in the journal, or whose noise is at another step than the run."""
+    counts = {int(x.count) for x in entropy.noise_states(state.opt_state)}
     if counts - {state.update}:
         raise ValueError(
             f"the optimizer's state has drawn noise {sorted(counts)} times, and the run is at step {state.update}: its "
             "cost would be looked up at the wrong step. Pass parameters alone, or the state of an earlier result."
         )
+    is_new = state.update == 0 and state.segment is None
+    if not is_new and not any(state.segment and e.segment == state.segment.id for e in journal.entries):
+        where = journal.path or "in memory"
+        raise ValueError(
+            f"this state has had {state.update} steps, which are not in this plan's journal ({where}; "
+            f"{journal.ledger.steps} steps): their cost would be lost. Go on with the plan that it comes from, or with "
+            "its checkpointer. To start a new run from its parameters pass them alone (state.params); what they cost "
+            "is then yours to add: total = earlier.ledger.copy(); total.record(result.ledger.event)."
+        )
 
 
-def enter(plan: Any, journal: Journal, state: TrainState, replay: bool) -> tuple[TrainState, list[Entry]]:
-    """Finds the state in the journal: what to repeat from there, and whether under fresh noise.
+class Place(NamedTuple):
+    """Where a run goes on."""
+
+    state: TrainState
+    pending: list[Entry]  # steps that were paid for, to be computed again bit for bit
+    lost: int  # steps that were paid for, and will not be
+    reason: str | None  # why a new segment is to begin; None to go on in the journal's last one
+
+
+def find(plan: Any, journal: Journal, state: TrainState, replay: bool) -> Place:
+    """Finds the state in the journal: what to repeat from there, or why the run goes on under fresh noise.
 
     A step may be computed twice with the same noise only if both results are the same to the last bit. That can be
-    expected of a state that the journal knows, in the environment of its latest segment; anything else starts a new
-    segment, under a fresh key unless it goes on exactly where the journal ends.
+    expected of a state that the journal knows, in the environment of its latest segment, where nobody has put back
+    older files; which is why it must be asked for.
     """
-    found = identity.state_digest(state)
-    here = identity.environment((state.params, state.opt_state))
     entries = journal.entries
+    last = max((i for i, entry in enumerate(entries) if not entry.is_step), default=None)
+    if replay and last is not None and entries[last].is_exact and state.segment is None:
+        state = state._replace(segment=Segment(entries[last].segment, plan.sampler.seed))
+    at = _index(state, entries)
+    after = list(entries if at is None else entries[at + 1 :])
+    lost = sum(entry.is_step for entry in after)
+    if last is None:
+        return Place(state, [], 0, "the run starts")
+    if not replay:
+        return Place(state, [], lost, "replay=False")
+    if at is None or at < last:
+        return Place(state, [], lost, "the state is not in the journal's last segment")
+    here = identity.environment((state.params, state.opt_state))
+    if entries[last].environment != here:
+        where = identity.differences(entries[last].environment or {}, here)
+        return Place(state, [], lost, f"the machine is another ({where})")
+    return Place(state, after, 0, None)
 
-    def begin(state: TrainState) -> tuple[TrainState, list[Entry]]:
-        journal.append(Entry(None, found, state.update, state.fresh, here))
-        meet(f"dpopt segment {len(journal)}")
-        return state, []
 
-    if not entries:
-        return begin(state)
-    start = max(i for i, entry in enumerate(entries) if not entry.is_step)
-    segment = entries[start:]
-    known = [i for i, entry in enumerate(segment) if (entry.digest, entry.fresh) == (found, state.fresh)]
-    is_same_place = segment[0].environment == here
-    if known and known[-1] == len(segment) - 1:
-        return (state, []) if is_same_place else begin(state)
-    if known and is_same_place and replay:
-        return state, list(segment[known[-1] + 1 :])
+def _index(state: TrainState, entries: Sequence[Entry]) -> int | None:
+    """The entry that says what the state is, the latest if there are several."""
+    name = None if state.segment is None else state.segment.id
+    mine = (identity.state_digest(state), state.update, name)
+    found = [i for i, entry in enumerate(entries) if (entry.digest, entry.update, entry.segment) == mine]
+    return found[-1] if found else None
 
-    number = 1 + max(entry.fresh for entry in entries)
-    queries = len(plan.optimizer.privacy.queries)
-    reason = "replay=False" if not replay else "the state is not in the journal's last part"
-    if known and not is_same_place:
-        reason = f"the machine is another ({identity.differences(segment[0].environment or {}, here)})"
-    _log.warning(
-        "dpopt: %d steps are spent and not in the parameters at step %d; they cannot be repeated bit for bit (%s), so "
-        "the run goes on with fresh noise and the steps that replace them are charged anew.",
-        journal.ledger.steps - state.update,
-        state.update,
-        reason,
-    )
-    renewed = identity.with_fresh_noise(state.opt_state, number, queries)
-    return begin(state._replace(opt_state=renewed, fresh=number))
+
+def begin(plan: Any, journal: Journal, place: Place, replay: bool, program: dict[str, str]) -> TrainState:
+    """Starts a segment: enters it in the journal, and gives the state a noise key and a seed that nothing else has.
+
+    With ``replay`` the first segment of a run keeps the plan's own, so that everything follows from key and seed.
+    """
+    state = place.state
+    if place.lost:
+        _log.warning(
+            "dpopt: %d steps are spent and not in the parameters at step %d; they are not repeated (%s): the run goes "
+            "on with fresh noise, and the steps that replace them are charged anew.",
+            place.lost,
+            state.update,
+            place.reason,
+        )
+    words = entropy.draw()
+    segment = entropy.new_segment(plan.sampler.seed, words)
+    is_exact = replay and len(journal) == 0
+    if is_exact:
+        segment, opt_state = Segment(segment.id, plan.sampler.seed), state.opt_state
+    else:
+        opt_state = entropy.with_fresh_noise(state.opt_state, words, len(plan.optimizer.privacy.queries))
+    here = identity.environment((state.params, state.opt_state))
+    digest = identity.state_digest(state)
+    journal.append(Entry(None, digest, state.update, segment.id, here, program, is_exact))
+    meet(f"dpopt segment {len(journal)}")
+    return state._replace(opt_state=opt_state, segment=segment)

@@ -21,7 +21,7 @@ from dpopt.preconditioning import Preconditioner, precondition
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
 from dpopt.training import TrainStep, make_train_step
 
-_NO_DELTA = "this plan was built from a noise multiplier, so no delta is set: pass epsilon(step, delta=...)."
+_NO_DELTA = "this plan was built from a noise multiplier, so no delta is set: pass delta=..."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Builder:
         num_examples: size of the data set (or number of clients, for user-level privacy).
         expected_batch_size: expected number of examples in a batch.
         steps: number of steps of the whole run.
-        key: PRNG key of the noise, used for nothing else. The sampler's seed is derived from it unless one is given.
+        key: PRNG key of the noise, for this run alone. `Plan.run` mixes fresh bits of the operating system into it each
+            time it is called, unless it is asked for ``replay=True``: then noise and batches follow from the key. The
+            sampler's seed is derived from it unless one is given.
         seed: seed of the sampler, or None.
         sampling: ``"poisson"``, or ``"fixed_size"`` (distinct examples, drawn afresh each step; accounted replace-one).
         pad_to: batches are padded to a multiple of this; None for the sampler's default.
@@ -79,8 +81,8 @@ class Builder:
     num_examples: int
     expected_batch_size: float
     steps: int
-    key: jax.Array
-    seed: int | None = None
+    key: jax.Array = dataclasses.field(repr=False)
+    seed: int | None = dataclasses.field(default=None, repr=False)
     sampling: str = "poisson"
     pad_to: int | None = None
 
@@ -225,7 +227,8 @@ class Plan:
         budget: the `Budget`, or None.
         journal: what `run` has spent so far; it grows with every step, whoever holds the plan.
 
-    *Privacy*: `event` and `epsilon` cover the parameters after every step; ``print(plan)`` is safe to publish.
+    *Privacy*: `event` and `epsilon` say what the planned steps will cost, `spent` what the run has cost: more, where
+    steps were lost. Both cover the parameters after every step; ``print(plan)`` is safe to publish.
 
     >>> plan = Builder(num_examples=1_000, expected_batch_size=100, steps=10, key=jax.random.key(0)).clip(1.0).noise(
     ...     2.0).then(optax.sgd(0.1)).build()
@@ -247,7 +250,7 @@ class Plan:
         return events.compose(self.optimizer.privacy, self.sampler, self.steps)
 
     def epsilon(self, step: int | None = None, *, delta: float | None = None) -> float:
-        """Epsilon spent after ``step`` steps (default: all of them).
+        """Epsilon that ``step`` steps of the plan will cost (default: all of them). What was spent is `spent`.
 
         Raises:
             ValueError: if the run has fewer steps, or no delta is set anywhere.
@@ -262,6 +265,18 @@ class Plan:
             delta = self.budget.delta
         event = events.compose(self.optimizer.privacy, self.sampler, step)
         return accounting.epsilon_of_event(event, delta=delta, accountant=self._accountant)
+
+    def spent(self, *, delta: float | None = None) -> float:
+        """Epsilon that this plan's run has spent so far, by its journal: also on steps that were lost.
+
+        Raises:
+            ValueError: if no delta is set anywhere.
+        """
+        if delta is None:
+            if self.budget is None:
+                raise ValueError(_NO_DELTA)
+            delta = self.budget.delta
+        return self.journal.ledger.epsilon(delta=delta, accountant=self._accountant)
 
     @property
     def _accountant(self) -> accounting.Accountant:
@@ -294,7 +309,7 @@ class Plan:
             ("noise multiplier", "schedule" if callable(self.noise_multiplier) else f"{self.noise_multiplier:.4g}"),
             ("sampling", f"{sampling}, {self.sampler.expected_batch_size:g} of {self.sampler.num_examples} expected"),
             ("step event", repr(self.optimizer.privacy.step_event(0, sampling.relation))),
-            ("epsilon by step", self._epsilon_by_step()),
+            ("planned epsilon", self._epsilon_by_step()),
             ("optimizer state", f"{_bytes_per_parameter(self.optimizer, params)} bytes per parameter"),
         ]
         width = max(len(name) for name, _ in rows)

@@ -55,6 +55,9 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
         self.stages = tuple(stages)
         return self
 
+    def __repr__(self) -> str:
+        return f"PrivateOptimizer({' > '.join(map(_name, self.stages))}; {self.privacy})"
+
     __reduce__ = _stages.StagedTransformation.__reduce__
 
 

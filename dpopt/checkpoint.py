@@ -3,6 +3,7 @@
 Needs ``pip install 'dpopt[checkpoint]'``; nothing else in dpopt imports this module.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from dpopt import _validate, identity
 from dpopt.accounting import Ledger
-from dpopt.identity import TrainState
+from dpopt.identity import Segment, TrainState
 from dpopt.journal import Journal, JournalError, check_identity
 
 try:
@@ -62,11 +63,14 @@ class Checkpointer:
         every: steps between two checkpoints of `dpopt.loop.train`, which also saves its last step.
         asynchronous: write in the background, while the next steps run.
 
+    Making one, and asking for `positions`, changes nothing on disk, also while another process writes there. Files are
+    made, and what a killed run left half written is removed, once the journal is open, which one process at a time can.
+
     Raises:
         ValueError, TypeError: if a number is below 1.
 
-    *Privacy*: a checkpoint holds the noise key and is as private as the training data. The ledger in it is checked
-    against the journal when it is loaded, and the journal is what counts.
+    *Privacy*: a checkpoint holds the noise key and the sampler's seed, and is as private as the training data. The
+    ledger in it is checked against the journal when it is loaded, and the journal is what counts.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory, Checkpointer(directory, keep=2) as checkpointer:
@@ -78,23 +82,38 @@ class Checkpointer:
         _validate.positive_int(keep=keep, every=every)
         self.directory = Path(directory).absolute()
         self.every = every
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._manager = ocp.CheckpointManager(
-            self.directory / "checkpoints",
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=asynchronous, cleanup_tmp_directories=True
-            ),
-            item_names=("state", "run"),
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=asynchronous, cleanup_tmp_directories=True
         )
+        self._opened: ocp.CheckpointManager | None = None
 
     @property
     def journal_path(self) -> Path:
         """Where the journal lies."""
         return self.directory / "ledger.jsonl"
 
+    def make_directory(self) -> None:
+        """Makes the directory, for its owner only, if it does not exist."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
     def positions(self) -> list[int]:
-        """The positions (journal lengths) of the checkpoints there are."""
-        return sorted(self._manager.all_steps())
+        """The positions (journal lengths) of the checkpoints there are. Changes nothing."""
+        folder = self.directory / "checkpoints"
+        # While orbax writes one its name is longer.
+        return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+
+    def _manager(self, journal: Journal) -> ocp.CheckpointManager:
+        """Orbax, which cleans up as it opens the folder: only under the journal's lock."""
+        if not journal.is_open or journal.path != self.journal_path:
+            raise CheckpointError(
+                f"the journal of {self.directory} is not open here, so another process may be writing. Call "
+                "journal.attach(checkpointer.journal_path, run) first; dpopt.train does."
+            )
+        if self._opened is None:
+            self._opened = ocp.CheckpointManager(
+                self.directory / "checkpoints", options=self._options, item_names=("state", "run")
+            )
+        return self._opened
 
     def save(self, state: TrainState, journal: Journal, run: Mapping[str, Any]) -> None:
         """Saves a state at the journal's present end, in the background if asynchronous.
@@ -106,16 +125,21 @@ class Checkpointer:
 
         Raises:
             CheckpointError: if this save, or an earlier one in the background, could not be written. Nothing is lost
-                but the saved copy: the journal stands, and earlier checkpoints are whole.
+                but the saved copy: the journal stands, and earlier checkpoints are whole. Also if the journal is not
+                open.
         """
-        position = len(journal)
-        if position in self._manager.all_steps():
+        position, manager = len(journal), self._manager(journal)
+        if state.segment is None:
+            raise CheckpointError(
+                "this state belongs to no segment of a run: save the states that dpopt.train returns."
+            )
+        if position in manager.all_steps():
             return
         described = {
             "identity": dict(run),
             "position": position,
             "update": state.update,
-            "fresh": state.fresh,
+            "segment": dataclasses.asdict(state.segment),
             "digest": identity.state_digest(state),
             "ledger": journal.ledger.to_json(),
         }
@@ -124,7 +148,7 @@ class Checkpointer:
         leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
         try:
             args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), run=ocp.args.JsonSave(described))
-            self._manager.save(position, args=args, force=True)
+            manager.save(position, args=args, force=True)
         except Exception as error:
             raise _not_written(self.directory, error) from error
 
@@ -134,11 +158,18 @@ class Checkpointer:
         Raises:
             CheckpointError: if one could not be written.
         """
+        if self._opened is None:
+            return
         try:
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+            self._opened.wait_until_finished()
+            self._opened.check_for_errors()
         except Exception as error:
             raise _not_written(self.directory, error) from error
+
+    def settle(self) -> None:
+        """Returns when nothing is being written any more, whether it succeeded or not."""
+        with contextlib.suppress(CheckpointError):
+            self.wait()
 
     def restore(self, like: TrainState, journal: Journal, run: Mapping[str, Any]) -> Restored | None:
         """The newest checkpoint that is whole, or None if there is none at all.
@@ -155,11 +186,12 @@ class Checkpointer:
             CheckpointError: if every checkpoint is damaged, or the journal lacks what a checkpoint says was spent.
             JournalError: if a checkpoint belongs to another run, with the differences.
         """
+        manager = self._manager(journal)
         positions = self.positions()
         damage = []
         for position in reversed(positions):
             try:
-                described, state = self._load(position, like)
+                described, state = self._load(manager, position, like)
             except JournalError:
                 raise
             except Exception as error:  # orbax, tensorstore and the file system raise of many kinds
@@ -169,7 +201,7 @@ class Checkpointer:
             self._check_journal(described, journal)
             for line in damage:
                 _log.warning("dpopt: damaged checkpoint set aside: %s", line)
-            self._set_aside([p for p in positions if p > position])
+            self._set_aside(manager, [p for p in positions if p > position])
             return Restored(state, position)
         if damage:
             raise CheckpointError(
@@ -179,15 +211,15 @@ class Checkpointer:
             )
         return None
 
-    def _load(self, position: int, like: TrainState) -> tuple[dict[str, Any], TrainState]:
+    def _load(self, manager: Any, position: int, like: TrainState) -> tuple[dict[str, Any], TrainState]:
         tree = {"params": like.params, "opt_state": like.opt_state}
         leaves, structure = jax.tree.flatten(tree)
         target = {str(i): _shape_of(_raw(leaf)) for i, leaf in enumerate(leaves)}
-        run = self._manager.restore(position, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        loaded = self._manager.restore(position, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+        run = manager.restore(position, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        loaded = manager.restore(position, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
         values = [_keyed(loaded["state"][str(i)], leaf) for i, leaf in enumerate(leaves)]
         tree = jax.tree.unflatten(structure, values)
-        state = TrainState(tree["params"], tree["opt_state"], run["update"], run["fresh"])
+        state = TrainState(tree["params"], tree["opt_state"], run["update"], Segment(**run["segment"]))
         found = identity.state_digest(state)
         if found != run["digest"]:
             raise CheckpointError(f"its content has digest {found}, and {run['digest']} was saved")
@@ -214,7 +246,7 @@ class Checkpointer:
                 f"steps, state {entries[position - 1].digest}. They are of different runs."
             )
 
-    def _set_aside(self, positions: list[int]) -> None:
+    def _set_aside(self, manager: Any, positions: list[int]) -> None:
         if jax.process_index() == 0:
             for position in positions:
                 target = self.directory / f"damaged-{position}"
@@ -224,12 +256,15 @@ class Checkpointer:
                     target = self.directory / f"damaged-{position}-{number}"
                 (self.directory / "checkpoints" / str(position)).rename(target)
         if positions:
-            self._manager.reload()
+            manager.reload()
 
     def close(self) -> None:
         """Waits for what is being written, and lets go of the directory."""
+        manager, self._opened = self._opened, None
+        if manager is None:
+            return
         try:
-            self._manager.close()
+            manager.close()
         except Exception as error:
             raise _not_written(self.directory, error) from error
 

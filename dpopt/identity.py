@@ -16,8 +16,20 @@ import numpy as np
 from dpopt import events
 from dpopt.noise import AddGaussianNoiseState
 
-# Set apart from the keys that noise folds in (0, 1, 2, ...) and from the one that a sampler's seed is made of.
-_FRESH = 2**31 - 2
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """The stretch of a run that a state belongs to: steps under one noise key and one seed of the sampler.
+
+    *Privacy*: the seed tells which examples each batch held, and is as private as the data; the name is public.
+
+    >>> Segment("00c0ffee", seed=7)
+    Segment(id='00c0ffee')
+    """
+
+    id: str  # as the journal names it
+    seed: int = dataclasses.field(repr=False)
 
 
 class TrainState(NamedTuple):
@@ -33,7 +45,12 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     update: int = 0  # steps in the history of this state
-    fresh: int = 0  # how many times the run's noise key was replaced
+    segment: Segment | None = None  # None before the first step
+
+    def __repr__(self) -> str:
+        arrays = jax.tree.leaves(self.params)
+        shown = f"<{sum(map(np.size, arrays))} numbers in {len(arrays)} arrays>"
+        return f"TrainState(params={shown}, opt_state=<holds the noise key>, update={self.update}, {self.segment})"
 
 
 def run_identity(plan: Any, params: Any) -> dict[str, Any]:
@@ -46,7 +63,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
         plan: a `dpopt.builder.Plan`.
         params: the parameters; only names, shapes and dtypes are read.
 
-    *Privacy*: public constants, and a hash of the sampler's seed.
+    *Privacy*: public constants. Nothing here is made of the key or the seed.
 
     >>> import optax, dpopt
     >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=2, key=jax.random.key(0)).clip(1.0).noise(
@@ -66,7 +83,6 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
         "events": hashlib.sha256(json.dumps(costs).encode()).hexdigest()[:16],
         "chain": [_described(s) for s in (*(core.stages or (core,)), *post)],
         "sampling": repr(scheme),
-        "sampler_seed": hashlib.sha256(f"dpopt {sampler.seed}".encode()).hexdigest()[:16],
         "num_examples": sampler.num_examples,
         "unit": privacy.unit,
         "params": _shapes(params),
@@ -212,50 +228,6 @@ def state_digest(state: TrainState) -> str:
     16
     """
     return hex_digest(_jitted_digest((state.params, state.opt_state)))
-
-
-def noise_states(opt_state: Any) -> list[AddGaussianNoiseState]:
-    """The places of an optimizer's state that hold a noise key.
-
-    *Privacy*: what is returned holds the keys.
-
-    >>> from dpopt import add_gaussian_noise
-    >>> len(noise_states((add_gaussian_noise(1.0, jax.random.key(0)).init(None),)))
-    1
-    """
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_noise) if _is_noise(x)]
-
-
-def with_fresh_noise(opt_state: Any, number: int, queries: int) -> Any:
-    """The same optimizer state with another noise key, derived from the one it has.
-
-    Args:
-        opt_state: state of a private optimizer.
-        number: counts how often this was done in a run, from 1.
-        queries: how many noises a step draws, at least.
-
-    Raises:
-        ValueError: if fewer places that hold a noise key are found.
-
-    *Privacy*: a step that is taken again with other rounding, or on another batch, must not use its noise again: the
-    difference of the two results would hold no noise at all.
-
-    >>> from dpopt import add_gaussian_noise
-    >>> state = add_gaussian_noise(1.0, jax.random.key(0)).init(None)
-    >>> bool(with_fresh_noise(state, 1, 1).key == state.key)
-    False
-    """
-    found = noise_states(opt_state)
-    if len(found) < queries:
-        raise ValueError(
-            f"the optimizer's state has {len(found)} noise keys for {queries} queries a step, so it cannot be given "
-            "fresh noise. Draw noise with dpopt.add_gaussian_noise, or resume where steps can be repeated bit for bit."
-        )
-
-    def renew(x):
-        return x._replace(key=jax.random.fold_in(jax.random.fold_in(x.key, _FRESH), number)) if _is_noise(x) else x
-
-    return jax.tree.map(renew, opt_state, is_leaf=_is_noise)
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

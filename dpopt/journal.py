@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import dp_accounting
 from dpopt import events
 from dpopt.accounting import Ledger
 
-FORMAT = 1
+FORMAT = 2
 
 
 class JournalError(RuntimeError):
@@ -41,29 +42,32 @@ class Entry:
     A segment is a stretch of steps in one software and hardware environment under one noise key. Its first entry costs
     nothing and has no event.
 
-    *Privacy*: the digest is of released values; it leaves the noise key out.
+    *Privacy*: the digest is of released values; nothing here is made of the noise key or the sampler's seed.
 
-    >>> Entry(event=None, digest="0", update=0, fresh=0, environment={"jax": "1"}).is_step
+    >>> Entry(event=None, digest="0", update=0, segment="a", environment={"jax": "1"}).is_step
     False
     """
 
     event: dp_accounting.DpEvent | None  # what the step cost; None where a segment starts
     digest: str  # of the state after the step
     update: int  # steps in the history of that state
-    fresh: int  # how many times this run's noise key was replaced
+    segment: str  # the name of its segment
     environment: Mapping[str, Any] | None = None  # where a segment starts: what it runs on
+    program: Mapping[str, str] | None = None  # where a segment starts: loss and hyperparameters, as far as can be seen
+    is_exact: bool = False  # where a segment starts: whether its noise and batches follow from the plan's key and seed
 
     @property
     def is_step(self) -> bool:
         return self.event is not None
 
     def to_json(self) -> dict[str, Any]:
-        event = None if self.event is None else events.to_json(self.event)
-        return {**dataclasses.asdict(dataclasses.replace(self, event=None)), "event": event}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["event"] = None if self.event is None else events.to_json(self.event)
+        return {name: value for name, value in fields.items() if value is not None and value is not False}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Entry":
-        return cls(**{**data, "event": None if data["event"] is None else events.from_json(data["event"])})
+        return cls(**{**data, "event": events.from_json(data["event"]) if "event" in data else None})
 
 
 class Journal:
@@ -77,12 +81,13 @@ class Journal:
     provided that every step is appended before its result leaves the process, which `dpopt.loop.train` does.
 
     >>> journal = Journal()
-    >>> journal.append(Entry(events.poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=1), "d", 1, 0))
+    >>> journal.append(Entry(events.poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=1), "d", 1, "a"))
     >>> journal.ledger.steps, len(journal)
     (1, 1)
     """
 
     def __init__(self):
+        self.run = secrets.token_hex(8)  # the name of the run, which its file keeps
         self._entries: list[Entry] = []
         self._ledger = Ledger()
         self._path: Path | None = None
@@ -104,6 +109,11 @@ class Journal:
     def ledger(self) -> Ledger:
         """Everything spent so far: a copy, so that nothing done to it changes the journal."""
         return self._ledger.copy()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its file is open, to be written (or read, as all processes but the first of a run do)."""
+        return self._path is not None and not self._is_closed
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -156,8 +166,8 @@ class Journal:
         else:
             file = None
         try:
-            entries, checksum, length = _read(path, identity)
-            if entries[: len(self)] != self._entries:
+            run, entries, checksum, length = _read(path, identity)
+            if entries[: len(self)] != self._entries or (self._entries and run != self.run):
                 raise JournalError(f"{path} lacks steps that this plan has taken and written there before.")
             if file is not None:
                 file.truncate(length)
@@ -168,8 +178,9 @@ class Journal:
         for entry in entries[len(self) :]:  # all, or what another process added since
             self._keep(entry)
         self._path, self._file, self._sum, self._is_closed = path, file, checksum, False
+        self.run = run or self.run
         if file is not None and length == 0:
-            self._write({"format": FORMAT, "identity": dict(identity)})
+            self._write({"format": FORMAT, "run": self.run, "identity": dict(identity)})
             _sync_directory(path.parent)
 
     def close(self) -> None:
@@ -206,8 +217,8 @@ def _line(body: dict[str, Any], before: str) -> tuple[bytes, str]:
     return f"{checksum} {text}\n".encode(), checksum
 
 
-def _read(path: Path, identity: Mapping[str, Any]) -> tuple[list[Entry], str, int]:
-    """The entries of a file, the last checksum, and the length of what is whole."""
+def _read(path: Path, identity: Mapping[str, Any]) -> tuple[str, list[Entry], str, int]:
+    """The run that a file is of, its entries, the last checksum, and the length of what is whole."""
     content = path.read_bytes() if path.exists() else b""
     whole = content[: content.rfind(b"\n") + 1]
     bodies, checksum = [], ""
@@ -225,12 +236,12 @@ def _read(path: Path, identity: Mapping[str, Any]) -> tuple[list[Entry], str, in
             )
         bodies.append(body)
     if not bodies:
-        return [], "", 0
+        return "", [], "", 0
     header, *rest = bodies
     if header.get("format") != FORMAT:
         raise JournalError(f"{path} has format {header.get('format')!r}; this version of dpopt reads {FORMAT}.")
     check_identity(header["identity"], identity, str(path))
-    return [Entry.from_json(body) for body in rest], checksum, len(whole)
+    return header["run"], [Entry.from_json(body) for body in rest], checksum, len(whole)
 
 
 def check_identity(stored: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:

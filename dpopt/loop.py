@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _resume, _validate, accounting, events, identity
+from dpopt import _program, _resume, _validate, accounting, entropy, events, identity
 from dpopt.accounting import Ledger
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
@@ -18,6 +18,11 @@ from dpopt.journal import Entry
 from dpopt.training import make_train_step
 
 _log = logging.getLogger(__name__)
+
+_UNSEEN = (
+    "Something changed that dpopt cannot see: the data behind fetch_batch, a value that the loss uses, the noise key, "
+    "or a device that does not compute deterministically."
+)
 
 
 class BudgetExceeded(RuntimeError):
@@ -135,17 +140,23 @@ def train(
     place_batch: Callable[[Any], Any] | None = None,
     microbatch_size: int | None = None,
     engine: Engine = "auto",
-    replay: bool = True,
+    replay: bool = False,
 ) -> TrainResult:
     """Trains, resumes and stops within a budget.
 
     Each step draws its batch from the plan's sampler, is computed, is entered in the journal (on disk, with a
     checkpointer), and only then is given to ``on_step``, saved or returned.
 
-    A run that died is resumed by the same call. Steps that the journal holds and the checkpoint does not were paid for;
-    they are computed again with the same batch and noise, and each must come out bit for bit as the journal says, so
-    that nothing new is released. On other devices or versions that cannot be expected: then these steps are given
-    up, the noise gets a fresh key, and the steps that replace them are charged anew.
+    Each call is a segment of the run: its noise and its batches are made of the plan's key and seed and of fresh bits
+    of the operating system, so that no two calls ever share a draw, whatever happened to the files in between. A run
+    that died is resumed by the same call, with the same key or another: it goes on at its newest checkpoint, and the
+    steps since then stay paid for and are taken anew, on new batches with new noise, charged again.
+
+    With ``replay=True`` the noise and the batches follow from the plan's key and seed alone: the same call gives the
+    same parameters, and a run that died computes the steps since its checkpoint again, for free; each must come out bit
+    for bit as the journal says. This is private only if (a) the key is used for this one run, (b) nobody puts back an
+    older copy of the directory, goes on from two copies of it, or cuts the journal, and (c) what the journal lost in no
+    other way was released. Where bits cannot be the same (other devices or versions), fresh bits are drawn after all.
 
     Args:
         plan: a `dpopt.builder.Plan`.
@@ -157,12 +168,13 @@ def train(
         budget: a `dpopt.builder.Budget` that replaces the plan's, to go on after it is used up. It covers the whole
             ledger, not only what is to come.
         checkpointer: a `dpopt.checkpoint.Checkpointer`, or None to keep the books in memory.
-        on_step: called with the number of steps done and the new parameters, after each step that is not a repetition.
+        on_step: called with the number of steps done and the new parameters after every step, once that is charged. A
+            call that was under way when a run was killed is made again, so each number is seen at least once.
         extra: from the step's number and the parameters to keyword arguments of the optimizer's update, such as
             ``public_grads``.
         place_batch: puts (batch, mask) on devices, such as `dpopt.sharding.shard_batch`; None for JAX's default.
         microbatch_size, engine: see `dpopt.make_train_step`.
-        replay: False never repeats a step: what the checkpoint lacks is always charged anew, with fresh noise.
+        replay: True derives all noise and batches from key and seed, and repeats steps; see above for what it assumes.
 
     Returns:
         A `TrainResult`. If the budget ends before ``steps``, ``stopped`` is ``"budget"``.
@@ -170,7 +182,8 @@ def train(
     Raises:
         BudgetExceeded: if not one step can be taken; ReplayError: if a repeated step comes out differently;
         JournalError, CheckpointError: if what is stored is damaged or belongs to another run; ValueError, TypeError:
-            for a bad argument.
+            for a bad argument, such as a state whose steps are not in the plan's journal, or a key that another run of
+            this process was started with; or if the processes of a run differ in key, seed, plan or parameters.
 
     *Privacy*: the parameters after every step, all of them together, cost what the ledger says.
 
@@ -187,17 +200,30 @@ def train(
     step = make_train_step(loss_fn, plan.optimizer, microbatch_size=microbatch_size, engine=engine)
     state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.init(params))
     run = identity.run_identity(plan, state.params)
+    program = _program.describe(
+        plan.optimizer,
+        loss=loss_fn,
+        fetch_batch=fetch_batch,
+        extra=extra,
+        microbatch_size=microbatch_size,
+        engine=engine,
+    )
+    limit = plan.budget if budget is None else budget
+    _resume.agree_on_plan(plan, state, run, program, [target, replay, repr(limit)])
     journal = plan.journal
     try:
         if checkpointer is not None:
             _resume.attach(journal, checkpointer, run)
-            restored = checkpointer.restore(state, journal, run) if state.update == 0 else None
+        if state.segment is None:
+            entropy.claim(state.opt_state, journal)
+            restored = None if checkpointer is None else checkpointer.restore(state, journal, run)
             state = state if restored is None else restored.state
-        return _Run(plan, _compiled(step), fetch_batch, on_step, extra, place_batch, checkpointer, run).to(
-            target, state, plan.budget if budget is None else budget, replay
+        return _Run(plan, _compiled(step), fetch_batch, on_step, extra, place_batch, checkpointer, run, program).to(
+            target, state, limit, replay
         )
     finally:
         if checkpointer is not None:  # what was opened here; others may go on with the run now
+            checkpointer.settle()
             journal.close()
 
 
@@ -213,40 +239,46 @@ class _Run:
     place_batch: Callable | None
     checkpointer: Any
     identity: dict[str, Any]
+    program: dict[str, str]
 
     def to(self, target: int, state: TrainState, limit: Any, replay: bool) -> TrainResult:
         """Takes steps until the state has had ``target`` of them, or the limit is reached."""
         plan, journal = self.plan, self.plan.journal
-        _resume.check_count(state)
-        state, pending = _resume.enter(plan, journal, state, replay)
-        if not pending:
+        _resume.check_state(state, journal)
+        place = _resume.find(plan, journal, state, replay)
+        state, pending = place.state, place.pending
+        paid = state.update + len(pending)
+        allowed = steps_within(plan, limit, ledger=journal.ledger, start=paid, most=max(0, target - paid))
+        last = min(target, paid + allowed)
+        if place.reason is not None and state.update < last:
+            state = _resume.begin(plan, journal, place, replay, self.program)
             self._save(state)
         # The step reuses the buffers it is given, and the caller's must live on.
         state = state._replace(params=_copied(state.params), opt_state=_copied(state.opt_state))
-        paid = state.update + len(pending)
-        allowed = steps_within(plan, limit, ledger=journal.ledger, start=paid, most=max(0, target - paid))
+        sampler = plan.sampler if state.segment is None else plan.sampler.reseeded(state.segment.seed)
         spent = journal.ledger.steps - len(pending)  # number of the next step to be charged, or repeated
         scheme, privacy = plan.sampler.scheme, plan.optimizer.privacy
 
         is_due = False
-        while state.update < min(target, paid + allowed):
+        while state.update < last:
             event = scheme.event(privacy.step_event(state.update, scheme.relation))
-            state, found = self._next(state, plan.sampler.batch(spent))
+            state, found = self._next(state, sampler.batch(spent))
             spent += 1
             if pending:
-                expected = pending.pop(0)
-                if expected.digest != found:
-                    raise ReplayError(_other_result(state.update, expected.digest, found))
+                self._check(pending.pop(0), state.update, found)
+                # A call for any step before the last one in the journal had returned when the next was charged.
+                is_to_be_seen = not pending
             else:
-                journal.append(Entry(event, found, state.update, state.fresh))
+                journal.append(Entry(event, found, state.update, state.segment.id))
                 _resume.meet(f"dpopt journal {len(journal)}")
-                if self.on_step is not None:
-                    self.on_step(state.update, state.params)
+                is_to_be_seen = True
+            if is_to_be_seen and self.on_step is not None:
+                self.on_step(state.update, state.params)
             is_due = is_due or (self.checkpointer is not None and state.update % self.checkpointer.every == 0)
             if is_due and not pending:
                 self._save(state)
                 is_due = False
-        if not pending:
+        if not pending and state.segment is not None:
             self._save(state)
         if self.checkpointer is not None:
             self.checkpointer.wait()
@@ -258,7 +290,13 @@ class _Run:
         rows = rows if self.place_batch is None else self.place_batch(rows)
         more = {} if self.extra is None else self.extra(state.update, state.params)
         params, opt_state, digest = self.step(state.params, state.opt_state, *rows, more)
-        return TrainState(params, opt_state, state.update + 1, state.fresh), identity.hex_digest(digest)
+        return TrainState(params, opt_state, state.update + 1, state.segment), identity.hex_digest(digest)
+
+    def _check(self, expected: Entry, step: int, found: str) -> None:
+        if expected.digest != found:
+            start = [entry for entry in self.plan.journal.entries if not entry.is_step][-1]
+            changed = identity.differences(start.program or {}, self.program)
+            raise ReplayError(_other_result(step, expected.digest, found, changed))
 
     def _save(self, state: TrainState) -> None:
         if self.checkpointer is not None:
@@ -277,12 +315,12 @@ def _compiled(step: Callable) -> Callable:
     return jax.jit(step_and_digest, donate_argnums=(0, 1))
 
 
-def _other_result(step: int, expected: str, found: str) -> str:
+def _other_result(step: int, expected: str, found: str, changed: str) -> str:
+    seen = f"What changed: {changed}." if changed else _UNSEEN
     return (
         f"step {step} came out differently when it was repeated (digest {found}, journal {expected}), so its result "
-        "was dropped: both together would show more than was paid for. Something changed that dpopt cannot see: the "
-        "data behind fetch_batch, the loss, the noise key, or a device that does not compute deterministically. Undo "
-        "it, or pass replay=False to go on with fresh noise, charged anew."
+        f"was dropped: both together would show more than was paid for. {seen} Undo it, or leave replay=True out to go "
+        "on with fresh noise, charged anew."
     )
 
 

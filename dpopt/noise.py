@@ -21,8 +21,11 @@ LEAST_STDDEV = 2.0**-100
 class AddGaussianNoiseState(NamedTuple):
     """State of `add_gaussian_noise`."""
 
-    key: jax.Array  # the key the transformation was made with; never changes
+    key: jax.Array  # the key the transformation was made with; a run's segments replace it
     count: jax.Array  # (), int32: draws so far
+
+    def __repr__(self) -> str:
+        return f"AddGaussianNoiseState(key=<secret>, count={self.count})"
 
 
 def standard_normal_like(key: jax.Array, tree: Any) -> Any:

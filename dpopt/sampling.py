@@ -3,10 +3,11 @@
 A scheme (`Poisson`, `WithoutReplacement`) says what sampling does to privacy; a sampler draws the batches.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import dp_accounting
 import numpy as np
@@ -79,6 +80,8 @@ class Batch(NamedTuple):
 class _Sampler:
     """Draws the batch of any step from the seed and the step alone."""
 
+    scheme: Any
+
     def __init__(self, num_examples: int, *, seed: int, pad_to: int, start: int):
         _validate.positive_int(num_examples=num_examples, pad_to=pad_to)
         _validate.non_negative_int(seed=seed, start=start)
@@ -93,6 +96,15 @@ class _Sampler:
     def _rng(self, step: int) -> np.random.Generator:
         _validate.non_negative_int(step=step)
         return np.random.default_rng([self.seed, step])
+
+    def reseeded(self, seed: int) -> Self:
+        """The same sampler under another seed: other batches of the same distribution."""
+        other = copy.copy(self)
+        other.seed = seed
+        return other
+
+    def __repr__(self) -> str:  # without the seed, which is secret
+        return f"{type(self).__name__}({self.num_examples}, {self.scheme}, pad_to={self.pad_to})"
 
     def drawn(self, step: int) -> np.ndarray:
         """The indices of step ``step``, unpadded, distinct, ``(n,)`` int64."""

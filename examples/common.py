@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,11 @@ def loss_fn(params, example):
     return optax.sigmoid_binary_cross_entropy(hidden @ params["out"], example["y"])
 
 
-def train_on(mesh, layout, directory=None, plan=None):
-    """Trains on a mesh; with a directory, saves there and resumes what it finds."""
+def train_on(mesh, layout, directory=None, plan=None, replay="--replay" in sys.argv):
+    """Trains on a mesh; with a directory, saves there and resumes what it finds.
+
+    With ``--replay`` noise and batches follow from the plan's key alone, so that runs can be compared.
+    """
     plan, data = plan or make_plan(), make_data()
     with contextlib.ExitStack() as stack:
         checkpointer = None
@@ -64,6 +68,7 @@ def train_on(mesh, layout, directory=None, plan=None):
             lambda indices: {name: values[indices] for name, values in data.items()},
             place_batch=lambda rows: sharding.shard_batch(rows, mesh),
             checkpointer=checkpointer,
+            replay=replay,
         )
 
 

@@ -10,5 +10,6 @@ import common
 from dpopt.sharding import make_mesh, replicated
 
 if __name__ == "__main__":
-    mesh = make_mesh(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    counts = [int(x) for x in sys.argv[1:] if x.isdecimal()]
+    mesh = make_mesh(*counts)
     common.report(common.train_on(mesh, replicated), mesh)

@@ -10,7 +10,8 @@ import common
 from dpopt.sharding import fully_sharded, make_mesh
 
 if __name__ == "__main__":
-    mesh = make_mesh(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    counts = [int(x) for x in sys.argv[1:] if x.isdecimal()]
+    mesh = make_mesh(*counts)
     result = common.train_on(mesh, fully_sharded)
     kernel = result.params["hidden"]["kernel"]
     print(f"the first kernel is {kernel.shape}; a device holds {kernel.addressable_shards[0].data.shape} of it")

@@ -12,7 +12,7 @@ import sys
 import jax
 
 if __name__ == "__main__":
-    address, processes, number, *directory = sys.argv[1:]
+    address, processes, number, *directory = [x for x in sys.argv[1:] if x != "--replay"]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=int(processes), process_id=int(number))
 

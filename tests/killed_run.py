@@ -17,7 +17,7 @@ from dpopt.loop import train
 STEPS = 60
 
 
-def main(directory: str, let_out: str) -> None:
+def main(directory: str, let_out: str, replay: str = "") -> None:
     data = np.random.default_rng(0).normal(size=(256, 6)).astype(np.float32)
     plan = (
         dpopt.Builder(num_examples=256, expected_batch_size=16, steps=STEPS, key=jax.random.key(5), pad_to=48)
@@ -43,7 +43,7 @@ def main(directory: str, let_out: str) -> None:
             return data[indices]
 
         print("started", flush=True)
-        result = train(plan, loss_fn, params, fetch, checkpointer=checkpointer, on_step=on_step)
+        result = train(plan, loss_fn, params, fetch, checkpointer=checkpointer, on_step=on_step, replay=bool(replay))
     leaves = jax.tree.leaves((result.params, result.state.opt_state))
     leaves = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
     table = [f"{t:4d} {plan.epsilon(t, delta=1e-5):.6f}" for t in (1, 30, STEPS)]
@@ -54,6 +54,7 @@ def main(directory: str, let_out: str) -> None:
                 "state": hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest(),
                 "params": np.asarray(result.params["w"]).tobytes().hex(),
                 "ledger": result.ledger.to_json(),
+                "steps": result.ledger.steps,
                 "table": table,
                 "lost": result.lost,
             }

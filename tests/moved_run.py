@@ -42,6 +42,7 @@ def main(directory, devices, dies_after):
             checkpointer=checkpointer,
             on_step=on_step,
             steps=40,
+            replay=True,
         )
     print(
         json.dumps(
@@ -49,7 +50,7 @@ def main(directory, devices, dies_after):
                 "update": result.state.update,
                 "steps": result.ledger.steps,
                 "lost": result.lost,
-                "fresh": result.state.fresh,
+                "segments": sum(not entry.is_step for entry in plan.journal.entries),
                 "stopped": result.stopped,
                 "epsilon": result.epsilon(delta=1e-5, accountant="rdp"),
                 "budget": 2.0,

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import dpopt
+from dpopt import entropy
 from dpopt.loop import train
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,8 @@ def tiny_plan(*, steps=12, seed=0, noise=1.0, budget=None, clip=1.0, num_example
 
 
 def run(plan, **options):
-    """Trains the small model."""
+    """Trains the small model, each time as a new process would, which knows of no other run."""
+    entropy._runs.clear()
     return train(
         plan, options.pop("loss", loss_fn), options.pop("params", start()), options.pop("data", fetch), **options
     )

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import common
 
-from dpopt import noise, sharding
+from dpopt import entropy, noise, sharding
 from dpopt.journal import Journal
 
 
@@ -47,7 +47,9 @@ def main():
     meshes = {n: sharding.make_mesh(n) for n in (1, 2, 4, 8)}
     trajectories = {}
     for n in (1, 2, 4):
-        result = common.train_on(meshes[n], sharding.replicated, plan=dataclasses.replace(plan, journal=Journal()))
+        entropy._runs.clear()  # as in a process of its own
+        fresh = dataclasses.replace(plan, journal=Journal())
+        result = common.train_on(meshes[n], sharding.replicated, plan=fresh, replay=True)
         leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(result.params)]
         trajectories[n] = np.concatenate(leaves).tolist()
     print(

@@ -32,8 +32,9 @@ KILLED = ROOT / "tests" / "killed_run.py"
 class Victim:
     """Runs killed_run.py over and over in one directory; programs are compiled once."""
 
-    def __init__(self, directory, programs):
+    def __init__(self, directory, programs, replay=True):
         self.directory = directory
+        self.replay = replay
         self.let_out = directory / "let_out.txt"
         flags = {"JAX_COMPILATION_CACHE_DIR": str(programs), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         self.environment = {**os.environ, **flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -41,7 +42,8 @@ class Victim:
 
     def start(self):
         self.directory.mkdir(exist_ok=True)
-        command = [sys.executable, str(KILLED), str(self.directory / "run"), str(self.let_out)]
+        command = [sys.executable, str(KILLED), str(self.directory / "run"), str(self.let_out), "replay"]
+        command = command if self.replay else command[:-1]
         with open(self.directory / "stderr.txt", "a") as errors:
             return subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, stderr=errors, text=True)
 
@@ -116,6 +118,18 @@ def test_killed_runs_resume_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
+def test_killed_runs_go_on_with_fresh_noise_and_count_every_step(tmp_path):
+    victim, rng = Victim(tmp_path / "killed", tmp_path / "programs", replay=False), random.Random(2)
+    for _ in range(3):
+        victim.kill_at(rng)
+    end = victim.finish()
+    released = sum(len(values) for values in victim.released().values())
+    lines = [line for line in victim.let_out.read_text().splitlines() if len(line.split(" ")) == 2]
+    assert released == len(lines), "no result was let out twice, not even for the same step"
+    assert end["steps"] == victim.journalled >= released
+
+
+@pytest.mark.slow
 def test_fifty_killed_runs_resume_bit_for_bit(tmp_path):
     points = kill_and_resume(tmp_path, kills=50, seed=1, kills_a_run=3)
     print("steps in the journal at each kill:", points)
@@ -124,7 +138,7 @@ def test_fifty_killed_runs_resume_bit_for_bit(tmp_path):
 
 def saved_run(directory, steps=6, **options):
     with Checkpointer(directory, every=2, keep=5) as c:
-        return run(tiny_plan(steps=steps), checkpointer=c, **options)
+        return run(tiny_plan(steps=steps), checkpointer=c, replay=True, **options)
 
 
 def arrays(directory, position):
@@ -135,7 +149,7 @@ def arrays(directory, position):
 
 @pytest.mark.parametrize("damage", ["truncated", "overwritten", "missing", "no description"])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_resumes(tmp_path, damage, caplog):
-    whole = run(tiny_plan(steps=8))
+    whole = run(tiny_plan(steps=8), replay=True)
     saved_run(tmp_path, 6)
     files = arrays(tmp_path, 7)
     for path in files if damage != "no description" else ():
@@ -149,7 +163,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_resumes(tmp_path, 
     if damage == "no description":
         (tmp_path / "checkpoints" / "7" / "run" / "metadata").write_text("{")
     result = saved_run(tmp_path, 8)
-    assert_identical(result.state, whole.state)
+    assert_identical(result.state[:3], whole.state[:3])
     assert result.ledger == whole.ledger and result.lost == 0
     assert (tmp_path / "damaged-7").is_dir() and "damaged checkpoint set aside: 7" in caplog.text
 
@@ -172,8 +186,8 @@ def test_if_all_checkpoints_are_damaged_nothing_is_guessed(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be read .*holds 4 steps that are spent"):
         saved_run(tmp_path, 4)
     (tmp_path / "checkpoints").rename(tmp_path / "unreadable")
-    whole = run(tiny_plan(steps=4))
-    assert_identical(saved_run(tmp_path, 4).state, whole.state)
+    whole = run(tiny_plan(steps=4), replay=True)
+    assert_identical(saved_run(tmp_path, 4).state[:3], whole.state[:3])
 
 
 @pytest.fixture
@@ -187,7 +201,7 @@ def small_disk():
 
 
 def test_a_full_disk_while_a_step_is_entered(tmp_path, small_disk):
-    whole = run(tiny_plan(steps=6))
+    whole = run(tiny_plan(steps=6), replay=True)
     saved_run(tmp_path, 2)
     path = tmp_path / "ledger.jsonl"
     before = path.read_bytes()
@@ -197,23 +211,23 @@ def test_a_full_disk_while_a_step_is_entered(tmp_path, small_disk):
         saved_run(tmp_path, 6, on_step=lambda t, p: seen.append(t))
     assert not seen and path.read_bytes() == before
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert_identical(saved_run(tmp_path, 6).state, whole.state)
+    assert_identical(saved_run(tmp_path, 6).state[:3], whole.state[:3])
 
 
 # A write that fails late reaches Orbax's threads when their loop is closed; Python then reports what nobody awaits.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_while_saving(tmp_path, small_disk):
-    whole = run(tiny_plan(steps=6))
+    whole = run(tiny_plan(steps=6), replay=True)
     saved_run(tmp_path, 2)
     small_disk(len((tmp_path / "ledger.jsonl").read_bytes()) + 10_000)  # the journal fits, a padded checkpoint does not
     wide = lambda w, x: jnp.sum((w - x[0]) ** 2)  # noqa: E731
     big = tmp_path / "big"
     with Checkpointer(big, every=2) as c, pytest.raises(CheckpointError, match="could not be written"):
-        run(tiny_plan(steps=6), checkpointer=c, params=jnp.zeros(20_000), loss=wide)
+        run(tiny_plan(steps=6), checkpointer=c, params=jnp.zeros(20_000), loss=wide, replay=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     with Checkpointer(big, every=2) as c:
-        result = run(tiny_plan(steps=6), checkpointer=c, params=jnp.zeros(20_000), loss=wide)
+        result = run(tiny_plan(steps=6), checkpointer=c, params=jnp.zeros(20_000), loss=wide, replay=True)
     assert result.state.update == 6 and result.lost == 0 and result.ledger == whole.ledger
     assert result.ledger.steps == 6
 
@@ -223,7 +237,7 @@ def test_a_restart_with_fewer_devices(tmp_path):
     first = script(command, tmp_path, 4, 7, devices=4)  # dies after step 7; the latest checkpoint is of step 6
     assert first == {"died": True, "journal": 7}
     second = script(command, tmp_path, 2, 0, devices=2)
-    assert second["lost"] == 1 and second["fresh"] == 1 and second["steps"] == second["update"] + 1
+    assert second["lost"] == 1 and second["segments"] == 2 and second["steps"] == second["update"] + 1
     assert second["epsilon"] <= second["budget"] and second["stopped"] == "budget"
 
 

@@ -9,7 +9,7 @@ from helpers import assert_identical
 from runs import DATA, DELTA, RDP, fetch, loss_fn, run, start, tiny_plan
 
 import dpopt
-from dpopt import identity, loop
+from dpopt import entropy, identity, loop
 from dpopt.events import privacy_event
 from dpopt.identity import TrainState
 from dpopt.journal import JournalError
@@ -34,7 +34,7 @@ def test_the_loop_is_the_plain_loop():
     for t in range(4):
         batch = plan.sampler.batch(t)
         params, state, _ = jax.jit(step)(params, state, fetch(batch.indices), batch.mask)
-    result = run(plan)
+    result = run(plan, replay=True)
     assert_identical((result.params, result.state.opt_state), (params, state))
     assert result.stopped == "steps" and result.lost == 0 and result.state.update == 4
 
@@ -70,20 +70,47 @@ def test_a_step_that_cannot_be_entered_is_not_let_out(monkeypatch):
 
 
 def test_a_run_in_two_parts_is_the_run_in_one():
-    whole = run(tiny_plan(steps=6))
+    whole = run(tiny_plan(steps=6), replay=True)
     plan = tiny_plan(steps=6)
-    first = run(plan, steps=2)
-    second = run(plan, params=first.state)
-    assert_identical(second.state, whole.state)
+    first = run(plan, steps=2, replay=True)
+    second = run(plan, params=first.state, replay=True)
+    assert_identical(second.state[:3], whole.state[:3])
     assert second.ledger == whole.ledger and first.ledger.steps == 2
 
 
 def test_a_repeated_run_costs_nothing_more_and_is_the_same():
     plan, seen = tiny_plan(steps=5), []
-    first = run(plan)
-    again = run(plan, on_step=lambda *_: seen.append(1))
+    first = run(plan, replay=True)
+    again = run(plan, on_step=lambda t, _: seen.append(t), replay=True)
     assert_identical(again.state, first.state)
-    assert again.ledger == first.ledger and not seen
+    assert again.ledger == first.ledger and seen == [5], "only for the last is it unknown whether somebody was told"
+
+
+def test_by_default_each_call_draws_noise_and_batches_of_its_own():
+    """The same key, the same plan, the same call: nothing of it can be predicted from the key."""
+    seen = []
+    for _ in range(2):
+        seen.append([])
+        plan = tiny_plan(steps=3)
+        first = run(plan, data=lambda i: (seen[-1].append(i.tobytes()), fetch(i))[1])
+        assert first.lost == 0 and plan.sampler.batch(0).indices.tobytes() not in seen[-1]
+    assert not set(seen[0]) & set(seen[1])
+    more = run(plan, params=first.state, steps=6, budget=dpopt.Budget(100.0, DELTA))
+    assert more.ledger.steps == 6 and more.lost == 0, "to go on in memory costs nothing extra"
+    segments = [e.segment for e in plan.journal.entries if not e.is_step]
+    assert len(set(segments)) == 2 and not any(e.is_exact for e in plan.journal.entries)
+    keys = [s.key for s in entropy.noise_states((first.state.opt_state, more.state.opt_state))]
+    assert len({jax.random.key_data(k).tobytes() for k in (jax.random.key(0), *keys)}) == 3
+
+
+def test_a_call_with_nothing_to_do_starts_no_segment():
+    plan = tiny_plan(steps=2)
+    result = run(plan)
+    before = plan.journal.entries
+    assert run(plan, params=result.state).stopped == "steps"
+    with pytest.raises(loop.BudgetExceeded):
+        run(plan)
+    assert plan.journal.entries == before
 
 
 @pytest.mark.parametrize(
@@ -97,40 +124,45 @@ def test_a_repeated_run_costs_nothing_more_and_is_the_same():
 )
 def test_noise_is_never_used_twice_for_two_results(change):
     plan = tiny_plan(steps=3)
-    run(plan)
+    run(plan, replay=True)
     with pytest.raises(loop.ReplayError, match="came out differently"):
-        run(plan, **change)
+        run(plan, replay=True, **change)
     assert plan.journal.ledger.steps == 3
-    other = run(plan, replay=False, budget=dpopt.Budget(100.0, DELTA), **change)
+    other = run(plan, budget=dpopt.Budget(100.0, DELTA), **change)
     assert other.ledger.steps == 6 and other.lost == 3
-    keys = [s.key for s in identity.noise_states(other.state.opt_state)]
+    keys = [s.key for s in entropy.noise_states(other.state.opt_state)]
     assert keys and all(k != jax.random.key(0) for k in keys)
 
 
-def test_an_old_state_gets_fresh_noise_and_new_batches(count_draws):
+def test_an_old_state_gets_fresh_noise_and_new_batches(caplog):
     plan = tiny_plan(steps=20)
-    early = run(plan, steps=2)
-    late = run(plan, params=early.state, steps=4)
-    assert run(plan, params=early.state, steps=4).ledger.steps == 4, "the same steps again are free"
+    early = run(plan, steps=2, replay=True)
+    late = run(plan, params=early.state, steps=4, replay=True)
+    assert run(plan, params=early.state, steps=4, replay=True).ledger.steps == 4, "the same steps again are free"
     drawn = []
-    other = run(plan, params=early.state, steps=4, replay=False, data=lambda i: (drawn.append(i), fetch(i))[1])
-    assert other.ledger.steps == 6 and other.lost == 2
-    np.testing.assert_array_equal(drawn[0], plan.sampler.batch(4).indices)
+    other = run(plan, params=early.state, steps=4, data=lambda i: (drawn.append(i.tobytes()), fetch(i))[1])
+    assert other.ledger.steps == 6 and other.lost == 2 and "2 steps are spent" in caplog.text
+    assert not {plan.sampler.batch(t).indices.tobytes() for t in range(6)} & set(drawn)
     assert not np.allclose(other.params, late.params)
+    # From there a state of the first segment cannot be repeated any more, and is not.
+    third = run(plan, params=early.state, steps=3, replay=True)
+    assert third.ledger.steps == 7 and "not in the journal's last segment" in caplog.text
+    assert third.state.segment.id not in (early.state.segment.id, other.state.segment.id)
 
 
 def test_another_machine_does_not_repeat_steps(monkeypatch, caplog):
     plan = tiny_plan(steps=6)
-    run(plan, steps=3)
+    first = run(plan, steps=3, replay=True)
     real = identity.environment
     monkeypatch.setattr(identity, "environment", lambda state: {**real(state), "devices": 8})
-    result = run(plan, steps=3)
-    assert result.ledger.steps == 6 and result.lost == 3 and result.state.fresh == 1
+    result = run(plan, steps=3, replay=True)
+    assert result.ledger.steps == 6 and result.lost == 3 and result.state.segment != first.state.segment
     assert "devices: 1, now 8" in caplog.text and "3 steps are spent" in caplog.text
     # Where the journal ends, nothing is lost on a move.
+    caplog.clear()
     monkeypatch.setattr(identity, "environment", lambda state: {**real(state), "devices": 4})
-    moved = run(plan, params=result.state, steps=5, budget=dpopt.Budget(100.0, DELTA))
-    assert moved.ledger.steps == 8 and moved.lost == 3 and moved.state.fresh == 1
+    moved = run(plan, params=result.state, steps=5, budget=dpopt.Budget(100.0, DELTA), replay=True)
+    assert moved.ledger.steps == 8 and moved.lost == 3 and not caplog.text
 
 
 def test_a_budget_is_a_limit():
@@ -167,7 +199,7 @@ def test_without_a_budget_the_plan_is_the_limit():
 def test_lost_steps_count_against_the_budget():
     plan = tiny_plan(steps=8, budget=2.0)
     run(plan, steps=4)
-    result = run(plan, replay=False)
+    result = run(plan)
     assert result.stopped == "budget" and result.ledger.steps <= loop.steps_within(
         tiny_plan(steps=8, budget=2.0), plan.budget
     )
@@ -180,14 +212,14 @@ def test_steps_whose_cost_depends_on_the_step():
     result = run(plan)
     event = privacy_event(plan.optimizer, sampling=plan.sampler, steps=6)
     assert result.epsilon(delta=DELTA) == pytest.approx(dpopt.epsilon_of_event(event, delta=DELTA), rel=1e-9)
-    stale = TrainState(start(), result.state.opt_state)
+    stale = TrainState(start(), result.state.opt_state, segment=result.state.segment)
     with pytest.raises(ValueError, match=r"drawn noise \[6\] times, and the run is at step 0"):
         run(plan, params=stale)
 
 
 def test_an_optimizer_without_a_noise_state_cannot_get_fresh_noise():
     with pytest.raises(ValueError, match="0 noise keys for 1 queries"):
-        identity.with_fresh_noise((jnp.zeros(2),), 1, 1)
+        entropy.with_fresh_noise((jnp.zeros(2),), entropy.draw(), 1)
 
 
 def test_the_same_plan_in_memory_and_on_disk_is_refused(tmp_path):
@@ -224,11 +256,18 @@ def test_optimizers_with_two_noises_get_two_fresh_ones():
         key=jax.random.key(0),
     )  # fmt: skip
     old = opt.init(start())
-    new = identity.with_fresh_noise(old, 1, 2)
-    keys = [jax.random.key_data(s.key).tolist() for s in identity.noise_states((old, new))]
+    words = np.arange(10, dtype=np.uint32)
+    new = entropy.with_fresh_noise(old, words, 2)
+    keys = [jax.random.key_data(s.key).tolist() for s in entropy.noise_states((old, new))]
     assert len(keys) == 4 and len(set(map(tuple, keys))) == 4
-    again = identity.with_fresh_noise(old, 2, 2)
-    assert jax.random.key_data(identity.noise_states(again)[0].key).tolist() not in keys
+    for place in range(2, 6):  # every word counts
+        words[place] += 1
+        again = entropy.with_fresh_noise(old, words, 2)
+        keys.append(jax.random.key_data(entropy.noise_states(again)[0].key).tolist())
+    assert len(set(map(tuple, keys))) == 8
+    one = np.eye(10, dtype=np.uint32)
+    seeds = {entropy.new_segment(3, words + one[at]).seed for at in (0, 6, 7, 8, 9)}
+    assert len(seeds) == 5 and entropy.new_segment(4, words).seed not in seeds
 
 
 def test_the_plan_runs_itself():

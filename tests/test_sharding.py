@@ -41,13 +41,13 @@ def test_more_devices_train_the_same(seen, whole):
 
 
 def test_data_parallel_example_on_eight_devices(whole):
-    got = script(EXAMPLES / "data_parallel.py", devices=8)
+    got = script(EXAMPLES / "data_parallel.py", "--replay", devices=8)
     assert got["devices"] == 8 and got["steps"] == 6 and 2.9 < got["epsilon"] <= 3.0
     np.testing.assert_allclose(got["params"], whole, rtol=0, atol=ATOL)
 
 
 def test_fully_sharded_example_on_eight_devices(whole):
-    got = script(EXAMPLES / "fully_sharded.py", devices=8)
+    got = script(EXAMPLES / "fully_sharded.py", "--replay", devices=8)
     assert got["devices"] == 8 and got["steps"] == 6
     np.testing.assert_allclose(got["params"], whole, rtol=0, atol=ATOL)
 
@@ -58,7 +58,7 @@ def _start(port, number, directory):
         "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "HOME": str(directory),
     }  # fmt: skip
     command = [sys.executable, str(EXAMPLES / "multi_process.py"), f"localhost:{port}", "2", str(number)]
-    run = [*command, str(directory / "run")]
+    run = [*command, str(directory / "run"), "--replay"]
     return subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
