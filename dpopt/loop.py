@@ -214,7 +214,7 @@ def train(
     try:
         if checkpointer is not None:
             _resume.attach(journal, checkpointer, run)
-        if state.segment is None:
+        if state.update == 0 and state.segment is None:
             entropy.claim(state.opt_state, journal)
             restored = None if checkpointer is None else checkpointer.restore(state, journal, run)
             state = state if restored is None else restored.state
