@@ -31,7 +31,7 @@ class AddGaussianNoiseState(NamedTuple):
 def standard_normal_like(key: jax.Array, tree: Any) -> Any:
     """Draws independent N(0, 1) values shaped like ``tree``: every privacy noise of dpopt comes from here.
 
-    Values are float32, or float64 for float64 leaves, by `dpopt._box_muller`: tails are right as far as 9 standard
+    Values are float32, or float64 for float64 leaves, by `dpopt._box_muller`: tails are right as far as 8 standard
     deviations. From a threefry key a value is a function of the key, the shapes of the tree and its own place there: it
     is the same on any number of devices, and a sharded leaf is drawn shard by shard.
 
@@ -46,31 +46,32 @@ def standard_normal_like(key: jax.Array, tree: Any) -> Any:
     ((3,), False)
     """
     leaves, structure = jax.tree.flatten(tree)
-    shapes = [jnp.shape(leaf) for leaf in leaves]
-    dtypes = [_trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves]
-    draws: list[Any] = [None] * len(leaves)
-    for group_key, places in zip(*_groups(key, shapes, dtypes), strict=True):
-        if len(places) == 1:
-            draws[places[0]] = _draw(group_key, shapes[places[0]], dtypes[places[0]])
-            continue
-        ends = np.cumsum([math.prod(shapes[i]) for i in places])
-        drawn = _draw_in_rows(group_key, int(ends[-1]), dtypes[places[0]])
-        for i, start in zip(places, [0, *ends[:-1]], strict=True):
-            # Read by index, not sliced: a slice that is split over devices would have the whole vector split and sent.
-            _, index = _threefry.counters(shapes[i])
-            draws[i] = drawn.at[index + np.uint32(start)].get(mode="promise_in_bounds")
-    return jax.tree.unflatten(structure, draws)
+    shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+    dtypes = tuple(_trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves)
+    return jax.tree.unflatten(structure, _draws(key, shapes, dtypes))
 
 
-def _groups(key: jax.Array, shapes: list[tuple[int, ...]], dtypes: list[Any]) -> tuple[jax.Array, list[list[int]]]:
-    """Which leaves are drawn together, and a key for each group: large ones alone, small ones of a dtype in one go.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draws(key: jax.Array, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]) -> list[jax.Array]:
+    """One array of each shape and dtype. Large ones are drawn alone, small ones of a dtype in one go.
 
     Each draw takes a tenth of a second to compile, and models have hundreds of small leaves.
     """
     groups: dict[Any, list[int]] = {}
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         groups.setdefault((dtype, None if math.prod(shape) <= SMALL else i), []).append(i)
-    return _keys(key, len(groups)), list(groups.values())
+    draws: dict[int, jax.Array] = {}
+    for group_key, ((dtype, _), places) in zip(_keys(key, len(groups)), groups.items(), strict=True):
+        if len(places) == 1:
+            draws[places[0]] = _draw(group_key, shapes[places[0]], dtype)
+            continue
+        ends = np.cumsum([math.prod(shapes[i]) for i in places])
+        drawn = _draw_in_rows(group_key, int(ends[-1]), dtype)
+        for i, start in zip(places, [0, *ends[:-1]], strict=True):
+            # Read by index, not sliced: a slice that is split over devices would have the whole vector split and sent.
+            _, index = _threefry.counters(shapes[i])
+            draws[i] = drawn.at[index + np.uint32(start)].get(mode="promise_in_bounds")
+    return [draws[i] for i in range(len(shapes))]
 
 
 def _keys(key: jax.Array, count: int) -> jax.Array:

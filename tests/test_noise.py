@@ -185,6 +185,33 @@ def test_keys_of_any_kind_work(impl):
     assert_gaussian(noisy, 1.0)
 
 
+def test_draws_are_the_same_however_threefry_is_set():
+    tree = {"a": jnp.zeros(5), "b": jnp.zeros(3), "large": jnp.zeros((3, noise.SMALL))}
+    drawn = noise.standard_normal_like(jax.random.key(5), tree)
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        again = noise.standard_normal_like(jax.random.key(5), tree)
+    jax.tree.map(np.testing.assert_array_equal, drawn, again)
+
+
+def test_small_leaves_are_drawn_together():
+    """And differ; a model of many leaves compiles as few draws as one of a few."""
+    trees = [[jnp.zeros((50, n)) for n in range(1, count)] for count in (4, 16)]
+    lowered = [jax.jit(noise.standard_normal_like).lower(jax.random.key(0), tree).as_text() for tree in trees]
+    assert len({text.count("shift_right_logical") for text in lowered}) == 1
+    values = np.concatenate([np.ravel(leaf) for leaf in noise.standard_normal_like(jax.random.key(0), trees[1])])
+    assert p_value(values, 1.0) > PLAUSIBLE and len(np.unique(values)) > 0.999 * len(values)
+
+
+def test_leaves_of_each_kind_have_draws_of_their_own(x64):
+    small, large = (4, 50), (2, noise.SMALL)
+    tree = [jnp.zeros(shape, dtype) for shape in (small, large) for dtype in (jnp.float32, jnp.float64) for _ in "ab"]
+    drawn = noise.standard_normal_like(jax.random.key(0), [*tree, jnp.zeros(()), jnp.zeros((0, 3))])
+    assert [(d.shape, d.dtype) for d in drawn[:-2]] == [(t.shape, t.dtype) for t in tree]
+    assert drawn[-2].shape == () and drawn[-1].shape == (0, 3)
+    starts = np.array([np.ravel(d)[:200] for d in drawn[:-2]])
+    assert np.abs(np.corrcoef(starts) - np.eye(len(tree))).max() < 4.5 / np.sqrt(200)
+
+
 def test_donating_the_state_keeps_the_callers_key():
     key = jax.random.key(0)
     transformation = dpopt.add_gaussian_noise(1.0, key)
