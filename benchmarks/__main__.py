@@ -19,6 +19,8 @@ def main() -> None:
     )
     speed.add_argument("--seconds", type=float, default=20.0, help="time to spend on each family (default 20)")
     speed.add_argument("--out", type=Path, default=records.LOCAL, help="folder for JSON and plot")
+    noise = commands.add_parser("noise", help="a draw of noise against JAX's own normals (a minute)")
+    noise.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     memory = commands.add_parser("memory", help="its peak memory against the ordinary one's (minutes)")
     memory.add_argument("--only", help="part of a family's name")
     memory.add_argument("--others", action="store_true", help="also optax.contrib and jax_privacy, if installed")
@@ -61,6 +63,10 @@ def main() -> None:
         from benchmarks.speed import main as measure
 
         measure(options.out, options.only, options.others, options.seconds)
+    if options.command == "noise":
+        from benchmarks.noise_speed import main as time_noise
+
+        time_noise(options.out)
     if options.command == "memory":
         from benchmarks.memory import main as weigh
 

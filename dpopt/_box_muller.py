@@ -1,8 +1,8 @@
 """Standard normals from random words: Box and Muller's transform (1958), with bits enough for tails and low digits.
 
-A normal is a radius times the cosine of an angle. The radius comes from 62 bits, so tail probabilities are right to 1e-6
-of themselves as far as 7 standard deviations and to 1e-4 at 8, are short by a sixth at 9, and end at 9.35. (A 23-bit
-uniform ends at 5.42 in an atom of 2^-23.)
+A normal is a radius times the cosine of an angle. The radius comes from 62 bits, so tail probabilities are right to
+1e-6 of themselves up to 7 standard deviations and to 1e-4 at 8, are short by a sixth at 9, and end at 9.35. (A uniform
+of 23 bits ends at 5.42 in an atom of 2^-23.)
 
 In float32 a fourth word is added as a uniform of width 2^-7, whose variance is taken out of the rest: within that width
 every float is as likely as its neighbours whatever the other words are, so no digit of a draw tells how it was made.

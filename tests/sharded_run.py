@@ -31,15 +31,19 @@ def collectives(plan, mesh, layout, engine):
 
 
 def draws():
-    """The noise of one step on 1, 2 and 8 devices, split along its first and its last axis."""
-    key, found = jax.random.key(3), []
+    """Noise on 1, 2 and 8 devices, split along the first and the last axis, and what the devices sent each other."""
+    key, tree = jax.random.key(3), {"small": (40, 24), "vector": (96,), "large": (512, 64)}
+    tree = {name: jnp.zeros(shape) for name, shape in tree.items()}
+    found, sent = [], []
     for count in (1, 2, 8):
         mesh = sharding.make_mesh(count)
         for spec in (jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec(None, "data")):
-            place = jax.sharding.NamedSharding(mesh, spec)
-            draw = jax.jit(lambda k: noise.standard_normal_like(k, jnp.zeros((40, 24))), out_shardings=place)(key)
-            found.append(np.asarray(draw).tobytes().hex())
-    return found
+            cut = {n: spec if x.ndim == 2 else jax.sharding.PartitionSpec("data") for n, x in tree.items()}
+            places = {name: jax.sharding.NamedSharding(mesh, cut[name]) for name in tree}
+            draw = jax.jit(lambda k: noise.standard_normal_like(k, tree), out_shardings=places).lower(key).compile()
+            sent += re.findall(r" ((?:all|collective|reduce-scatter)[a-z-]*)\(", draw.as_text())
+            found.append("".join(np.asarray(x).tobytes().hex() for x in jax.tree.leaves(draw(key))))
+    return found, sent
 
 
 def main():
@@ -52,10 +56,12 @@ def main():
         result = common.train_on(meshes[n], sharding.replicated, plan=fresh, replay=True)
         leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(result.params)]
         trajectories[n] = np.concatenate(leaves).tolist()
+    drawn, sent = draws()
     print(
         json.dumps(
             {
-                "draws": draws(),
+                "draws": drawn,
+                "sent for draws": sent,
                 "trajectories": trajectories,
                 "data_parallel": {e: collectives(plan, meshes[8], sharding.replicated, e) for e in ("vmap", "ghost")},
                 "fully_sharded": {"vmap": collectives(plan, meshes[8], sharding.fully_sharded, "vmap")},

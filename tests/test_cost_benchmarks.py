@@ -13,7 +13,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from benchmarks import figures, gradients, memory, opacus_speed, records, speed
+from benchmarks import figures, gradients, memory, noise_speed, opacus_speed, records, speed
 from benchmarks.families import FAMILIES, Family
 
 SMALLEST = "matrix factorisation 943 x 1682, B 64"
@@ -145,3 +145,13 @@ def test_opacus_is_timed_once_its_ways_agree(monkeypatch):
     monkeypatch.setattr(opacus_speed, "ghost", lambda family, clip: real(family, 1.01 * clip))
     with pytest.raises(AssertionError, match="results differ"):
         opacus_speed.measure("tiny", family, 0.01)
+
+
+def test_noise_is_timed_beside_jaxs(tmp_path, monkeypatch):
+    monkeypatch.setattr(noise_speed, "TREES", {"two": [(3,), (2, 2)]})
+    monkeypatch.setattr(
+        noise_speed.timing, "interleaved", lambda calls, budget_s: {n: 1.0 for n in calls if calls[n]()}
+    )
+    noise_speed.main(tmp_path)
+    (run,) = json.loads((tmp_path / "noise.json").read_text())["runs"]
+    assert run["ratio"] == 1.0 and run["ns_per_number"]["dpopt"] == 1e9 / 7

@@ -32,6 +32,7 @@ def whole(seen):
 
 def test_noise_is_the_same_on_any_number_of_devices(seen):
     assert len(seen["draws"]) == 6 and len(set(seen["draws"])) == 1
+    assert seen["sent for draws"] == []
 
 
 def test_more_devices_train_the_same(seen, whole):

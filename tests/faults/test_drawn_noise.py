@@ -22,7 +22,7 @@ def jax_support():
 
 
 def test_tails():
-    """Draws in the last 2^-24 of the radius, where the old ones had their last atom, are as frequent as they must be."""
+    """Draws from the last 2^-24 of radii, where the old ones had their last atom, are as frequent as they must be."""
     n, zeros = 1_000_000, 24
 
     @jax.jit
