@@ -45,7 +45,7 @@ from dpopt.privacy import Privacy as Privacy
 from dpopt.privacy import privacy_of as privacy_of
 
 # What did the run cost?
-from dpopt.accounting import Ledger as Ledger
+from dpopt.ledger import Ledger as Ledger
 from dpopt.accounting import calibrate as calibrate
 from dpopt.accounting import epsilon as epsilon
 from dpopt.accounting import epsilon_of_event as epsilon_of_event

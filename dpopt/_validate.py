@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import numbers
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -75,6 +76,18 @@ def probability(**named: Any) -> None:
         number = _number(name, value)
         if number is not None and not 0 < number <= 1:
             raise ValueError(f"{name} must lie in (0, 1]; got {value}.")
+
+
+def small_delta(delta: float, num_examples: int, *, stacklevel: int = 3) -> None:
+    """Warns where delta is no smaller than one example's share of the data: such a delta promises nobody anything."""
+    if delta * num_examples >= 1:
+        warnings.warn(
+            f"delta {delta:g} is not below 1/n = {1 / num_examples:g}, for the {num_examples} examples there are. "
+            "Publishing one whole example drawn at random satisfies such a delta, whatever epsilon is: choose a delta "
+            "well below 1/n.",
+            UserWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def fraction(**named: Any) -> None:

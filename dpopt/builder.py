@@ -120,9 +120,13 @@ class Builder:
         return dataclasses.replace(self, _noise_multiplier=noise_multiplier)._checked()
 
     def budget(self, *, epsilon: float, delta: float, accountant: accounting.Accountant = "pld") -> "Builder":
-        """Asks for the least noise that keeps the whole run within (epsilon, delta)."""
+        """Asks for the least noise that keeps the whole run within (epsilon, delta).
+
+        Warns (UserWarning) where delta is not below 1 / num_examples.
+        """
         self._check_noise_is_free("budget")
         budget = Budget(epsilon, delta, accountant)
+        _validate.small_delta(delta, self.num_examples)
         if self.sampling == "fixed_size" and accountant != "rdp":
             raise ValueError("batches of fixed size are accounted for by Renyi only: pass accountant='rdp'.")
         return dataclasses.replace(self, _budget=budget)._checked()
@@ -252,6 +256,8 @@ class Plan:
     def epsilon(self, step: int | None = None, *, delta: float | None = None) -> float:
         """Epsilon that ``step`` steps of the plan will cost (default: all of them). What was spent is `spent`.
 
+        Warns (UserWarning) where a delta that is given is not below one over the number of examples.
+
         Raises:
             ValueError: if the run has fewer steps, or no delta is set anywhere.
         """
@@ -263,6 +269,8 @@ class Plan:
             if self.budget is None:
                 raise ValueError(_NO_DELTA)
             delta = self.budget.delta
+        else:
+            _validate.small_delta(delta, self.sampler.num_examples)
         event = events.compose(self.optimizer.privacy, self.sampler, step)
         return accounting.epsilon_of_event(event, delta=delta, accountant=self._accountant)
 

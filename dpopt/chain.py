@@ -39,11 +39,13 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
     stages: tuple
     run: Callable  # see `__new__`
     noise_unknown: bool = False  # whether stages after the noise have changed it
+    updated: bool = False  # whether it has been used (or traced) here, which `dpopt.events.privacy_event` looks at
 
     def __new__(cls, init: Callable, run: Callable, privacy: Privacy, stages: Sequence = ()):
         """``run(grads, state, params, **extra) -> (updates, state, noise_stddev)``; the last None where unknown."""
 
         def update(updates, state, params=None, **extra_args):
+            self.updated = True
             with _stages.listening(None):  # its parts are summed up by its own report
                 new_updates, new_state, _ = run(updates, state, params, **extra_args)
             _stages.record(privacy, updates, new_updates)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from dpopt import _validate, identity
-from dpopt.accounting import Ledger
 from dpopt.identity import Segment, TrainState
 from dpopt.journal import Journal, JournalError, check_identity
+from dpopt.ledger import Ledger
 
 try:
     import orbax.checkpoint as ocp

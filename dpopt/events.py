@@ -1,12 +1,17 @@
 """Events: what a run did to privacy, in the words of ``dp_accounting``, and in JSON."""
 
 import math
+import warnings
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import dp_accounting as dp
 
 from dpopt import _validate
+from dpopt._event_kinds import check as check
+from dpopt._event_kinds import from_json as from_json
+from dpopt._event_kinds import to_json as to_json
 from dpopt.privacy import Privacy, Query, privacy_of
 from dpopt.sampling import Poisson
 
@@ -54,21 +59,40 @@ event=GaussianDpEvent(noise_multiplier=1.0)), count=3)
         raise TypeError(
             f"sampling must be a sampler or a scheme of dpopt.sampling, such as Poisson(0.01); got {sampling!r}."
         )
-    if steps == 0:
-        return dp.NoOpDpEvent()
-    steps = int(steps)  # dp_accounting takes no NumPy integers
-    # Composition does not care about order, so equal steps are counted together.
-    if privacy.varies:
+    return composer(privacy, scheme, start)(int(steps))  # dp_accounting takes no NumPy integers
+
+
+def composer(privacy: Privacy, scheme: Any, start: int) -> Callable[[int], dp.DpEvent]:
+    """`compose` for one start and many numbers of steps: each step of a schedule is looked up once.
+
+    *Privacy*: a description; reads no data.
+
+    >>> composer(Privacy((Query(1.0),)), Poisson(0.5), start=0)(3).count
+    3
+    """
+    seen: list[dp.DpEvent] = []
+
+    def event(steps: int) -> dp.DpEvent:
+        if steps == 0:
+            return dp.NoOpDpEvent()
+        if not privacy.varies:
+            return dp.SelfComposedDpEvent(scheme.event(privacy.step_event(start, scheme.relation)), steps)
         # Merged, since an event that is a list of queries cannot be counted.
-        counts = Counter(merged(privacy.step_event(t, scheme.relation)) for t in range(start, start + steps)).items()
-    else:
-        counts = [(privacy.step_event(start, scheme.relation), steps)]
-    events: list[dp.DpEvent] = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in counts]
-    return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
+        seen.extend(merged(privacy.step_event(start + i, scheme.relation)) for i in range(len(seen), steps))
+        # Composition does not care about order, so equal steps are counted together.
+        parts = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in Counter(seen[:steps]).items()]
+        return parts[0] if len(parts) == 1 else dp.ComposedDpEvent(cast(list[dp.DpEvent], parts))
+
+    return event
 
 
 def privacy_event(optimizer: Any, *, sampling: Any, steps: int, params: Any = None) -> dp.DpEvent:
     """The event of training with an optimizer: by name, by `dpopt.chain`, by ``optax.chain``, or a train step.
+
+    A sampler is asked about the run that it feeds, and two mistakes can be seen from here: there is a UserWarning where
+    it has drawn more batches than ``steps``, and where it has drawn none though the optimizer has been used, whose
+    batches then came from elsewhere (an epoch over shuffled data is no Poisson sample). To ask what another run would
+    cost, pass a scheme (``sampler.scheme``), which describes and has drawn nothing.
 
     Args:
         optimizer: see `dpopt.privacy.privacy_of`.
@@ -89,7 +113,30 @@ def privacy_event(optimizer: Any, *, sampling: Any, steps: int, params: Any = No
     >>> round(dpopt.epsilon_of_event(event, delta=1e-5), 2)
     1.1
     """
-    return compose(privacy_of(optimizer, params), sampling, steps)
+    event = compose(privacy_of(optimizer, params), sampling, steps)
+    _warn_of_another_run(optimizer, getattr(sampling, "drawn_to", None), steps)
+    return event
+
+
+def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> None:
+    while not hasattr(optimizer, "updated") and hasattr(optimizer, "optimizer"):  # a train step holds one
+        optimizer = optimizer.optimizer
+    if drawn_to == 0 and getattr(optimizer, "updated", False):
+        warnings.warn(
+            "this optimizer has been used, but the sampler that is to account for its batches has drawn none. If they "
+            "came from elsewhere, such as epochs over shuffled data, this epsilon is not theirs. Pass the sampler that "
+            "drew them, or a scheme (sampler.scheme) to ask what a run would cost.",
+            UserWarning,
+            stacklevel=3,
+        )
+    elif drawn_to is not None and steps < drawn_to:
+        warnings.warn(
+            f"this sampler has drawn the batches of {drawn_to} steps, and {steps} are to be accounted for: the others "
+            "are free only if their results were never used. Pass a scheme (sampler.scheme) to ask about a shorter "
+            "run.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def merged(event: dp.DpEvent) -> dp.DpEvent:
@@ -119,7 +166,10 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
                 return dp.NonPrivateDpEvent()
             return dp.ComposedDpEvent(parts)
         case dp.SelfComposedDpEvent(event=inner, count=count):
-            return _unless_trivial(merged(inner), lambda e: dp.SelfComposedDpEvent(e, count))
+            inner = merged(inner)
+            if isinstance(inner, dp.GaussianDpEvent):
+                return dp.GaussianDpEvent(inner.noise_multiplier * count**-0.5)
+            return _unless_trivial(inner, lambda e: dp.SelfComposedDpEvent(e, count))
         case dp.PoissonSampledDpEvent(sampling_probability=q, event=inner):
             return _unless_trivial(merged(inner), lambda e: dp.PoissonSampledDpEvent(q, e))
         case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b, event=inner):
@@ -127,110 +177,60 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
     return event
 
 
+def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
+    """How often each step occurs in an event; equal steps are counted together, since order does not matter.
+
+    Steps are Gaussian queries, on everything or on a sample. What costs nothing is left out; all queries that read
+    everything are one.
+
+    Raises:
+        ValueError: for a sample on which something else is asked than Gaussian queries, or for Poisson samples and
+            samples of fixed size together.
+
+    *Privacy*: a description; reads no data.
+
+    >>> flattened(dp.ComposedDpEvent([dp.GaussianDpEvent(2.0), dp.SelfComposedDpEvent(dp.GaussianDpEvent(4.0), 12)]))
+    Counter({GaussianDpEvent(noise_multiplier=1.0): 1})
+    """
+    steps: Counter[dp.DpEvent] = Counter()
+    _collect(merged(event), 1, steps)
+    if len({type(e) for e in steps} & _SAMPLED) > 1:
+        raise ValueError(
+            "this event mixes Poisson samples, which are accounted for under add-or-remove-one, with samples of fixed "
+            "size, which are accounted for under replace-one; no accountant takes both."
+        )
+    unsampled = [dp.SelfComposedDpEvent(e, n) for e, n in steps.items() if isinstance(e, dp.GaussianDpEvent)]
+    if len(unsampled) > 1:
+        steps = Counter({e: n for e, n in steps.items() if not isinstance(e, dp.GaussianDpEvent)})
+        steps[merged(dp.ComposedDpEvent(unsampled))] += 1
+    return steps
+
+
+def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
+    match event:
+        case dp.NoOpDpEvent() | dp.PoissonSampledDpEvent(sampling_probability=0):
+            pass
+        case dp.SampledWithoutReplacementDpEvent(sample_size=0):
+            pass
+        case dp.ComposedDpEvent(events=parts):
+            for part in parts:
+                _collect(part, count, steps)
+        case dp.SelfComposedDpEvent(event=inner, count=times):
+            _collect(inner, count * int(times), steps)
+        case dp.PoissonSampledDpEvent(sampling_probability=1, event=inner):
+            _collect(merged(dp.SelfComposedDpEvent(inner, count)), 1, steps)
+        case dp.GaussianDpEvent() | dp.NonPrivateDpEvent():
+            steps[merged(dp.SelfComposedDpEvent(event, count))] += 1
+        case dp.PoissonSampledDpEvent() | dp.SampledWithoutReplacementDpEvent():
+            if not isinstance(event.event, dp.GaussianDpEvent):
+                raise ValueError(
+                    f"what is asked of a sample must be Gaussian queries for an accountant to take it; got {event!r}."
+                )
+            steps[event] += count
+
+
+_SAMPLED = {dp.PoissonSampledDpEvent, dp.SampledWithoutReplacementDpEvent}
+
+
 def _unless_trivial(inner: dp.DpEvent, wrap: Any) -> dp.DpEvent:
     return inner if isinstance(inner, dp.NonPrivateDpEvent | dp.NoOpDpEvent) else wrap(inner)
-
-
-def check(event: Any) -> None:
-    """Refuses an event whose numbers are out of range, at any depth: composed, a negative count would pay back.
-
-    Raises:
-        ValueError: naming the event.
-
-    *Privacy*: a description; reads no data.
-
-    >>> check(dp.SelfComposedDpEvent(dp.GaussianDpEvent(1.0), -3))
-    Traceback (most recent call last):
-    ...
-    ValueError: this event cannot be accounted for, a number in it is out of range: SelfComposedDpEvent(...
-    """
-    match event:
-        case dp.GaussianDpEvent(noise_multiplier=sigma):
-            is_sound = sigma >= 0
-        case dp.SelfComposedDpEvent(count=count):
-            is_sound = count >= 1 and count == int(count)
-        case dp.PoissonSampledDpEvent(sampling_probability=q):
-            is_sound = 0 <= q <= 1
-        case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
-            is_sound = 0 <= b <= n
-        case _:
-            is_sound = True
-    if not is_sound:  # NaN compares false
-        raise ValueError(f"this event cannot be accounted for, a number in it is out of range: {event!r}.")
-    for part in (getattr(event, "event", None), *getattr(event, "events", ())):
-        if part is not None:
-            check(part)
-
-
-def samples_without_replacement(event: dp.DpEvent) -> bool:
-    """Whether any part of the event samples without replacement, which makes it a replace-one statement.
-
-    *Privacy*: a description; reads no data.
-
-    >>> samples_without_replacement(dp.GaussianDpEvent(1.0))
-    False
-    """
-    parts = [getattr(event, "event", None), *getattr(event, "events", ())]
-    return isinstance(event, dp.SampledWithoutReplacementDpEvent) or any(
-        samples_without_replacement(e) for e in parts if e is not None
-    )
-
-
-_CODED = {
-    kind.__name__: (kind, fields)
-    for kind, fields in (
-        (dp.NoOpDpEvent, ()),
-        (dp.NonPrivateDpEvent, ()),
-        (dp.GaussianDpEvent, ("noise_multiplier",)),
-        (dp.ComposedDpEvent, ("events",)),
-        (dp.SelfComposedDpEvent, ("event", "count")),
-        (dp.PoissonSampledDpEvent, ("sampling_probability", "event")),
-        (dp.SampledWithoutReplacementDpEvent, ("source_dataset_size", "sample_size", "event")),
-    )
-}
-
-
-def to_json(event: Any) -> Any:
-    """An event as plain dictionaries, lists and numbers.
-
-    Raises:
-        TypeError: for an event of a kind that dpopt does not make.
-
-    *Privacy*: a description; reads no data.
-
-    >>> to_json(dp.GaussianDpEvent(2.0))
-    {'kind': 'GaussianDpEvent', 'noise_multiplier': 2.0}
-    """
-    if isinstance(event, list):
-        return [to_json(e) for e in event]
-    if not isinstance(event, dp.DpEvent):
-        return event.item() if hasattr(event, "item") else event  # a number, perhaps NumPy's or JAX's
-    kind = type(event).__name__
-    if kind not in _CODED:
-        raise TypeError(f"a ledger cannot store events of kind {kind}; it knows {', '.join(_CODED)}.")
-    return {"kind": kind, **{f: to_json(getattr(event, f)) for f in _CODED[kind][1]}}
-
-
-def from_json(data: Any) -> Any:
-    """The event that `to_json` wrote.
-
-    Raises:
-        ValueError: for an unknown kind or a missing field.
-
-    *Privacy*: a description; reads no data.
-
-    >>> from_json({"kind": "GaussianDpEvent", "noise_multiplier": 2.0})
-    GaussianDpEvent(noise_multiplier=2.0)
-    """
-    if isinstance(data, list):
-        return [from_json(d) for d in data]
-    if not isinstance(data, dict):
-        return data
-    if data.get("kind") not in _CODED:
-        raise ValueError(f"unknown kind of event {data.get('kind')!r}; expected one of {', '.join(_CODED)}.")
-    kind, fields = _CODED[data["kind"]]
-    if set(fields) != set(data) - {"kind"}:
-        raise ValueError(
-            f"a stored {data['kind']} has fields {sorted(set(data) - {'kind'})}; expected {sorted(fields)}."
-        )
-    return kind(**{f: from_json(data[f]) for f in fields})

@@ -20,7 +20,7 @@ from typing import Any
 import dp_accounting
 
 from dpopt import events
-from dpopt.accounting import Ledger
+from dpopt.ledger import Ledger
 
 FORMAT = 2
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpopt import _program, _resume, _validate, accounting, entropy, events, identity
-from dpopt.accounting import Ledger
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
 from dpopt.journal import Entry
+from dpopt.ledger import Ledger
 from dpopt.training import make_train_step
 
 _log = logging.getLogger(__name__)
@@ -108,22 +108,17 @@ def steps_within(plan: Any, budget: Any, *, ledger: Ledger | None = None, start:
     if budget is None:
         return max(0, min(most, plan.steps - ledger.steps))
 
-    def fits(steps: int) -> bool:
-        more = events.compose(plan.optimizer.privacy, plan.sampler, steps, start=start)
-        event = dp_accounting.ComposedDpEvent([ledger.event, more])
-        spent = accounting.epsilon_of_event(event, delta=budget.delta, accountant=budget.accountant)
-        return spent <= budget.epsilon
-
-    if most == 0 or fits(most):
-        return most
-    low, high = 0, 1  # what fits (or costs nothing more), and what does not
-    while high < most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    if budget != plan.budget:  # the plan's own was looked at when it was set
+        _validate.small_delta(budget.delta, plan.sampler.num_examples)
+    spent = ledger.event
+    more = events.composer(plan.optimizer.privacy, plan.sampler.scheme, start)
+    return accounting.steps_affordable(
+        lambda steps: dp_accounting.ComposedDpEvent([spent, more(steps)]),
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        accountant=budget.accountant,
+        most=most,
+    )
 
 
 def train(

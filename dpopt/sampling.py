@@ -89,6 +89,7 @@ class _Sampler:
         self.seed = seed
         self.pad_to = pad_to
         self.start = start
+        self._drawn_to = [0]  # shared with the copies that `reseeded` makes: they feed the same run
 
     def _draw(self, rng: np.random.Generator) -> np.ndarray:
         raise NotImplementedError
@@ -102,6 +103,11 @@ class _Sampler:
         other = copy.copy(self)
         other.seed = seed
         return other
+
+    @property
+    def drawn_to(self) -> int:
+        """One more than the last step whose batch was handed out; 0 where none was."""
+        return self._drawn_to[0]
 
     def __repr__(self) -> str:  # without the seed, which is secret
         return f"{type(self).__name__}({self.num_examples}, {self.scheme}, pad_to={self.pad_to})"
@@ -125,6 +131,7 @@ class _Sampler:
                 f"step {step} drew {len(drawn)} examples, which do not fit in {size}. A sample cannot be cut without "
                 "changing the privacy guarantee: give it more room (batches(...) finds how much)."
             )
+        self._drawn_to[0] = max(self._drawn_to[0], step + 1)
         others = rng.choice(self.num_examples, min(size, self.num_examples), replace=False, shuffle=False)
         rows = np.concatenate([drawn, others[~np.isin(others, drawn)]])  # at least `size`, or all examples
         return Batch(np.resize(rows, size), np.arange(size) < len(drawn))

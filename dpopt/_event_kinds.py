@@ -1,0 +1,106 @@
+"""The kinds of events that dpopt accounts for and stores, and their numbers; any other kind is refused."""
+
+from typing import Any
+
+import dp_accounting as dp
+
+_CODED = {
+    kind.__name__: (kind, fields)
+    for kind, fields in (
+        (dp.NoOpDpEvent, ()),
+        (dp.NonPrivateDpEvent, ()),
+        (dp.GaussianDpEvent, ("noise_multiplier",)),
+        (dp.ComposedDpEvent, ("events",)),
+        (dp.SelfComposedDpEvent, ("event", "count")),
+        (dp.PoissonSampledDpEvent, ("sampling_probability", "event")),
+        (dp.SampledWithoutReplacementDpEvent, ("source_dataset_size", "sample_size", "event")),
+    )
+}
+
+
+def check(event: Any) -> None:
+    """Refuses an event of a kind that dpopt does not account for, or with a number out of range, at any depth.
+
+    Nothing is guessed: random allocation, shuffling, sampling with replacement and whatever else a later
+    ``dp_accounting`` describes are refused, and so are subclasses. A negative count would pay back.
+
+    Raises:
+        TypeError: for what is no event; ValueError: naming the event.
+
+    *Privacy*: a description; reads no data.
+
+    >>> check(dp.SelfComposedDpEvent(dp.GaussianDpEvent(1.0), -3))
+    Traceback (most recent call last):
+    ...
+    ValueError: this event cannot be accounted for, a number in it is out of range: SelfComposedDpEvent(...
+    """
+    kind = type(event)
+    if not isinstance(event, dp.DpEvent):
+        raise TypeError(f"privacy is described by events of dp_accounting; got {event!r} of type {kind.__name__}.")
+    if _CODED.get(kind.__name__, (None,))[0] is not kind:
+        raise ValueError(
+            f"events of kind {kind.__name__} are not accounted for here; known are {', '.join(_CODED)}. Describe the "
+            "mechanism by these, so that it costs no less than it does, or account for it with dp_accounting itself."
+        )
+    match event:
+        case dp.GaussianDpEvent(noise_multiplier=sigma):
+            is_sound = sigma >= 0
+        case dp.SelfComposedDpEvent(count=count):
+            is_sound = count >= 1 and count == int(count)
+        case dp.PoissonSampledDpEvent(sampling_probability=q):
+            is_sound = 0 <= q <= 1
+        case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
+            is_sound = 0 <= b <= n
+        case _:
+            is_sound = True
+    if not is_sound:  # NaN compares false
+        raise ValueError(f"this event cannot be accounted for, a number in it is out of range: {event!r}.")
+    for part in getattr(event, "events", [getattr(event, "event", None)]):
+        if part is not None:
+            check(part)
+
+
+def to_json(event: Any) -> Any:
+    """An event as plain dictionaries, lists and numbers.
+
+    Raises:
+        TypeError: for an event of a kind that dpopt does not make.
+
+    *Privacy*: a description; reads no data.
+
+    >>> to_json(dp.GaussianDpEvent(2.0))
+    {'kind': 'GaussianDpEvent', 'noise_multiplier': 2.0}
+    """
+    if isinstance(event, list):
+        return [to_json(e) for e in event]
+    if not isinstance(event, dp.DpEvent):
+        return event.item() if hasattr(event, "item") else event  # a number, perhaps NumPy's or JAX's
+    kind = type(event).__name__
+    if kind not in _CODED:
+        raise TypeError(f"a ledger cannot store events of kind {kind}; it knows {', '.join(_CODED)}.")
+    return {"kind": kind, **{f: to_json(getattr(event, f)) for f in _CODED[kind][1]}}
+
+
+def from_json(data: Any) -> Any:
+    """The event that `to_json` wrote.
+
+    Raises:
+        ValueError: for an unknown kind or a missing field.
+
+    *Privacy*: a description; reads no data.
+
+    >>> from_json({"kind": "GaussianDpEvent", "noise_multiplier": 2.0})
+    GaussianDpEvent(noise_multiplier=2.0)
+    """
+    if isinstance(data, list):
+        return [from_json(d) for d in data]
+    if not isinstance(data, dict):
+        return data
+    if data.get("kind") not in _CODED:
+        raise ValueError(f"unknown kind of event {data.get('kind')!r}; expected one of {', '.join(_CODED)}.")
+    kind, fields = _CODED[data["kind"]]
+    if set(fields) != set(data) - {"kind"}:
+        raise ValueError(
+            f"a stored {data['kind']} has fields {sorted(set(data) - {'kind'})}; expected {sorted(fields)}."
+        )
+    return kind(**{f: from_json(data[f]) for f in fields})

@@ -1,0 +1,106 @@
+"""The ledger: what a run has spent so far, which can only grow."""
+
+import json
+from typing import Any, ClassVar
+
+import dp_accounting
+
+from dpopt import _validate, events
+from dpopt.accounting import Accountant, epsilon_of_event
+
+
+class Ledger:
+    """What has been spent so far: an append-only list of events.
+
+    Asking for epsilon changes nothing; entries cannot be removed or edited; saving and loading gives the same ledger.
+
+    *Privacy*: holds descriptions of queries, no data. It is as public as epsilon is.
+
+    >>> ledger = Ledger()
+    >>> step = events.poisson_event(noise_multiplier=1.0, sampling_prob=0.01, steps=1)
+    >>> for _ in range(3):
+    ...     ledger.record(step)
+    >>> ledger.steps, ledger.epsilon(delta=1e-5) == ledger.epsilon(delta=1e-5)
+    (3, True)
+    >>> Ledger.from_json(ledger.to_json()) == ledger
+    True
+    """
+
+    def __init__(self):
+        self._entries: list[tuple[dp_accounting.DpEvent, int]] = []
+
+    def record(self, event: dp_accounting.DpEvent, count: int = 1) -> None:
+        """Appends ``count`` repetitions of a step's event. Call it before the step's result is released.
+
+        Raises:
+            TypeError: if ``event`` is of a kind that cannot be stored; ValueError: if ``count`` is below 1, or a number
+                in the event is out of range.
+        """
+        _validate.positive_int(count=count)
+        if not isinstance(event, dp_accounting.DpEvent):
+            raise TypeError(f"a ledger records events of dp_accounting; got {event!r} of type {type(event).__name__}.")
+        count = int(count)
+        # A copy: a composed event holds a list that others can change.
+        event = events.from_json(events.to_json(event))
+        events.check(event)
+        if self._entries and self._entries[-1][0] == event:
+            self._entries[-1] = (event, self._entries[-1][1] + count)
+        else:
+            self._entries.append((event, count))
+
+    @property
+    def steps(self) -> int:
+        """Number of events recorded."""
+        return sum(count for _, count in self._entries)
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        """Everything recorded, as one event."""
+        # Order does not matter to composition; equal steps counted together are composed fast.
+        counts: dict[str, int] = {}
+        for event, count in self._entries:
+            text = json.dumps(events.to_json(event))
+            counts[text] = counts.get(text, 0) + count
+        parts: list[dp_accounting.DpEvent] = [
+            dp_accounting.SelfComposedDpEvent(events.from_json(json.loads(e)), n) for e, n in counts.items()
+        ]
+        return dp_accounting.ComposedDpEvent(parts)
+
+    def epsilon(self, *, delta: float, accountant: Accountant = "pld") -> float:
+        """Epsilon of everything recorded; 0 for an empty ledger."""
+        return epsilon_of_event(self.event, delta=delta, accountant=accountant) if self._entries else 0.0
+
+    def copy(self) -> "Ledger":
+        """A ledger with the same entries, that grows on its own."""
+        ledger = Ledger()
+        ledger._entries = list(self._entries)
+        return ledger
+
+    def to_json(self) -> str:
+        """The ledger as text."""
+        return json.dumps([{"event": events.to_json(e), "count": n} for e, n in self._entries])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Ledger":
+        """The ledger that `to_json` wrote.
+
+        Raises:
+            ValueError: if the text is damaged or holds an unknown event.
+        """
+        ledger = cls()
+        entries = json.loads(text)
+        if not isinstance(entries, list):
+            raise ValueError(f"a stored ledger is a list of entries; got {entries!r}.")
+        for entry in entries:
+            if not isinstance(entry, dict) or set(entry) != {"event", "count"}:
+                raise ValueError(f"an entry of a ledger has the fields 'event' and 'count'; got {entry!r}.")
+            ledger.record(events.from_json(entry["event"]), entry["count"])
+        return ledger
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Ledger) and self._entries == other._entries
+
+    __hash__: ClassVar[None] = None  # it grows
+
+    def __repr__(self) -> str:
+        return f"Ledger({self.to_json()})"
