@@ -5,9 +5,10 @@ The ``ghost`` engine (`dpopt.ghost`) gets the same sum without forming them.
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,41 @@ class ClipFunction(Protocol):
         ...
 
     def coefficients(self, leaf_norms: Any) -> Any:
-        """Maps norms (a pytree of ``(B,)``, one a parameter) to coefficients of the same shape."""
+        """Maps the norms of one example's gradient (a pytree of ``()``, one a parameter) to coefficients alike.
+
+        `row_coefficients` maps it over examples: it never sees two of them."""
         ...
+
+
+_takes_rows: set[type] = set()
+_ClipClass = TypeVar("_ClipClass", bound=type)
+
+
+def takes_rows(clip_class: _ClipClass) -> _ClipClass:
+    """Declares that a clip given norms ``(B,)`` treats each row as if it were alone. Subclasses inherit nothing."""
+    _takes_rows.add(clip_class)
+    return clip_class
+
+
+def row_coefficients(clip: ClipFunction, leaf_norms: Any) -> Any:
+    """The clip's coefficients for norms ``(B,)``, each from its own row alone.
+
+    A clip that looked at the whole batch (at a median, say) would let one example move the weights of all others.
+    """
+    if type(clip) in _takes_rows:
+        return clip.coefficients(leaf_norms)
+
+    def of_one(norms):
+        coefficients = jax.tree.map(jnp.asarray, clip.coefficients(norms))
+        if any(c.shape for c in jax.tree.leaves(coefficients)):
+            shapes = [c.shape for c in jax.tree.leaves(coefficients)]
+            raise ValueError(
+                f"{type(clip).__name__}.coefficients is given the norms of one example, a scalar for each parameter, "
+                f"and must return as many scalars; got shapes {shapes}."
+            )
+        return coefficients
+
+    return jax.vmap(of_one)(leaf_norms)
 
 
 class EngineResult(NamedTuple):
@@ -59,7 +93,7 @@ def clip_stacked(grads: Any, mask: jax.Array, scale: Any, offset: Any, clip: Cli
     def weighted_sum(g, c):
         return jnp.sum(jnp.where(_trees.per_example(contributes, g), _trees.per_example(c, g) * g, 0), axis=0)
 
-    total = jax.tree.map(weighted_sum, grads, clip.coefficients(leaf_norms))
+    total = jax.tree.map(weighted_sum, grads, row_coefficients(clip, leaf_norms))
     return EngineResult(total, leaf_norms, None, None, is_finite)
 
 
@@ -173,7 +207,7 @@ class Loss:
             self.loss_fn,
             self.params,
             batch,
-            coefficients=clip.coefficients,
+            coefficients=functools.partial(row_coefficients, clip),
             mask=mask,
             scale=scale,
             offset=offset,

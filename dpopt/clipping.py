@@ -1,7 +1,7 @@
 """Clipping: what bounds the influence of one example, and by how much.
 
 A clip function turns the norms of an example's gradient into the factor it is scaled by, and knows the L2 sensitivity
-of the resulting sum. `clip_and_sum` is the Optax transformation that applies one.
+of the resulting sum. It sees one example at a time. `clip_and_sum` is the Optax transformation that applies one.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from dpopt import _engines, _stages, _validate
 from dpopt.gradients import PerExampleGrads, stacked_grads
 
 
+@_engines.takes_rows
 @dataclasses.dataclass(frozen=True)
 class FlatClip:
     r"""Scales an example down to norm C over all parameters: :math:`c_i = \min(1, C / \|g_i\|_2)`.
@@ -48,6 +49,7 @@ class FlatClip:
         return jax.tree.map(lambda _: c, leaf_norms)
 
 
+@_engines.takes_rows
 @dataclasses.dataclass(frozen=True)
 class GroupClip:
     r"""Clips each group of parameters on its own: :math:`c_{i,k} = \min(1, C_k / \|g_{i,k}\|_2)`.
@@ -96,6 +98,7 @@ class GroupClip:
             ) from error
 
 
+@_engines.takes_rows
 @dataclasses.dataclass(frozen=True)
 class NormalizedClip:
     r"""Gives every example about the same norm (AUTO-S): :math:`c_i = C / (\|g_i\|_2 + \gamma)`.

@@ -113,7 +113,7 @@ class PerExampleGrads:
         else:
             ran = self._source.run(self._mask, self._scale, self._offset, clip)
             norms = _engines.global_norms(ran.leaf_norms)
-            coefficients = jnp.stack(jax.tree.leaves(clip.coefficients(ran.leaf_norms)))
+            coefficients = jnp.stack(jax.tree.leaves(_engines.row_coefficients(clip, ran.leaf_norms)))
             was_clipped = jnp.any(coefficients < 1, axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
             result = ClippedSum(ran.sum, aux)

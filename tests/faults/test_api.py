@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import dot_loss, privacy_four
+from helpers import distance, dot_loss, mlp_batch, mlp_loss, mlp_params, norm, privacy_four
 
 import dpopt
 from dpopt.gradients import stacked_grads
@@ -90,3 +90,49 @@ def test_noparams(make):
     with pytest.raises(ValueError, match=r"has shape \(6, 4\) for a parameter of shape \(6, 4\)"):
         opt.update(jnp.ones((6, 4)), opt.init(w), w)
     opt.update(jnp.ones((3, 6, 4)), opt.init(w), w)
+
+
+class MedianClip:
+    """Looks at the whole batch, as far as it is shown one: weights an example by the batch's median norm."""
+
+    sensitivity = 1.0
+
+    def coefficients(self, leaf_norms):
+        norms = jnp.sqrt(sum(n**2 for n in jax.tree.leaves(leaf_norms)))
+        c = 1 / jnp.maximum(jnp.median(norms), norms)
+        return jax.tree.map(lambda _: c, leaf_norms)
+
+
+class MedianFlatClip(dpopt.FlatClip):
+    """A subclass of a clip that dpopt knows may do as it likes too."""
+
+    def coefficients(self, leaf_norms):
+        return MedianClip().coefficients(leaf_norms)
+
+
+@pytest.mark.parametrize("clip", [MedianClip(), MedianFlatClip(1.0)], ids=["foreign", "subclass"])
+@pytest.mark.parametrize("engine", ["vmap", "ghost", "stacked"])
+def test_a_clip_sees_one_row(engine, clip):
+    params, batch = mlp_params(), mlp_batch(5)
+    batch["y"] = batch["y"] * np.array([[30.0], [20.0], [10.0], [1.0], [0.1]], np.float32)
+
+    def total(mask):
+        if engine == "stacked":
+            made = stacked_grads(jax.vmap(jax.grad(mlp_loss), (None, 0))(params, batch), mask=mask)
+        else:
+            made = dpopt.per_example_grads(mlp_loss, engine=engine, microbatch_size=3)(params, batch, mask=mask)
+        return made.clipped_sum(clip).sum
+
+    alone = [norm(total(np.arange(5) == i)) for i in range(5)]
+    np.testing.assert_allclose(alone, 1, rtol=1e-5)  # by its own median, everybody has norm 1
+    moved = distance(total(np.ones(5, bool)), total(np.arange(5) != 0))
+    assert moved <= 1 + 1e-5
+
+
+def test_a_clip_that_returns_rows_for_one_example_is_refused():
+    class Wrong(MedianClip):
+        def coefficients(self, leaf_norms):
+            return jnp.ones(3)
+
+    with pytest.raises(ValueError, match=r"Wrong.coefficients is given the norms of one example.*\(3,\)"):
+        stacked_grads(np.ones((3, 2), np.float32), mask=None).clipped_sum(Wrong())
