@@ -39,6 +39,9 @@ def standard_normal_like(key: jax.Array, tree: Any) -> Any:
         key: a PRNG key, typed or legacy, used for this call only.
         tree: a pytree of arrays; only shapes and dtypes are read.
 
+    Raises:
+        TypeError: if an array is complex.
+
     *Privacy*: reads no data. The generator is threefry (or that of the key), not a cryptographic one.
 
     >>> draw = standard_normal_like(jax.random.key(0), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
@@ -48,6 +51,9 @@ def standard_normal_like(key: jax.Array, tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
     dtypes = tuple(_trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves)
+    for dtype in dtypes:
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"noise is drawn for real arrays only; got dtype {dtype}: pass real and imaginary part.")
     return jax.tree.unflatten(structure, _draws(key, shapes, dtypes))
 
 
@@ -86,7 +92,7 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def _draw_in_rows(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     """A vector, drawn in a loop over at least two rows: else the compiler writes the draw into each reader."""
-    width = min(SMALL, -(-size // 2))
+    width = min(SMALL, max(1, -(-size // 2)))
     rows = jax.lax.map(lambda row_key: _draw(row_key, (width,), dtype), _keys(key, -(-size // width)))
     return rows.ravel()
 

@@ -208,8 +208,14 @@ def test_leaves_of_each_kind_have_draws_of_their_own(x64):
     drawn = noise.standard_normal_like(jax.random.key(0), [*tree, jnp.zeros(()), jnp.zeros((0, 3))])
     assert [(d.shape, d.dtype) for d in drawn[:-2]] == [(t.shape, t.dtype) for t in tree]
     assert drawn[-2].shape == () and drawn[-1].shape == (0, 3)
+    assert [d.shape for d in noise.standard_normal_like(jax.random.key(0), 2 * [jnp.zeros((0, 3))])] == [(0, 3), (0, 3)]
     starts = np.array([np.ravel(d)[:200] for d in drawn[:-2]])
     assert np.abs(np.corrcoef(starts) - np.eye(len(tree))).max() < 4.5 / np.sqrt(200)
+
+
+def test_noise_for_complex_arrays_is_refused():
+    with pytest.raises(TypeError, match="real arrays only; got dtype complex64"):
+        noise.standard_normal_like(jax.random.key(0), {"a": jnp.zeros(2), "b": jnp.zeros(2, jnp.complex64)})
 
 
 def test_donating_the_state_keeps_the_callers_key():
