@@ -69,7 +69,7 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
         mixed = scaled and not factors.one_hot
         return reads + (2 * K * N * a * p if mixed else 0), 0
     if method == "segments":
-        return T * T + 8 * OPERATIONS_PER_BYTE * width * T * p, width * T * p
+        return N * (T * T + 8 * OPERATIONS_PER_BYTE * width * T * p), N * width * T * p
     square = N * T * T * width
     if factors.inner is not None:
         pixels = N * factors.rows**2

@@ -6,7 +6,8 @@ where ``c_i`` depends on the norms of ``S g_i + o``. The batch's forward and bac
 traced loss's own under ``vmap``, so examples cannot mix. By linearity the weighted sum is, at
 every contact, the transposed primitive fed ``c_i y_i``: one ordinary kernel for the whole batch.
 
-A batch in which some norm is not finite is added up one example at a time: slow, rare, and the plain definition.
+A batch in which some norm is not finite, or not certain enough, is added up one example at a time: slow, rare, and the
+plain definition.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax.core import Tracer
 
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
+from dpopt.ghost.squares import TOLERANCE
 from dpopt.ghost.trace import CannotFollow, trace_loss
 from dpopt.ghost.values import wide_dtype
 
@@ -121,26 +123,30 @@ def clipped_sum(
     batch = _finite_padding(batch, mask)
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
     losses, aux, xs, ys, outs = run.passes(jax.tree.leaves(batch))
-    leaf_norms, kept = run.norms(xs, ys, outs)
+    leaf_norms, lower_norms, kept = run.norms(xs, ys, outs)
 
     def weigh(leaf_norms):
         given = coefficients(jax.tree.unflatten(tree, leaf_norms))
         masked: dict[int, jax.Array] = {}  # one array per distinct coefficient: sums are shared
         return [masked.setdefault(id(c), jnp.where(mask, c, 0)) for c in tree.flatten_up_to(given)]
 
-    total = run.weighted_sum(weigh(leaf_norms), xs, ys, kept)
-    finite = jnp.all(jnp.stack([jnp.isfinite(n) for n in leaf_norms] or [mask]))
-    init = (finite, total, leaf_norms, mask)
+    weights = weigh(leaf_norms)
+    total = run.weighted_sum(weights, xs, ys, kept)
+    certain = [jnp.isfinite(n) for n in leaf_norms]
+    # Squares that vanished may have made a norm uncertain: fine, unless the clip would tell.
+    certain += [c >= (1 - TOLERANCE) * most for c, most in zip(weights, weigh(lower_norms), strict=True)]
+    certain = jnp.all(jnp.stack(certain or [mask]))
+    init = (certain, total, leaf_norms, mask)
 
     def redo(_) -> tuple:
         return (jnp.array(True), *run.one_by_one(weigh, mask, xs, ys, kept))
 
     # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
     # the loop would be compiled at every call, Python looks for itself.
-    if isinstance(finite, Tracer):
+    if isinstance(certain, Tracer):
         _, total, leaf_norms, ok = lax.while_loop(lambda state: ~state[0], redo, init)
     else:
-        _, total, leaf_norms, ok = init if bool(finite) else redo(init)
+        _, total, leaf_norms, ok = init if bool(certain) else redo(init)
     aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
     return GhostResult(jax.tree.unflatten(tree, total), jax.tree.unflatten(tree, leaf_norms), losses, aux, ok)
 

@@ -7,200 +7,256 @@ With ``G = sum_t l_t (x) r_t`` (rules.py) there are four ways, all exact, and th
 * ``segments``  one-hot ``l`` (embeddings): add up the rows of equal index, then square.
 * ``explicit``  form G (``T a p``, what the weighted sum costs, which can then reuse it).
 
-Every function takes one example; the engine maps them over the batch.
-
-A norm bounds a sensitivity, so it must not come out too small. A Gram matrix loses digits where terms cancel, hence a
-slack of a few roundings is added to it; and where factors are so large that squares of the other side may have
-vanished, the answer is infinity, which makes the engine compute that batch by the plain definition.
+Every method is written for one group of one example; `over_groups` maps it over the groups, and the engine over the
+batch. What float32 cannot hold of a square is bounded in squares.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from dpopt.ghost import squares
+from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, join, wide
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.standardized import Coefficients
-
-# Norms bound the sensitivity: they are taken at full float32 precision on accelerators, too.
-_PRECISION = lax.Precision.HIGHEST
+from dpopt.ghost.squares import Square
+from dpopt.ghost.standardized import Coefficients, PerFilter
 
 
-def _einsum(spec: str, *operands: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(jnp.result_type(*operands), jnp.float32)
-    return jnp.einsum(spec, *operands, precision=_PRECISION, preferred_element_type=dtype)
+class Group(NamedTuple):
+    """One group's factors: ``G[k] = sum_t left[k]_t (x) right_t``."""
+
+    left: Sequence[Rows]  # K times [T, a]
+    right: jax.Array  # [T, p]
+    scale: jax.Array | None  # [K, a, p]: a diagonal that multiplies G
+    inner: jax.Array | None  # [T, T]: sum_k left[k] left[k]', where there is a cheaper way to it
+
+    def table(self) -> OneHot | None:
+        """The rows that are looked up, if this is a look-up; it has one left factor."""
+        return self.left[0] if isinstance(self.left[0], OneHot) else None
+
+    def scaled(self) -> jax.Array:
+        """``right`` times the rows of the diagonal that are looked up."""
+        table = cast(OneHot, self.table())
+        return self.right if self.scale is None else self.right * table.times(self.scale.reshape(self.scale.shape[1:]))
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def over_groups(
+    method: Callable, factors: Factors, x: jax.Array, y: jax.Array, scale: Any = None, more: Sequence[Any] = (),
+    grams: bool = False,
+) -> Any:  # fmt: skip
+    """``method`` of every group of one example, stacked.
 
-
-def sum_squares(x: jax.Array) -> jax.Array:
-    """Sum of squares in at least float32."""
-    return jnp.sum(jnp.square(_wide(x)))
-
-
-def _guarded(square: jax.Array, *sizes: jax.Array) -> jax.Array:
-    """``square``, or infinity where a squared factor is beyond the root of the largest number."""
-    limit = jnp.finfo(square.dtype).max ** 0.5
-    return jnp.where(jnp.max(jnp.stack([jnp.max(x) for x in sizes])) > limit, jnp.inf, square)
-
-
-def _with_slack(square: jax.Array, row_sizes: jax.Array) -> jax.Array:
-    """Adds what rounding may have taken from a Gram sum whose rows have norms ``|l_t| |r_t|``."""
-    return jnp.maximum(square, 0) + 4 * jnp.finfo(square.dtype).eps * jnp.square(jnp.sum(row_sizes))
-
-
-def rank_one(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """``|S * G|^2`` for T = 1; ``scale`` is folded to ``[K, N, a, p]``."""
-    left, right = factors.split(x, y)
-    right_squares = jnp.square(_wide(right[:, 0]))  # [N, p]
-    if factors.one_hot:
-        if scale is not None:
-            right_squares = right_squares * jnp.square(scale[0, 0].at[left[0][:, 0]].get(mode="clip"))
-        return jnp.sum(right_squares)
-    total, sizes = 0, [right_squares]
-    for k, rows in enumerate(left):
-        left_squares = jnp.square(_wide(rows[:, 0]))  # [N, a]
-        sizes.append(left_squares)
-        if scale is None:
-            total += jnp.sum(jnp.sum(left_squares, axis=1) * jnp.sum(right_squares, axis=1))
-        else:
-            mixed = _einsum("na,nap->np", left_squares, jnp.square(scale[k]))
-            total += jnp.sum(mixed * right_squares)
-    return _guarded(cast(jax.Array, total), *sizes)  # there is at least one k
-
-
-def gram(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """``<l l', r r'>``; with a diagonal only for one-hot ``l``, whose rows it multiplies."""
-    left, right = factors.split(x, y)
-    if factors.one_hot:
-        ids = left[0]
-        if scale is not None:
-            right = right * scale[0, 0].at[ids].get(mode="clip")
-        inner = (ids[:, :, None] == ids[:, None, :]).astype(jnp.float32)
-    else:
-        inner = _left_gram(factors, x, left)
-    outer = _einsum("ntp,nsp->nts", right, right)
-    left_squares, right_squares = (jnp.diagonal(m, axis1=1, axis2=2) for m in (inner, outer))
-    square = _with_slack(jnp.sum(inner * outer), jnp.sqrt(left_squares) * jnp.sqrt(right_squares))
-    return _guarded(square, left_squares, right_squares)
-
-
-def _left_gram(factors: Factors, x: jax.Array, left: list[jax.Array]) -> jax.Array:
-    """``sum_k left[k] left[k]'``."""
-    if factors.inner is not None:
-        return factors.inner(x, lambda z: _einsum("nas,nat->nst", z, z))
-    return cast(jax.Array, sum(_einsum("nta,nsa->nts", rows, rows) for rows in left))
-
-
-def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Array, c: Coefficients) -> jax.Array:
-    """``|alpha G + p + q u|^2`` (standardized.py) from Gram matrices; ``out`` is what the standardised weight gave.
-
-    Per filter the square is ``|alpha G|^2 + 2 alpha (p <1, G> + q <u, G>) + p^2 n + 2 p q sum u + q^2 sum u^2``.
+    Args:
+      scale: ``[K, N, a, p]``, or None.
+      more: further arguments of ``method``, ``[N, ...]``.
+      grams: whether ``method`` reads `Group.inner`.
     """
     left, right = factors.split(x, y)
-    inner = _left_gram(factors, x, left)
-    right = _wide(right)
-    scaled = right * c.slope[:, None]
-    outer = _einsum("ntp,nsp->nts", scaled, scaled)
-    left_squares, right_squares = (jnp.diagonal(m, axis1=1, axis2=2) for m in (inner, outer))
-    # <1, G> = sum_t right_t sum(left_t), and <v, G> = sum_t right_t out_t for the weight v itself.
-    total = _einsum("nt,ntp->np", jnp.sum(cast(jax.Array, sum(map(_wide, left))), axis=2), right)
-    onto_weight = jnp.sum(right * _wide(factors.split(x, out)[1]), axis=1)
-    along = (onto_weight - c.level * total) / c.slope
-    p, q = c.pulled(along, total)
-    first, second = c.sums
-    terms = [2 * c.slope * p * total, 2 * c.slope * q * along, p * p * c.size, 2 * p * q * first, q * q * second]
-    row_sizes = jnp.sqrt(left_squares) * jnp.sqrt(right_squares)
-    # The terms cancel in part: what rounding may have taken from their sum counts as well.
-    slack = 4 * jnp.finfo(outer.dtype).eps * sum(jnp.sum(jnp.abs(t)) for t in terms)
-    square = _with_slack(jnp.sum(inner * outer) + sum(jnp.sum(t) for t in terms), row_sizes) + slack
-    return _guarded(square, left_squares, right_squares)
+    inner = factors.inner(x, lambda z: einsum("nas,nat->nst", z, z)) if grams and factors.inner else None
+    scale = None if scale is None else jnp.swapaxes(scale, 0, 1)
+
+    def one(left, right, scale, inner, *more):
+        rows = [OneHot(z, factors.shape[2]) if factors.one_hot else Dense(z) for z in left]
+        return method(Group(rows, right, scale, inner), *more)
+
+    return jax.vmap(one)(left, right, scale, inner, *more)
 
 
-def standardized_explicit(formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients) -> jax.Array:
-    """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but c's are folded to ``[K, N, a, p]``."""
-    total, along = (jnp.sum(z, axis=(0, 2)) for z in (formed, formed * deviation))
-    p, q = (z[None, :, None] for z in c.pulled(along, total))
-    pulled = formed * c.slope[None, :, None] + p + q * deviation
-    return sum_squares(pulled if scale is None else pulled * scale)
+def square(method: str, factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> Square:
+    """``|S * G|^2`` of one example; ``scale`` is folded to ``[K, N, a, p]``."""
+    groups = over_groups(_METHODS[method], factors, x, y, scale, grams=method == "gram")
+    return jax.tree.map(jnp.sum, groups)
 
 
-def segments(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """One-hot ``l``: rows of equal index are added at the index's first position."""
-    (ids,), right = factors.split(x, y)
-    right = _wide(right)
-    if scale is not None:
-        right = right * scale[0, 0].at[ids].get(mode="clip")
-    positions = jnp.arange(ids.shape[1])
-    equal = ids[0, :, None] == ids[0, None, :]
-    first = jnp.min(jnp.where(equal, positions[None], ids.shape[1]), axis=1)
-    return sum_squares(jnp.zeros_like(right[0]).at[first].add(right[0]))
+def rank_one(group: Group) -> Square:
+    """For T = 1."""
+    (right,) = group.right if group.table() is None else group.scaled()
+    right_squares = jnp.square(wide(right))  # [p]
+    p, smallest = right_squares.size, squares.tiny(right_squares.dtype)
+    if group.table() is not None:
+        (valid,) = cast(OneHot, group.table()).squares()
+        return Square(valid * jnp.sum(right_squares), jnp.asarray(p * smallest))
+    value = missing = jnp.zeros((), right_squares.dtype)
+    onto = jnp.sum(right_squares)
+    for k, rows in enumerate(cast(Sequence[Dense], group.left)):
+        left_squares = jnp.square(wide(rows.x[0]))  # [a]
+        a, whole = left_squares.size, jnp.sum(left_squares)
+        lost = (p * smallest) * whole + (a * smallest) * onto + 4 * smallest
+        if group.scale is None:
+            value += whole * onto
+            missing += lost
+        else:
+            value += jnp.sum(_mixed(left_squares, jnp.square(group.scale[k])) * right_squares)
+            largest = jnp.max(jnp.abs(group.scale[k]))
+            missing += largest * lost * largest + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
+    return Square(value, missing)
 
 
-METHODS: dict[str, Callable[..., jax.Array]] = {"rank_one": rank_one, "gram": gram, "segments": segments}
+# Terms that are added up one after the other: a product of one row with a matrix does so.
+_BLOCK = 1024
+
+
+def _mixed(row: jax.Array, matrix: jax.Array) -> jax.Array:
+    """``row @ matrix`` of non-negative numbers, long sums in blocks."""
+    (a,) = row.shape
+    if a <= _BLOCK:
+        return einsum("a,ap->p", row, matrix)
+    whole = a - a % _BLOCK
+    blocks = einsum("ka,kap->kp", row[:whole].reshape(-1, _BLOCK), matrix[:whole].reshape(-1, _BLOCK, matrix.shape[1]))
+    return jnp.sum(blocks, axis=0) + einsum("a,ap->p", row[whole:], matrix[whole:])
+
+
+def gram(group: Group) -> Square:
+    """``<l l', r r'>``; with a diagonal only for one-hot ``l``, whose rows it multiplies."""
+    right = Dense(group.right if group.table() is None else group.scaled())
+    inner, outer = _left_gram(group), right.inner(right)
+    sizes = right.x.shape[0], sum(_length(rows) for rows in group.left), right.x.shape[1]
+    return squares.of_products(jnp.diagonal(inner), jnp.diagonal(outer), jnp.sum(inner * outer), sizes)
+
+
+def _length(rows: Rows) -> int:
+    return 1 if isinstance(rows, OneHot) else rows.x.shape[1]  # an inner product of one-hot rows has one term
+
+
+def _left_gram(group: Group) -> jax.Array:
+    """``sum_k left[k] left[k]'``."""
+    if group.inner is not None:
+        return group.inner
+    return cast(jax.Array, sum(rows.inner(rows) for rows in group.left))
+
+
+def segments(group: Group) -> Square:
+    """One-hot ``l``: rows of equal index are added up first."""
+    right = group.scaled()
+    found = squares.of_entries(cast(OneHot, group.table()).merged(right))
+    return found._replace(value=squares.cancelled(found.value, jnp.sum(jnp.sqrt(Dense(right).squares()))))
+
+
+_METHODS: dict[str, Callable[[Group], Square]] = {"rank_one": rank_one, "gram": gram, "segments": segments}
 
 
 def explicit(factors: Factors, x: jax.Array, y: jax.Array) -> jax.Array:
     """G itself, ``[K, N, a, p]`` in at least float32."""
-    left, right = factors.split(x, y)
-    K, N, a, p = factors.shape
-    if factors.one_hot:
-        table = jnp.zeros((a, p), jnp.promote_types(right.dtype, jnp.float32))
-        return table.at[left[0][0]].add(right[0].astype(table.dtype), mode="drop")[None, None]
+    return jnp.swapaxes(over_groups(_formed, factors, x, y), 0, 1)
+
+
+def _formed(group: Group) -> jax.Array:
+    """``[K, a, p]``."""
+    table, right = group.table(), group.right
+    if table is not None:
+        return table.added(right)[None]
+    left, p = [cast(Dense, rows).x for rows in group.left], right.shape[1]
+    a = left[0].shape[1]
     if a == p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
-        return jnp.stack([jnp.sum(_wide(rows) * _wide(right), axis=1, keepdims=True) for rows in left])
+        return jnp.stack([jnp.sum(wide(rows) * wide(right), axis=0, keepdims=True) for rows in left])
     # One product for all k: as fast as one for each, and a ninth of the kernels to compile.
-    formed = _einsum("nta,ntp->nap", jnp.concatenate(left, axis=2), right)
-    return jnp.swapaxes(formed.reshape(N, K, a, p), 0, 1)
+    return einsum("ta,tp->ap", jnp.concatenate(left, axis=1), right).reshape(len(left), a, p)
 
 
-def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> jax.Array:
+def mass(factors: Factors, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A bound on ``sum_t |l_t| |r_t|``, the size of the terms that G is the sum of, as a norm over K and N."""
+
+    def one(group: Group) -> jax.Array:
+        if group.table() is not None:
+            return jnp.sum(jnp.sqrt(Dense(group.right).squares()))
+        # Of windows of one input, the whole input instead of each: it is read once.
+        return jnp.sqrt(squares.sum_squares(group.right))
+
+    right = over_groups(one, factors, x, y)
+    if factors.one_hot:
+        return jnp.sqrt(squares.sum_squares(right))
+    return jnp.sqrt(factors.shape[0] * squares.sum_squares(x)) * jnp.max(right)
+
+
+def along_rows(factors: Factors, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """``<G, direction>`` for one example of a look-up; ``direction`` is shaped like the weight."""
+    groups = over_groups(lambda group: jnp.sum(wide(group.scaled())), factors, x, y, factors.fold(direction))
+    return jnp.sum(groups)
+
+
+def with_offset(upper: jax.Array, lower: jax.Array, mixed: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bounds on ``|g + o|`` from bounds on ``|g|``, from ``<g, o>`` and ``|o|``.
+
+    Where the two cancel, rounding takes a large share of what is left: that counts as missing, so that it is computed
+    by the plain definition where it matters. (Rounding is relative to the largest terms, which sixteen are room for; of
+    ``<g, o>`` some millions of products may have vanished.)
+    """
+    larger = jnp.maximum(upper, offset)
+    unit = jnp.where((larger > 0) & jnp.isfinite(larger), larger, 1)  # squares of what is left stay in range
+    high, low, offset = upper / unit, lower / unit, offset / unit
+    cross = 2 * mixed / unit / unit
+    vanished = 2.0**24 * squares.tiny(upper.dtype) / unit / unit
+    rounding = 16 * jnp.finfo(upper.dtype).eps * jnp.square(high + offset) + vanished
+    highest = jnp.maximum(jnp.square(high) + cross + jnp.square(offset), 0) + rounding
+    lowest = jnp.maximum(jnp.square(low) + cross + jnp.square(offset) - rounding, 0)
+    return unit * jnp.sqrt(highest), unit * jnp.sqrt(lowest)
+
+
+def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Array, c: Coefficients) -> Square:
+    """``|alpha G + p + q u|^2`` (standardized.py) from Gram matrices; ``out`` is what the standardised weight gave.
+
+    Per filter the square is ``|alpha G|^2 + 2 alpha (p <1, G> + q <u, G>) + p^2 n + 2 p q sum u + q^2 sum u^2``.
+    """
+
+    def one(group: Group, out: jax.Array, c: PerFilter) -> Square:
+        inner, right = _left_gram(group), wide(group.right)
+        scaled = Dense(right * c.slope)
+        outer = scaled.inner(scaled)
+        # <1, G> = sum_t right_t sum(left_t), and <v, G> = sum_t right_t out_t for the weight v itself.
+        left = [wide(cast(Dense, rows).x) for rows in group.left]
+        total = einsum("t,tp->p", jnp.sum(cast(jax.Array, sum(left)), axis=1), right)
+        along = (jnp.sum(right * wide(out), axis=0) - c.level * total) / c.slope
+        p, q = c.pulled(along, total)
+        first, second = c.sums
+        terms = [2 * c.slope * p * total, 2 * c.slope * q * along, p * p * size, 2 * p * q * first, q * q * second]
+        sizes = right.shape[0], sum(_length(rows) for rows in group.left), right.shape[1]
+        value = jnp.sum(inner * outer) + sum(jnp.sum(t) for t in terms)
+        found = squares.of_products(jnp.diagonal(inner), jnp.diagonal(outer), value, sizes)
+        # The terms cancel in part: what rounding may have taken from their sum counts as well.
+        of_terms = cast(jax.Array, sum(jnp.sum(jnp.abs(t)) for t in terms))
+        return found._replace(value=squares.cancelled(found.value, jnp.sqrt(of_terms)))
+
+    size = c.size
+    groups = over_groups(one, factors, x, y, None, (factors.split(x, out)[1], c.per_filter), grams=True)
+    return jax.tree.map(jnp.sum, groups)
+
+
+def standardized_explicit(formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients) -> Square:
+    """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but c's are folded to ``[K, N, a, p]``."""
+    total, along = (jnp.sum(z, axis=(0, 2)) for z in (formed, formed * deviation))
+    p, q = (z[None, :, None] for z in c.per_filter.pulled(along, total))
+    parts = [formed * c.per_filter.slope[None, :, None], jnp.broadcast_to(p, formed.shape), q * deviation]
+    parts = parts if scale is None else [part * scale for part in parts]
+    found = squares.of_entries(cast(jax.Array, sum(parts)))
+    sizes = cast(jax.Array, sum(jnp.sqrt(squares.sum_squares(part)) for part in parts))
+    return found._replace(value=squares.cancelled(found.value, sizes))
+
+
+def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> Square:
     """``|sum_k G_k|^2`` for several uses of one matrix (tied weights), cross terms included.
 
     Each use is ``(factors, is it transposed?, x, y)``, relative to the parameter. Uses of one kind
     are joined along T, so that an unrolled recurrent network is one Gram matrix, not one for each
     pair of steps.
     """
-    kinds: dict[Any, list] = {}
+    kinds: dict[tuple[type, type], list[tuple[Rows, Rows]]] = {}
     for factors, transposed, x, y in uses:
         (left,), right = factors.split(x, y)
-        pair = [(factors.one_hot, left[0]), (False, right[0])]
-        if transposed:
-            pair.reverse()
-        kinds.setdefault((pair[0][0], pair[1][0]), []).append(pair)
-    joined = [
-        [(side[0][0], jnp.concatenate([z for _, z in side])) for side in zip(*pairs, strict=True)]
-        for pairs in kinds.values()
-    ]
-    total, row_sizes, sizes = 0, [], []
-    for i, (left, right) in enumerate(joined):
-        squares = [_row_squares(*side) for side in (left, right)]
-        sizes += squares
-        row_sizes.append(jnp.sqrt(squares[0]) * jnp.sqrt(squares[1]))
-        for j, (other_left, other_right) in enumerate(joined[: i + 1]):
-            term = jnp.sum(_inner(left, other_left) * _inner(right, other_right))
+        # A plain matrix has one group, or `squeeze` raises.
+        left, right = jnp.squeeze(left, 0), jnp.squeeze(right, 0)
+        pair = (OneHot(left, factors.shape[2]) if factors.one_hot else Dense(left), Dense(right))
+        pair = pair[::-1] if transposed else pair
+        kinds.setdefault((type(pair[0]), type(pair[1])), []).append(pair)
+    joined = [(join([a for a, _ in pairs]), join([b for _, b in pairs])) for pairs in kinds.values()]
+    total = jnp.zeros(())
+    for i, pair in enumerate(joined):
+        for j, other in enumerate(joined[: i + 1]):
+            term = jnp.sum(pair[0].inner(other[0]) * pair[1].inner(other[1]))
             total += term if i == j else 2 * term
-    total = cast(jax.Array, total)  # there is at least one pair
-    return _guarded(_with_slack(total, jnp.concatenate(row_sizes)), *sizes)
-
-
-def _row_squares(one_hot: bool, x: jax.Array) -> jax.Array:
-    return jnp.ones(x.shape, jnp.float32) if one_hot else jnp.sum(jnp.square(_wide(x)), axis=1)
-
-
-def _inner(one: tuple[bool, jax.Array], other: tuple[bool, jax.Array]) -> jax.Array:
-    """Inner products of all rows of ``one`` with all rows of ``other``; True marks one-hot indices."""
-    (one_hot, x), (other_hot, y) = one, other
-    if one_hot and other_hot:
-        return (x[:, None] == y[None, :]).astype(jnp.float32)
-    if one_hot:
-        return _wide(y).T.at[x].get(mode="clip")
-    if other_hot:
-        return _inner(other, one).T
-    return _einsum("ta,sa->ts", x, y)
+    lefts, rights = (jnp.concatenate([pair[side].squares() for pair in joined]) for side in (0, 1))
+    lengths = (max(_length(pair[side]) for pair in joined) for side in (0, 1))
+    return squares.of_products(lefts, rights, total, (len(lefts), *lengths))

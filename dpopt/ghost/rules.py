@@ -52,7 +52,7 @@ class Factors(NamedTuple):
     shape: tuple[int, int, int, int]  # K, N, a, p
     positions: int  # T
     split: Callable[[jax.Array, jax.Array], tuple[list[jax.Array], jax.Array]]
-    """``(x, y) -> (left, right)`` for one example: K arrays [N, T, a] (or indices [N, T]); [N, T, p]."""
+    """``(x, y) -> (left, right)`` for one example: K arrays [N, T, a] (or indices [N, T], see rows.py); [N, T, p]."""
     fold: Callable[[jax.Array], jax.Array]
     """The weight rearranged to ``[K, N, a, p]``."""
     unfold: Callable[[jax.Array], jax.Array]
@@ -141,15 +141,22 @@ def _rows(use: Use, axis: int, positions: int, offset: tuple[int, ...], index: C
     rest = tuple(i for i in range(len(use.weight)) if i != axis)
 
     def split(x, y):
-        ids, valid = index(x)
+        # An index out of range read a fill value, or one that it must not rely on: neither has a gradient. It stays
+        # out of range, which stands for a row of zeros (rows.py).
+        ids = index(x).reshape(1, positions)
         right = jnp.transpose(y, looked_up + offset).reshape(1, positions, p)
-        if valid is not None:  # an index out of range read a fill value, which has no gradient
-            right = jnp.where(valid.reshape(1, positions, 1), right, 0)
-        return [ids.reshape(1, positions)], right
+        return [ids], jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
 
     fold, unfold = _arranger(use.weight, (), (axis,), rest)
     axes = (axis, rest[0]) if len(rest) == 1 else None
     return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=axes)
+
+
+def _index(x: jax.Array, size: int) -> jax.Array:
+    """An index of any integer type, where all below 0 are -1 and all beyond the table are ``size``."""
+    bounds = jnp.iinfo(x.dtype)
+    low, high = (jnp.asarray(i, x.dtype) for i in (max(-1, int(bounds.min)), min(size, int(bounds.max))))
+    return jnp.clip(x, low, high).astype(jnp.int32)
 
 
 @rule("gather")
@@ -166,12 +173,8 @@ def gather(use: Use) -> Factors | None:
     size, mode = use.weight[axis], use.params["mode"]
 
     def index(x):
-        ids = x[..., 0]
-        if mode == lax.GatherScatterMode.CLIP:
-            return jnp.clip(ids, 0, size - 1), None
-        if mode == lax.GatherScatterMode.FILL_OR_DROP:
-            return ids, (ids >= 0) & (ids < size)
-        return ids, None
+        ids = _index(x[..., 0], size)
+        return jnp.clip(ids, 0, size - 1) if mode == lax.GatherScatterMode.CLIP else ids
 
     return _rows(use, axis, math.prod(use.input[:-1]), tuple(dims.offset_dims), index)
 
@@ -184,7 +187,7 @@ def dynamic_slice(use: Use) -> Factors | None:
         return None
     size = use.weight[axis]
     offset = tuple(i for i in range(len(use.weight)) if i != axis)
-    return _rows(use, axis, 1, offset, lambda x: (jnp.clip(x, 0, size - 1), None))
+    return _rows(use, axis, 1, offset, lambda x: jnp.clip(_index(x, size), 0, size - 1))
 
 
 @rule("conv_general_dilated")
@@ -276,7 +279,7 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
     def split(x, y):
         left, right = inner(x, y)  # [L, N, T, ...]
         if mapped:
-            return [z.reshape(length * N, *z.shape[2:]) for z in left], right.reshape(length * N, -1, p)
+            return [z.reshape(length * N, *z.shape[2:]) for z in left], right.reshape(length * N, factors.positions, p)
 
         def merge(z):
             z = jnp.swapaxes(z, 0, 1)

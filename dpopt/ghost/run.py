@@ -20,8 +20,14 @@ from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
 from dpopt.ghost.contacts import along, combined, form, forming, inner, transposed, unfold
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
 from dpopt.ghost.rules import Factors
+from dpopt.ghost.squares import Square, cancelled, of_entries, tiny
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
+
+
+def _roots(square: Square) -> tuple[jax.Array, jax.Array]:
+    """Upper and lower bounds on a norm."""
+    return jnp.sqrt(square.value + square.missing), jnp.sqrt(square.value)
 
 
 class Run:
@@ -73,17 +79,19 @@ class Run:
         diagonal = self._push(leaf, table, [contact])[0]
         return y * jax.vmap(lambda row: along(contact, diagonal, row))(x)
 
-    def norms(self, xs: dict, ys: dict, outs: dict) -> tuple[list[jax.Array], dict[Contact, list[jax.Array]]]:
-        """Per-example norms of ``S g + o`` per parameter, and the gradients that were kept."""
+    def norms(self, xs: dict, ys: dict, outs: dict) -> tuple[list[jax.Array], list[jax.Array], dict[Contact, Any]]:
+        """Per-example norms of ``S g + o`` per parameter, no smaller than they are; the same without what is added for
+        squares that vanished (squares.py); and the gradients that were kept."""
         kept = {c: self._kept(c, xs[c], ys[c]) for c in self.plan.kept}
-        squares: list[Any] = [None] * len(self.leaves)
+        found: list[Any] = [None] * len(self.leaves)
         for leaf_plan in self.plan.leaves:
             if leaf_plan.method != "pulled_back":
-                squares[leaf_plan.leaf] = self._squared_norm(leaf_plan, xs, ys, outs, kept)
+                found[leaf_plan.leaf] = self._norm(leaf_plan, xs, ys, outs, kept)
         for contacts, leaves in self.plan.pulled_back:
             for leaf, square in zip(leaves, self._pulled(contacts, leaves, xs, ys, kept), strict=True):
-                squares[leaf] = square
-        return [jnp.sqrt(s) for s in squares], kept
+                found[leaf] = _roots(square)
+        upper, lower = ([bounds[i] for bounds in found] for i in (0, 1))
+        return upper, lower, kept
 
     def _kept(self, contact: Contact, x: jax.Array, y: jax.Array) -> Any:
         several = jax.vmap(lambda inputs: form(contact, *inputs))
@@ -91,13 +99,14 @@ class Run:
             return several((x, y))
         return in_chunks(several, (x, y), self.plan.batch_size, self.plan.chunk([contact]))
 
-    def _pulled(self, contacts, leaves, xs, ys, kept) -> list[jax.Array]:
+    def _pulled(self, contacts, leaves, xs, ys, kept) -> list[Square]:
         """Squared norms of gradients formed at their contacts and pulled back, some examples at a time."""
 
         def one(inputs):
             formed = [unfold(c, f if c in kept else form(c, *f)) for c, f in zip(contacts, inputs, strict=True)]
             gradients = self._pull_back(contacts, formed, leaves)
-            return [norms.sum_squares(self._affine(i, g)) for i, g in zip(leaves, gradients, strict=True)]
+            lost = [self._lost(i, contacts) for i in leaves]
+            return [of_entries(self._affine(i, g), x) for i, g, x in zip(leaves, gradients, lost, strict=True)]
 
         inputs = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
         return in_chunks(jax.vmap(one), inputs, self.plan.batch_size, self.plan.chunk(contacts))
@@ -108,15 +117,22 @@ class Run:
         gradient = gradient if scale is None else gradient * scale
         return gradient if offset is None else gradient + offset
 
-    def _squared_norm(self, leaf_plan: LeafPlan, xs, ys, outs, kept) -> jax.Array:
+    def _lost(self, leaf: int, contacts: Sequence[Contact]) -> jax.Array | float:
+        """What an entry of ``S g`` may have lost to products that vanish when g is formed."""
+        terms = sum(1 if c.factors is None else c.factors.positions for c in contacts)
+        scale = self.scales[leaf]
+        return terms * tiny(self.wide[leaf].dtype) * (1.0 if scale is None else jnp.max(jnp.abs(scale)))
+
+    def _norm(self, leaf_plan: LeafPlan, xs, ys, outs, kept) -> tuple[jax.Array, jax.Array]:
+        """Upper and lower bounds on the norms of ``S g + o`` for one parameter, per example."""
         leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
         scale, offset = self.scales[leaf], self.offsets[leaf]
         shape = self.trace.leaves[leaf].shape
         number = scale if scale is not None and scale.size == 1 else None
         if method == "none":
             zero = jnp.zeros(shape, self.wide[leaf].dtype)
-            square = norms.sum_squares(self._affine(leaf, zero))
-            return jnp.broadcast_to(square, (self.plan.batch_size,))
+            alone = jnp.broadcast_to(safe_norm(self._affine(leaf, zero).reshape(-1), axis=0), (self.plan.batch_size,))
+            return alone, alone
         if method == "shared_gram":
             base = orientation(contacts[0])
             turned = [orientation(c) != base for c in contacts]
@@ -135,16 +151,18 @@ class Run:
             # Kept gradients too are squared in chunks: whole, a CNN took 1.11 ordinary gradients instead of 1.03.
             chunk = self.plan.chunk(contacts) if method == "explicit" else self.plan.fitting(leaf_plan.bytes)
             square = in_chunks(jax.vmap(one), inputs, self.plan.batch_size, chunk)
-        if number is not None:
-            square = square * jnp.square(number.reshape(()))
-        if offset is not None:
-            # |S g + o|^2 = |S g|^2 + 2 <g, S o> + |o|^2, and <g, S o> is a directional derivative.
-            offset = jnp.broadcast_to(offset, shape)
-            direction = offset if scale is None else offset * scale
-            for c, v in zip(contacts, self._push(leaf, direction, contacts), strict=True):
-                square = square + 2 * jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(xs[c], ys[c])
-            square = jnp.maximum(square + norms.sum_squares(offset), 0)
-        return square
+        upper, lower = _roots(square)
+        if number is not None:  # its square may be out of range
+            upper, lower = (x * jnp.abs(number.reshape(())) for x in (upper, lower))
+        if offset is None:
+            return upper, lower
+        # |S g + o|^2 = |S g|^2 + 2 <g, S o> + |o|^2, and <g, S o> is a directional derivative.
+        offset = jnp.broadcast_to(offset, shape)
+        direction = offset if scale is None else offset * scale
+        mixed: Any = 0.0
+        for c, v in zip(contacts, self._push(leaf, direction, contacts), strict=True):
+            mixed += jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(xs[c], ys[c])
+        return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0))
 
     def _direct(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, kept) -> tuple[Callable, Any]:
         """One example's squared norm, and what it is a function of, where the weight's entries stay apart."""
@@ -156,11 +174,18 @@ class Run:
             diagonal = self._push(leaf, tangent, [contact])[0]
             diagonal = diagonal if factors is None else factors.fold(diagonal)
         if leaf_plan.method != "explicit":
-            norm = norms.METHODS[leaf_plan.method]
-            return lambda f: norm(factors, *f, diagonal), (xs[contact], ys[contact])
+            return lambda f: norms.square(leaf_plan.method, factors, *f, diagonal), (xs[contact], ys[contact])
 
         one, inputs = forming(contact, xs, ys, kept)
-        return lambda f: norms.sum_squares(one(f) if diagonal is None else one(f) * diagonal), inputs
+        lost = self._lost(leaf, [contact])
+
+        def square(f):
+            found = of_entries(one(f) if diagonal is None else one(f) * diagonal, lost)
+            if contact in kept or factors is None or factors.positions == 1 or diagonal is not None:
+                return found
+            return found._replace(value=cancelled(found.value, norms.mass(factors, *f)))
+
+        return square, inputs
 
     def _standardized(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, outs, kept) -> tuple[Callable, Any]:
         """The same, where filters are normalised on the way to the contact."""

@@ -26,22 +26,28 @@ from dpopt.ghost.program import Trace
 from dpopt.ghost.values import Contact, Op, Value, wide_dtype
 
 
-class Coefficients(NamedTuple):
-    """One parameter's numbers; per filter ``[N, p]``."""
+class PerFilter(NamedTuple):
+    """One parameter's numbers, each ``[N, p]``."""
 
-    deviation: jax.Array  # u, like the parameter
     slope: jax.Array  # alpha
     level: jax.Array  # beta, for entries counted from the mean: v = slope u + level
     slopes: tuple[jax.Array, jax.Array]  # its derivatives by first and second
     levels: tuple[jax.Array, jax.Array]
     sums: tuple[jax.Array, jax.Array]  # first and second
-    size: int  # n
 
     def pulled(self, along: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         """p and q of gradients with ``<u, G> = along`` and ``<1, G> = total``."""
         p = self.slopes[0] * along + self.levels[0] * total
         q = 2 * (self.slopes[1] * along + self.levels[1] * total)
         return p, q
+
+
+class Coefficients(NamedTuple):
+    """What a gradient's way through the normalisation takes."""
+
+    deviation: jax.Array  # u, like the parameter
+    per_filter: PerFilter
+    size: int  # n
 
 
 class Standardized(NamedTuple):
@@ -73,7 +79,7 @@ class Standardized(NamedTuple):
 
         slopes, levels = ((fold(a), fold(b)) for a, b in zip(by_first, by_second, strict=True))
         n = math.prod(w.shape[i] for i in self.axes)
-        return Coefficients(u, fold(slope), fold(level), slopes, levels, (fold(sums[0]), fold(sums[1])), n)
+        return Coefficients(u, PerFilter(fold(slope), fold(level), slopes, levels, (fold(sums[0]), fold(sums[1]))), n)
 
     def _run(self, mean, first, second, shape) -> _Affine:
         per_filter = _PerFilter(mean, first, second, shape, self.axes)

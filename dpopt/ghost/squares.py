@@ -1,0 +1,82 @@
+"""Squared norms, with a bound on what float32 cannot hold of them.
+
+A norm bounds a sensitivity, so it must not come out too small. Squares and products below the smallest normal number
+*tiny* (1.2e-38 in float32) vanish: hardware replaces them by zero. So a `Square` carries, beside its value, what may be
+missing from it:
+
+* a square that vanishes takes less than tiny, so ``n`` of them take less than ``n tiny``;
+* an inner product of n terms is off by less than ``n tiny``. In ``sum_ts <l_t, l_s> <r_t, r_s>`` with rows of lengths
+  a and p that makes less than ``tiny (p (sum |l_t|)^2 + a (sum |r_t|)^2 + T^2)``, where ``(sum |l_t|)^2`` is at most
+  ``T sum |l_t|^2``;
+* an entry of a formed gradient is a sum of T products, so it is off by less than ``T tiny``, which a diagonal S
+  enlarges at most ``max |S|`` times: ``n (T tiny max |S|)^2`` of the square.
+
+The engine takes coefficients from ``value + missing``; where those from ``value`` alone would be larger by more than
+`TOLERANCE`, what is missing matters, and the batch is computed by the plain definition, whose norms are scaled before
+they are squared. Under a clip norm of 1 and in a parameter of a million entries that takes a factor of 1e16.
+
+Sums of squares cannot cancel, and XLA adds long ones up in a tree: they are off by 2^-20 at most (measured for up to
+2^24 terms, tests/faults/test_norms.py). Products of matrices are added up in some registers side by side and off by
+2^-14 of the product of the rows' norms, at most. Where terms cancel that is more of the result, hence `cancelled`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpopt.ghost.rows import wide
+
+# By how much coefficients may exceed their bound on account of what is missing from a norm.
+TOLERANCE = 2.0**-14
+# Roundings of a sum of products, relative to the sum of their sizes.
+_ROUNDINGS = 4
+
+
+class Square(NamedTuple):
+    """``value <= |G|^2 <= value + missing``, up to rounding."""
+
+    value: jax.Array
+    missing: jax.Array
+
+    def times(self, number: jax.Array) -> Square:
+        return Square(self.value * number, self.missing * number)
+
+
+def tiny(dtype: jax.typing.DTypeLike) -> float:
+    return float(jnp.finfo(dtype).tiny)
+
+
+def sum_squares(x: jax.Array) -> jax.Array:
+    """Sum of squares in at least float32."""
+    return jnp.sum(jnp.square(wide(x)))
+
+
+def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:
+    """``|x|^2`` of an array whose entries may have lost ``lost`` each."""
+    value = sum_squares(x)
+    return Square(value, x.size * (tiny(value.dtype) + jnp.square(jnp.asarray(lost, value.dtype))))
+
+
+def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int]) -> Square:
+    """A sum over ``T x T`` of products of inner products; ``left`` and ``right`` hold squared norms of rows, [T]."""
+    T, a, p = sizes
+    smallest = tiny(value.dtype)
+    missing = (p * T * smallest) * jnp.sum(left) + (a * T * smallest) * jnp.sum(right) + (T * T + 3) * smallest
+    return Square(cancelled(value, mass(left, right)), missing)
+
+
+def mass(left: jax.Array, right: jax.Array) -> jax.Array:
+    """``sum_t |l_t| |r_t|`` from squared norms of rows."""
+    return jnp.sum(jnp.sqrt(left) * jnp.sqrt(right))
+
+
+def cancelled(value: jax.Array, total: jax.Array) -> jax.Array:
+    """Adds what rounding may have taken from the square of a sum of terms whose norms add up to ``total``.
+
+    It keeps the weighted sum within bounds as well, which adds the same terms up in another order: an example's
+    coefficient times its ``total`` is at most 1 / sqrt(4 eps) = 1,400 clip norms, one rounding of which is 2^-13.
+    """
+    return jnp.maximum(value, 0) + _ROUNDINGS * jnp.finfo(value.dtype).eps * jnp.square(total)
