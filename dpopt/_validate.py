@@ -62,6 +62,14 @@ def positive(*, allow_inf: bool = False, **named: Any) -> None:
             raise ValueError(f"{name} must be positive{'' if allow_inf else ' and finite'}; got {value}.")
 
 
+def at_least(least: float, reason: str, **named: Any) -> None:
+    """Raises where an argument is a number below ``least``; ``reason`` says what would go wrong."""
+    for name, value in named.items():
+        number = _number(name, value)
+        if number is not None and number < least:
+            raise ValueError(f"{name} must be at least {least:.3g}; got {value}. {reason}")
+
+
 def non_negative(*, allow_inf: bool = False, **named: Any) -> None:
     """Raises unless every argument is a number of at least 0 (and finite, unless ``allow_inf``)."""
     for name, value in named.items():

@@ -15,6 +15,11 @@ import optax
 from dpopt import _engines, _stages, _validate
 from dpopt.gradients import PerExampleGrads, stacked_grads
 
+# The least clip norm and gamma. Float32 flushes numbers below 2^-126 to zero: this far above, what a norm near the
+# bound loses to that is less than 2^-20 of it.
+LEAST_CLIP_NORM = 2.0**-100
+_TOO_SMALL = "Float32 would lose gradients of that size and smaller; multiply the loss by a constant instead."
+
 
 @_engines.takes_rows
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,7 @@ class FlatClip:
         l2_clip_norm: C, positive; ``math.inf`` switches clipping off.
 
     Raises:
-        ValueError, TypeError: if C is not a positive number.
+        ValueError, TypeError: if C is not a positive number, or below 2^-100.
 
     *Privacy*: sensitivity C under add/remove-one.
 
@@ -37,6 +42,7 @@ class FlatClip:
 
     def __post_init__(self):
         _validate.positive(l2_clip_norm=self.l2_clip_norm, allow_inf=True)
+        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm)
 
     @property
     def sensitivity(self) -> Any:
@@ -60,7 +66,8 @@ class GroupClip:
             leaf.
 
     Raises:
-        ValueError, TypeError: if an entry is not a positive, finite number; when clipping, if the tree is no prefix.
+        ValueError, TypeError: if an entry is not a positive, finite number, or below 2^-100; when clipping, if the tree
+            is no prefix.
 
     *Privacy*: sensitivity :math:`\sqrt{\sum_k C_k^2}` under add/remove-one.
 
@@ -75,7 +82,9 @@ class GroupClip:
         if not entries:
             raise ValueError("l2_clip_norms has no entries; give one clip norm a group of parameters.")
         for path, entry in entries:
-            _validate.positive(**{f"l2_clip_norms{jax.tree_util.keystr(path)}": entry})
+            name = f"l2_clip_norms{jax.tree_util.keystr(path)}"
+            _validate.positive(**{name: entry})
+            _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, **{name: entry})
 
     @property
     def sensitivity(self) -> float:
@@ -105,10 +114,12 @@ class NormalizedClip:
 
     Args:
         l2_clip_norm: C, positive and finite. With it the learning rate scales; no threshold is left to tune.
-        gamma: stability constant, positive: an example of norm far below it keeps a small weight.
+        gamma: stability constant, positive: an example of norm far below it keeps a small weight. Below about 1e-15
+            the ghost engine may have to form gradients one at a time, to tell norms of that size apart.
 
     Raises:
-        ValueError, TypeError: if an argument is not a positive, finite number.
+        ValueError, TypeError: if an argument is not a positive, finite number, or below 2^-100; if gamma is below
+            2^-100 of C.
 
     *Privacy*: sensitivity C under add/remove-one (the norm stays below C).
 
@@ -123,6 +134,10 @@ class NormalizedClip:
 
     def __post_init__(self):
         _validate.positive(l2_clip_norm=self.l2_clip_norm, gamma=self.gamma)
+        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm, gamma=self.gamma)
+        bound = _validate.concrete(self.l2_clip_norm)
+        if bound is not None:
+            _validate.at_least(bound * LEAST_CLIP_NORM, "C / gamma would overflow.", gamma=self.gamma)
 
     @property
     def sensitivity(self) -> Any:

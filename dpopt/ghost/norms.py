@@ -204,7 +204,7 @@ def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Arr
 
     def one(group: Group, out: jax.Array, c: PerFilter) -> Square:
         inner, right = _left_gram(group), wide(group.right)
-        scaled = Dense(right * c.slope)
+        scaled = Dense(right * c.slope[None])
         outer = scaled.inner(scaled)
         # <1, G> = sum_t right_t sum(left_t), and <v, G> = sum_t right_t out_t for the weight v itself.
         left = [wide(cast(Dense, rows).x) for rows in group.left]

@@ -20,7 +20,7 @@ from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
 from dpopt.ghost.contacts import along, combined, form, forming, inner, transposed, unfold
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import Square, cancelled, of_entries, tiny
+from dpopt.ghost.squares import Square, cancelled, of_entries, shifted, tiny
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
 
@@ -105,8 +105,11 @@ class Run:
         def one(inputs):
             formed = [unfold(c, f if c in kept else form(c, *f)) for c, f in zip(contacts, inputs, strict=True)]
             gradients = self._pull_back(contacts, formed, leaves)
-            lost = [self._lost(i, contacts) for i in leaves]
-            return [of_entries(self._affine(i, g), x) for i, g, x in zip(leaves, gradients, lost, strict=True)]
+            return [shifted(of_entries(self._affine(i, g), lost), o)
+                    for i, g, lost, o in zip(leaves, gradients, losses, offsets, strict=True)]  # fmt: skip
+
+        losses = [self._lost(i, contacts) for i in leaves]
+        offsets = [0.0 if o is None else safe_norm(o.reshape(-1), axis=0) for o in (self.offsets[i] for i in leaves)]
 
         inputs = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
         return in_chunks(jax.vmap(one), inputs, self.plan.batch_size, self.plan.chunk(contacts))

@@ -60,6 +60,16 @@ def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:
     return Square(value, x.size * (tiny(value.dtype) + jnp.square(jnp.asarray(lost, value.dtype))))
 
 
+def shifted(square: Square, offset: jax.Array | float) -> Square:
+    """The square of ``g + o``, uncertain where the weighted sum, which adds g and o up apart, would be.
+
+    It is from about ``|g| + |o| = 256 |g + o|`` on: then roundings of the sum are 2^-15 of the clip norm.
+    """
+    size = jnp.sqrt(square.value) + 2 * offset  # at least |g| + |o|
+    lost = 0 if isinstance(offset, float) else jnp.finfo(square.value.dtype).eps / 64 * jnp.square(size)
+    return square._replace(missing=square.missing + lost)
+
+
 def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int]) -> Square:
     """A sum over ``T x T`` of products of inner products; ``left`` and ``right`` hold squared norms of rows, [T]."""
     T, a, p = sizes

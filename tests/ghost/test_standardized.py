@@ -68,7 +68,7 @@ def test_pulls_back_as_jax_does(weight, x64):
         for s in (None, scale):
             got = standardized_explicit(fold(gradient), fold(c.deviation), None if s is None else fold(s), c)
             want = jnp.sum((expected if s is None else expected * s) ** 2)
-            np.testing.assert_allclose(got, want, rtol=1e-11)
+            np.testing.assert_allclose(got.value, want, rtol=1e-11)
 
 
 @pytest.mark.parametrize("weight", OTHERS.values(), ids=OTHERS)

@@ -1,0 +1,230 @@
+"""Norms that came out too small: of several groups, of look-ups out of range, of what vanishes in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import dpopt
+from dpopt import ghost
+from dpopt._norms import safe_norm
+from dpopt.ghost.run import Run
+from dpopt.ghost.squares import sum_squares
+
+SLACK = 2.0**-12
+
+
+def contribution(loss, params, example, clip, engine="ghost", scale=None, offset=None):
+    """Norm of what one example adds, in sensitivities, in float64."""
+    batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
+    promise = dpopt.per_example_grads(loss, engine=engine)(params, batch, mask=None)
+    promise = promise if scale is None else promise.scale(scale)
+    promise = promise if offset is None else promise.shift(offset)
+    total = promise.clipped_sum(clip).sum
+    return np.sqrt(sum((np.asarray(x, np.float64) ** 2).sum() for x in jax.tree.leaves(total))) / clip.sensitivity
+
+
+# --- several groups
+
+
+def test_scanned_tables():
+    """A table per layer, read inside `scan`: one group a layer, of which only the first was counted."""
+
+    def loss(w, ids):
+        h, _ = lax.scan(lambda h, table: (jnp.tanh(h + table[ids]), None), jnp.zeros((200, 16)), w)
+        return jnp.sum(h**2)
+
+    w = jax.random.normal(jax.random.key(0), (12, 40, 16))
+    ids = jax.random.randint(jax.random.key(1), (200,), 0, 40)
+    assert 0.999 < contribution(loss, w, ids, dpopt.FlatClip(1.0)) < 1 + SLACK
+
+
+@pytest.mark.parametrize("positions", [1, 3, 40])  # a norm method for each
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_scanned_tables_equal_plain_gradients(positions, diagonal):
+    def loss(w, e):
+        h, _ = lax.scan(lambda h, table: (h + jnp.sin(table[e["ids"]]) * e["u"], None), jnp.zeros((positions, 3)), w)
+        return jnp.sum(h**2)
+
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=(4, 5, 3)), jnp.float32)
+    batch = {"ids": jnp.asarray(rng.integers(0, 8, size=(3, positions))),  # some of them out of range
+             "u": jnp.asarray(rng.normal(size=(3, positions, 3)), jnp.float32)}  # fmt: skip
+    scale = jnp.asarray(rng.uniform(0.5, 2, size=w.shape), jnp.float32) if diagonal else None
+    found = {}
+    for engine in ("vmap", "ghost"):
+        promise = dpopt.per_example_grads(loss, engine=engine)(w, batch, mask=None)
+        found[engine] = (promise if scale is None else promise.scale(scale)).clipped_sum(dpopt.FlatClip(0.5))
+    np.testing.assert_allclose(found["ghost"].sensitive.norms, found["vmap"].sensitive.norms, rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(found["ghost"].sum, found["vmap"].sum, atol=1e-6)
+
+
+# --- out of range
+
+_DIMENSIONS = lax.GatherDimensionNumbers((1,), (0,), (0,))
+_LOOK_UPS = {
+    "default": lambda p, i: p[i],
+    "fill": lambda p, i: p.at[i].get(mode="fill"),
+    "clip": lambda p, i: p.at[i].get(mode="clip"),
+    "raw fill": lambda p, i: lax.gather(p, i[:, None], _DIMENSIONS, (1, p.shape[1]), mode="fill"),
+    "raw promise": lambda p, i: lax.gather(p, i[:, None], _DIMENSIONS, (1, p.shape[1]), mode="promise_in_bounds"),
+    "slices": lambda p, i: jnp.concatenate([lax.dynamic_slice_in_dim(p, k, 1) for k in i]),
+}
+
+
+@pytest.mark.parametrize("look_up", _LOOK_UPS)
+@pytest.mark.parametrize("index", [8, 2**31 - 1, -8, -1])
+def test_tied_oov(look_up, index):
+    """A table for look-up and read-out: where the look-up has no gradient, its cross term must not count either."""
+    V, d, T, large = 6, 3, 4, 1e3
+
+    def loss(p, e):
+        rows = _LOOK_UPS[look_up](p, e["ids"])
+        return jnp.sum(jnp.where(jnp.isfinite(rows), rows, 0) * e["u"]) + jnp.sum((e["v"] @ p.T) * e["w"])
+
+    rng = np.random.default_rng(0)
+    v = rng.normal(size=(T, d)).astype(np.float32)
+    v /= np.linalg.norm(v[0])
+    for row in range(V):  # the row that a wrong index would be taken for cancels the read-out's gradient
+        w, u = np.zeros((T, V), np.float32), np.zeros((T, d), np.float32)
+        w[0, row], u[0] = large, -large * v[0]
+        e = {"ids": np.array([index] + [0] * (T - 1), np.int32), "u": u, "v": v, "w": w}
+        assert contribution(loss, jnp.zeros((V, d)), e, dpopt.FlatClip(1.0)) < 1 + SLACK
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_indices_of_small_types(dtype):
+    """A bound that does not fit the index's type must not wrap around."""
+
+    def loss(p, e):
+        return jnp.sum(p.at[e["ids"]].get(mode="clip") * e["u"])
+
+    e = {"ids": np.array([np.iinfo(dtype).max, 1, 2], dtype), "u": np.full((3, 2), 5, np.float32)}
+    np.testing.assert_allclose(contribution(loss, jnp.zeros((300, 2)), e, dpopt.FlatClip(1.0)), 1, rtol=1e-5)
+
+
+# --- what vanishes in float32
+
+
+def _dense(w, e):
+    return jnp.sum((e["x"] @ w) * e["y"])
+
+
+def _linear(w, e):
+    return jnp.sum(jnp.sin(w) * e)
+
+
+def _look_up(w, e):
+    return jnp.sum(w[e["i"]] * e["y"])
+
+
+_ONES = jnp.ones(100)
+_SMALL = {"x": np.full(100, 9e-20, np.float32), "y": np.full(100, 4e9, np.float32)}
+_ROW = {"i": np.int32(3), "y": np.full(100, 9e-20, np.float32)}
+_SEQUENCE = {"x": np.full((3, 100), 9e-20, np.float32), "y": np.full((3, 80), 4e9, np.float32)}
+_UNDERFLOW = [
+    (_dense, (100, 100), _SMALL, dpopt.FlatClip(1e-9), None),
+    (_dense, (100, 100), _SMALL, dpopt.FlatClip(0.005), jnp.full((100, 100), 1e7)),
+    (_dense, (100, 100), _SMALL, dpopt.FlatClip(0.005), 1e7),
+    (_dense, (100, 80), _SEQUENCE, dpopt.FlatClip(1e-9), None),
+    (_linear, (100,), np.full(100, 9e-21, np.float32), dpopt.FlatClip(1.0), 1e25),
+    (_linear, (100,), np.full(100, 1e-20, np.float32), dpopt.FlatClip(1.0), 1e21 * _ONES),
+    (_linear, (100,), np.full(100, 9e-20, np.float32), dpopt.NormalizedClip(1.0, gamma=1e-20), None),
+    (_linear, (100,), np.full(100, 1e-30, np.float32), dpopt.FlatClip(1e-30), None),
+    (_look_up, (50, 100), _ROW, dpopt.FlatClip(1e-19), None),
+    (_look_up, (50, 100), _ROW, dpopt.FlatClip(1.0), jnp.full((50, 100), 1e20)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(_UNDERFLOW)))
+def test_underflow(case):
+    loss, shape, example, clip, scale = _UNDERFLOW[case]
+    assert 0.9 < contribution(loss, jnp.zeros(shape), example, clip, scale=scale) < 1 + SLACK
+
+
+@pytest.mark.parametrize("clip, value", [(dpopt.FlatClip, 1e-31), (dpopt.FlatClip, 1e-45)])
+def test_clip_norms_that_float32_cannot_keep_are_refused(clip, value):
+    with pytest.raises(ValueError, match="at least"):
+        clip(value)
+    with pytest.raises(ValueError, match="at least"):
+        dpopt.GroupClip({"a": 1.0, "b": value})
+    with pytest.raises(ValueError, match="at least"):
+        dpopt.NormalizedClip(1.0, gamma=value)
+    with pytest.raises(ValueError, match="overflow"):
+        dpopt.NormalizedClip(1e10, gamma=1e-25)
+
+
+def test_ordinary_small_gradients_are_not_computed_one_by_one(monkeypatch):
+    """Zero and tiny gradients are no reason for the slow path, under an ordinary clip."""
+    monkeypatch.setattr(Run, "one_by_one", lambda *_: pytest.fail("computed one by one"))
+    w, sizes = jnp.zeros((100, 80)), jnp.asarray([0, 1e-30, 1e-18, 1e-12, 1, 1e3])[:, None]
+    for positions in (1, 3):
+        batch = {"x": sizes[:, :, None] * jnp.ones((6, positions, 100)), "y": jnp.ones((6, positions, 80))}
+        for clip in (dpopt.FlatClip(1.0), dpopt.NormalizedClip(1.0)):
+            dpopt.per_example_grads(_dense, engine="ghost")(w, batch, mask=None).clipped_sum(clip)
+
+
+def test_an_offset_that_cancels_the_gradient():
+    """``|g + o|`` is far smaller than either, and must not drown in their rounding."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50,)).astype(np.float32)
+    for size in (1e-2, 1e-4, 1e-6):
+        offset = jnp.asarray(-x + size * rng.normal(size=50).astype(np.float32))
+        clip = dpopt.FlatClip(float(size))
+        assert contribution(lambda w, e: jnp.sum(w * e), jnp.zeros(50), x, clip, offset=offset) < 1 + SLACK
+
+
+# --- rounding of long sums
+
+
+def test_long_sums_of_squares():
+    """One entry of 1 and millions whose squares it would swallow: added up in a row, the norm is 1 instead of 1.1."""
+    n = 2**23
+    x = np.full(n, 2.0**-12.5, np.float32)
+    x[0] = 1
+    exact = np.sum(np.square(x, dtype=np.float64))
+    np.testing.assert_allclose(jax.jit(sum_squares)(x), exact, rtol=2.0**-16)
+    np.testing.assert_allclose(jax.jit(lambda x: safe_norm(x[None], axis=1))(x)[0], exact**0.5, rtol=2.0**-16)
+    np.testing.assert_allclose(jax.jit(jax.vmap(sum_squares))(x.reshape(1, -1, 32))[0], exact, rtol=2.0**-16)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_long_row_with_a_diagonal(diagonal):
+    n = 2**17
+    x = np.full(n, 2.0**-12.5, np.float32)
+    x[0] = 1
+    e = {"x": x, "y": np.ones(2, np.float32)}
+    scale = jnp.ones((n, 2)) if diagonal else None
+    assert contribution(_dense, jnp.zeros((n, 2)), e, dpopt.FlatClip(0.1), scale=scale) < 1 + SLACK
+
+
+def test_positions_that_cancel():
+    """Terms far larger than their sum are rounded in the sum over the batch: the clip must leave room for that."""
+    B, T, V, d = 32, 12, 40, 8
+    rng = np.random.default_rng(0)
+    batch = {"i": rng.integers(0, V, (B, T)).astype(np.int32), "y": rng.normal(size=(B, T, d)).astype(np.float32)}
+    k = B // 2
+    for large in (1e4, 1e8):
+        batch["y"][k], batch["i"][k] = 0, np.arange(T)
+        batch["y"][k, 0], batch["y"][k, -1], batch["i"][k, -1] = large, -large, 0
+
+        @jax.jit
+        def total(mask, batch):
+            return dpopt.per_example_grads(_look_up, engine="ghost")(jnp.zeros((V, d)), batch, mask=mask).clipped_sum(
+                dpopt.FlatClip(1.0)
+            )
+
+        with_it, without = (np.asarray(total(m, batch).sum, np.float64) for m in (np.ones(B, bool), np.arange(B) != k))
+        assert np.linalg.norm(with_it - without) < 1 + SLACK
+
+
+def test_plans_of_scanned_tables_count_every_group():
+    def loss(w, ids):
+        return jnp.sum(lax.scan(lambda h, table: (h + table[ids], None), jnp.zeros((30, 4)), w)[0])
+
+    ids = jnp.zeros((2, 30), jnp.int32)
+    one, many = (
+        ghost.plan_clipped_sum(loss, jnp.zeros((n, 50, 4)), ids).leaves[0] for n in (1, 8)
+    )  # fmt: skip
+    assert many.operations >= 7 * one.operations

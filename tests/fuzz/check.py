@@ -1,0 +1,139 @@
+"""Runs a program and compares it with plain per-example gradients and float64 arithmetic."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpopt
+
+from .program import BATCH, Program, draw
+
+# What float32 may add to one example's influence, as documented (SECURITY.md).
+SLACK = 2.0**-12
+# The two sums that are compared are rounded, each to its own size.
+ROUNDING = 2.0**-20
+# Small programs are compiled for the check's sake, not for speed.
+_FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclass
+class Outcome:
+    """What became of one program."""
+
+    seed: int
+    features: list[str]
+    kind: str  # ran, fell_back (to the plain engine), refused, or invalid (plain JAX cannot run it either)
+    worst: float = 0.0  # the largest influence, in sensitivities
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run(seed: int, fast: bool = True) -> Outcome:
+    """Checks the program of a seed; ``fast`` skips most optimisations."""
+    started, program = time.process_time(), draw(seed)
+    with warnings.catch_warnings(record=True) as caught, np.errstate(all="ignore"):
+        warnings.simplefilter("always")
+        outcome = _checked(program, fast)
+    if outcome.kind == "ran" and any("Falling back" in str(w.message) for w in caught):
+        outcome.kind = "fell_back"
+    outcome.seconds = time.process_time() - started
+    return outcome
+
+
+def _checked(program: Program, fast: bool) -> Outcome:
+    outcome = Outcome(program.seed, program.features, "ran")
+    options = _FAST_COMPILE if fast else {}
+
+    def clipped(params, batch, mask, scale, offset):
+        promise = dpopt.per_example_grads(
+            program.loss, engine=program.engine, microbatch_size=program.microbatch_size
+        )(params, batch, mask=mask)  # fmt: skip
+        promise = promise if scale is None else promise.scale(scale)
+        promise = promise if offset is None else promise.shift(offset)
+        return promise.clipped_sum(program.clip).sum
+
+    def plain(params, batch):
+        return jax.vmap(jax.grad(program.loss), (None, 0))(params, batch)
+
+    def both(params, batch, mask, scale, offset):
+        return clipped(params, batch, mask, scale, offset), plain(params, batch)
+
+    everyone = np.ones(BATCH, bool)
+    inputs = program.params, program.batches[0], everyone, program.scale, program.offset
+    try:
+        function = jax.jit(both).lower(*inputs).compile(compiler_options=options) if program.is_jitted else both
+        function(*inputs)
+    except Exception as error:
+        try:
+            plain(*jax.tree.map(jnp.asarray, inputs[:2]))
+        except Exception:
+            outcome.kind = "invalid"
+            return outcome
+        outcome.kind = "refused"
+        outcome.failures.append(f"raises {type(error).__name__}: {str(error)[:200]}")
+        return outcome
+    for batch, tame in zip(program.batches, program.tame, strict=True):
+        _compare(program, outcome, function, batch, tame)
+    return outcome
+
+
+def _compare(program: Program, outcome: Outcome, function: Any, batch: Any, tame: np.ndarray) -> None:
+    """One batch against itself with a row left out, for every row."""
+    sensitivity = float(program.clip.sensitivity)
+
+    def total(mask):
+        found, grads = function(program.params, batch, mask, program.scale, program.offset)
+        return _flat(found), grads
+
+    whole, grads = total(np.ones(BATCH, bool))
+    if not np.isfinite(whole).all():
+        outcome.failures.append(f"the sum is not finite: {whole}")
+        return
+    expected = _contributions(program, grads)
+    for row in range(BATCH):
+        without, _ = total(np.arange(BATCH) != row)
+        moved = np.linalg.norm(whole - without)
+        size = max(np.linalg.norm(whole), np.linalg.norm(without))
+        excess = moved - ROUNDING * size
+        outcome.worst = max(outcome.worst, excess / sensitivity)
+        if not excess <= sensitivity * (1 + SLACK):
+            outcome.failures.append(f"row {row} moves the sum by {moved / sensitivity:.6g} of its sensitivity")
+        if program.is_precise and tame.all():
+            error = np.linalg.norm(whole - without - expected[row])
+            if not error <= 1e-2 * np.linalg.norm(expected[row]) + 1e-5 * np.linalg.norm(expected):
+                outcome.failures.append(f"row {row} contributes something else: off by {error / sensitivity:.3g} C")
+
+
+def _flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(tree)])
+
+
+def _contributions(program: Program, grads: Any) -> np.ndarray:
+    """``c_i (S g_i + o)`` in float64, ``[B, d]``."""
+    mapped = {k: np.asarray(g, np.float64).reshape(BATCH, *program.params[k].shape) for k, g in grads.items()}
+    if program.scale is not None:
+        mapped = {k: g * np.float64(program.scale[k]) for k, g in mapped.items()}
+    if program.offset is not None:
+        mapped = {k: g + np.float64(program.offset[k]) for k, g in mapped.items()}
+    mapped = {k: g.reshape(BATCH, -1) for k, g in mapped.items()}
+    clip, norms = program.clip, {k: np.linalg.norm(g, axis=1) for k, g in mapped.items()}
+    together = np.sqrt(sum(n**2 for n in norms.values()))
+    if isinstance(clip, dpopt.GroupClip):
+        c = {k: _shrink(clip.l2_clip_norms[k], n) for k, n in norms.items()}
+    elif isinstance(clip, dpopt.NormalizedClip):
+        c = dict.fromkeys(norms, clip.l2_clip_norm / (together + clip.gamma))
+    else:
+        c = dict.fromkeys(norms, _shrink(clip.l2_clip_norm, together))
+    rows = np.concatenate([c[k][:, None] * mapped[k] for k in sorted(mapped)], axis=1)
+    return np.where(np.isfinite(together)[:, None], rows, 0)
+
+
+def _shrink(bound: float, norms: np.ndarray) -> np.ndarray:
+    return np.minimum(1, bound / np.maximum(norms, 1e-300))

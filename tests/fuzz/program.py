@@ -1,0 +1,162 @@
+"""A program drawn from a seed: a loss, parameters, batches of examples tame and wild, a diagonal, a clip, an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpopt
+
+from . import losses, weights
+from .losses import KINDS, D, T, V
+from .weights import PROLOGUES
+
+BATCH = 4
+# What a table looked up out of range and read out needs lies in two kinds at a time: they are drawn more often.
+_HEADS: dict[str, Callable] = {
+    "sum": lambda h, e: jnp.sum(h * e["u"]),
+    "tanh": lambda h, e: jnp.sum(jnp.tanh(h) * e["u"]),
+    "square": lambda h, e: jnp.sum((h - e["u"]) ** 2),
+    "softmax": lambda h, e: jnp.sum(jax.nn.logsumexp(h + e["u"], axis=1)),
+}
+_ROWS = ["tame", "tiny", "huge", "spread", "beyond", "cancelling", "nan", "inf", "zero"]
+
+
+@dataclass
+class Program:
+    """What is run, and which features it has."""
+
+    seed: int
+    loss: Callable
+    params: dict[str, np.ndarray]
+    batches: list[dict[str, np.ndarray]]
+    tame: list[np.ndarray]  # rows of each batch whose arithmetic stays in range, [B] bool
+    scale: Any
+    offset: Any
+    clip: Any
+    engine: str
+    microbatch_size: int | None
+    is_jitted: bool
+    is_precise: bool  # nothing is rounded to half precision on the way
+    features: list[str]
+
+
+def draw(seed: int) -> Program:
+    """The program of a seed."""
+    rng = np.random.default_rng(seed)
+    uses, params, features = [], {}, []
+    for _ in range(rng.choice([1, 2, 3], p=[0.4, 0.4, 0.2])):
+        kind = str(rng.choice(list(KINDS)))
+        features.append(kind)
+        names = []
+        for shape in KINDS[kind][0]:
+            same = [k for k, w in params.items() if w.shape == shape]
+            if same and rng.random() < 0.5:
+                names.append(str(rng.choice(same)))
+                features.append("tied")
+            else:
+                names.append(f"w{len(params)}")
+                params[names[-1]] = (rng.normal(size=shape) * 0.5).astype(np.float32)
+        prologues = [str(rng.choice(list(PROLOGUES))) if rng.random() < 0.4 else "plain" for _ in names]
+        features += [p for p in prologues if p != "plain"]
+        uses.append((KINDS[kind][1], list(zip(names, prologues, strict=True))))
+    head = str(rng.choice(list(_HEADS)))
+    regularized = rng.random() < 0.05
+
+    def loss(params, e):
+        h = e["x"]
+        for function, sources in uses:
+            h = function(h, [PROLOGUES[p](params[name]) for name, p in sources], e)
+        value = e["m"] * _HEADS[head](h, e)
+        return value + sum(jnp.sum(jnp.sin(w)) for w in params.values()) if regularized else value
+
+    if rng.random() < 0.05:
+        loss = jax.checkpoint(loss)
+        features.append("remat_all")
+    if rng.random() < 0.05:
+        params["unused"] = np.ones(2, np.float32)
+    scale, offset = _scale(rng, params, features), None
+    if rng.random() < 0.25:
+        features.append("offset")
+        offset = {k: (rng.normal(size=w.shape) * 10.0 ** rng.choice([-6, -1, 0, 3])).astype(np.float32)
+                  for k, w in params.items()}  # fmt: skip
+    engine = str(rng.choice(["ghost", "auto", "vmap"], p=[0.8, 0.05, 0.15]))
+    microbatch = 2 if rng.random() < 0.15 else None
+    clip = _clip(rng, params)
+    features += [head, type(clip).__name__, engine] + ["microbatch"] * (microbatch is not None)
+    batches, tame = zip(*[_batch(rng, wild, features) for wild in (False, True, True)], strict=True)
+    used = {*features}
+    precise = used.isdisjoint(set(KINDS) - losses.PRECISE) and used.isdisjoint(set(PROLOGUES) - weights.PRECISE)
+    return Program(
+        seed, loss, params, list(batches), list(tame), scale, offset, clip, engine, microbatch,
+        rng.random() > 0.02, precise, sorted(used),
+    )  # fmt: skip
+
+
+def _scale(rng, params, features):
+    how = str(rng.choice(["none", "diagonal", "number", "large"], p=[0.5, 0.25, 0.15, 0.1]))
+    if how == "none":
+        return None
+    features.append(f"scale_{how}")
+    if how == "number":
+        return {k: np.float32(rng.choice([-2, 0.5, 1e7, 1e25, 1e-20])) for k in params}
+    size = 1.0 if how == "diagonal" else 10.0 ** rng.choice([-20, -7, 7, 21])
+    return {k: (rng.uniform(0.5, 2, size=w.shape) * size).astype(np.float32) for k, w in params.items()}
+
+
+def _clip(rng, params):
+    how = rng.random()
+    if how < 0.65:
+        return dpopt.FlatClip(float(10.0 ** rng.choice([0, 0, 0, -3, 3, -9, -25])))
+    if how < 0.85:
+        return dpopt.NormalizedClip(float(rng.choice([1.0, 1e-6])), gamma=float(rng.choice([0.01, 1e-10, 1e-20])))
+    return dpopt.GroupClip({k: float(rng.choice([1.0, 0.1, 1e-12])) for k in params})
+
+
+def _batch(rng, wild, features):
+    """Examples of all sizes; one row is wild in one way, several in many."""
+    rows, tame = [], []
+    for _ in range(BATCH):
+        kind = str(rng.choice(_ROWS)) if wild else "tame"
+        row: dict[str, Any] = {
+            "x": rng.normal(size=(T, D)), "u": rng.normal(size=(T, D)), "v": rng.normal(size=(T, V)), "m": 1.0,
+            "ids": rng.integers(-1 if rng.random() < 0.3 else 0, V, size=T),
+        }  # fmt: skip
+        _make_wild(rng, kind, row)
+        if wild:
+            features.append(kind)
+        rows.append(row)
+        tame.append(kind in ("tame", "beyond", "zero"))
+    stacked = {k: np.stack([np.asarray(r[k]) for r in rows]) for k in rows[0]}
+    with np.errstate(over="ignore"):
+        cast = {k: x.astype(np.int32 if k == "ids" else np.float32) for k, x in stacked.items()}
+    return cast, np.array(tame)
+
+
+def _make_wild(rng, kind, row):
+    sizes = {"tiny": [-25, -22, -20, -19, -15, -8], "huge": [4, 8, 15, 19, 25, 30]}
+    if kind in sizes:
+        for name in ("x", "u", "v", "m"):
+            if rng.random() < 0.5:
+                row[name] = row[name] * 10.0 ** rng.choice(sizes[kind])
+    elif kind == "spread":  # entries of all sizes
+        for name in ("x", "u", "v"):
+            row[name] = row[name] * 10.0 ** rng.integers(-22, 20, size=row[name].shape)
+    elif kind == "beyond":
+        row["ids"] = rng.choice([-V - 2, -V, -1, 0, V - 1, V, V + 3, 2**31 - 1, -(2**31)], size=T)
+        large = 10.0 ** rng.choice([0, 3, 6])
+        row["u"], row["v"] = row["u"] * large, row["v"] * large
+    elif kind == "cancelling":  # positions whose gradients are large and cancel
+        row["x"][1], row["ids"][1] = row["x"][0], row["ids"][0]
+        row["u"][0] = row["u"][0] * 10.0 ** rng.choice([3, 6, 8])
+        row["u"][1] = -row["u"][0]
+    elif kind in ("nan", "inf"):
+        name = str(rng.choice(["x", "u", "v"]))
+        row[name].reshape(-1)[rng.integers(row[name].size)] = {"nan": np.nan, "inf": np.inf}[kind]
+    elif kind == "zero":
+        row["m"] = 0.0
