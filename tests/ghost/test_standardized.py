@@ -83,7 +83,7 @@ def test_a_filter_far_from_zero_keeps_its_digits():
     with jax.numpy_rank_promotion("allow"):
         c = found.coefficients(w)
         exact = np.asarray(w, np.float64)
-        np.testing.assert_allclose(c.slope[0], 1 / np.sqrt(exact.var(AXES) + 1e-3), rtol=1e-4)
+        np.testing.assert_allclose(c.per_filter.slope[0], 1 / np.sqrt(exact.var(AXES) + 1e-3), rtol=1e-4)
 
 
 def test_a_filter_whose_slope_is_zero_is_clipped_by_the_plain_definition():
