@@ -26,6 +26,9 @@ _INTERVAL = 1e-3
 # What a grid may have: points of one step (a dictionary in dp_accounting), of a composition (arrays), and of each
 # composition of equal steps where there are many, since those are kept.
 _STEP_POINTS, _POINTS, _KEPT_POINTS = 2**17, 2**21, 2**15
+_FINE_POINTS = (
+    2**18
+)  # and where the grid is finer than it must be, since it would be coarse beside the loss of one step
 _TAIL = 1e-15  # probability that dp_accounting moves to an infinite loss when it cuts a composition
 
 # More than FEW different steps are rounded towards less privacy, onto a grid of ratio 1.001, or coarser until at most
@@ -128,6 +131,8 @@ def ever_sampled(steps: Steps, delta: float) -> float:
         precision += count * sigma**-2
     if delta >= -math.expm1(alike):
         return 0.0  # two coupled runs differ with at most this probability
+    if precision > 1e7:
+        return math.inf  # an epsilon of millions, beyond what the formula resolves in floating point
     p = -math.expm1(never)
     full = float(gaussian_mechanism.get_epsilon_gaussian(precision**-0.5, delta / p))
     full += 1e-11 * (1 + full)  # the root finder's tolerance
@@ -149,7 +154,8 @@ def privacy_loss(steps: Steps, delta: float, bound: float) -> float:
 
 
 def _interval(steps: Steps, bound: float) -> float:
-    interval = _INTERVAL * (min(bound, 1.0) if bound < 100 else bound / 100)
+    coarse = _INTERVAL * (min(bound, 1.0) if bound < 100 else bound / 100)
+    interval = 0.0
     points = _KEPT_POINTS if len(steps) > 4 else _POINTS
     windows = 0.0
     for event, count in steps.items():
@@ -160,7 +166,9 @@ def _interval(steps: Steps, bound: float) -> float:
         exponents = orders - 1
         tails = count * curve + math.log(2 / _TAIL) / exponents
         window = min(count * width, 4 * width + 2 * np.min(tails, initial=math.inf, where=exponents * width <= 20))
-        interval = max(interval, width / _STEP_POINTS, window / points)
+        spread = math.sqrt(curve[np.searchsorted(orders, 2)])  # of the loss of one step; a grid of half that is fine
+        fine = min(coarse, max(spread / 2, window / _FINE_POINTS))
+        interval = max(interval, fine, width / _STEP_POINTS, window / points)
         windows += window
     # Upwards to one of eight values an octave: kept compositions are met again when epsilon has moved a little.
     return 2.0 ** (math.ceil(8 * math.log2(max(interval, windows / _POINTS / 4))) / 8)

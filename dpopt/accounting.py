@@ -175,10 +175,10 @@ def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, account
         )
     steps = _bounds.rounded(steps)
     bound = _bounds.renyi(steps, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)(delta)
-    if accountant == "rdp" or bound > _HOPELESS:
+    if accountant == "rdp" or bound == math.inf:
         return bound
     bound = min(bound, _bounds.ever_sampled(steps, delta))
-    return min(bound, _bounds.privacy_loss(steps, delta, bound)) if bound > 0 else bound
+    return min(bound, _bounds.privacy_loss(steps, delta, bound)) if 0 < bound < _HOPELESS else bound
 
 
 def steps_affordable(

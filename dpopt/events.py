@@ -151,10 +151,10 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
     1.5
     """
     match event:
-        case dp.GaussianDpEvent(noise_multiplier=0):
-            return dp.NonPrivateDpEvent()
         case dp.GaussianDpEvent(noise_multiplier=math.inf):
             return dp.NoOpDpEvent()
+        case dp.GaussianDpEvent(noise_multiplier=sigma):  # within what can be squared
+            return dp.NonPrivateDpEvent() if sigma < 1e-100 else dp.GaussianDpEvent(min(sigma, 1e100))
         case dp.ComposedDpEvent(events=parts):
             parts = [e for e in map(merged, parts) if not isinstance(e, dp.NoOpDpEvent)]
             if not parts:
