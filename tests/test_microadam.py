@@ -319,17 +319,19 @@ def test_each_step_and_leaf_rounds_with_its_own_draws():
 def test_rounding_never_reuses_the_noise(monkeypatch):
     """Even with one key for both: codes that knew the noise would undo it."""
     used: dict = {"noise": [], "rounding": []}
-    normal, uniform = jax.random.normal, jax.random.uniform
+    normal, uniform = dpopt.noise.standard_normal_like, jax.random.uniform
 
-    def spy(name, draw):
-        def drawn(key, *args):
-            used[name].append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
-            return draw(key, *args)
+    def spy_noise(key, tree):
+        keys = jax.random.key_data(dpopt.noise._keys(key, 2))  # that its leaves would be drawn with
+        used["noise"] += [tuple(words) for words in [jax.random.key_data(key).tolist(), *keys.tolist()]]
+        return normal(key, tree)
 
-        return drawn
+    def spy_rounding(key, *args):
+        used["rounding"].append(tuple(jax.random.key_data(key).tolist()))
+        return uniform(key, *args)
 
-    monkeypatch.setattr(jax.random, "normal", spy("noise", normal))
-    monkeypatch.setattr(jax.random, "uniform", spy("rounding", uniform))
+    monkeypatch.setattr(dpopt.noise, "standard_normal_like", spy_noise)
+    monkeypatch.setattr(jax.random, "uniform", spy_rounding)
     key = jax.random.key(3)
     opt = dp_micro_adam(
         1.0, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=1, key=key, rounding="stochastic",
@@ -338,8 +340,8 @@ def test_rounding_never_reuses_the_noise(monkeypatch):
     params = {"a": jnp.zeros(8), "b": jnp.zeros(8)}
     state = opt.init(params)
     opt.update({"a": jnp.ones((1, 8)), "b": jnp.ones((1, 8))}, state, params)
-    assert len(used["noise"]) == 2 and len(used["rounding"]) == 2
-    assert len(set(used["noise"] + used["rounding"])) == 4
+    assert len(used["noise"]) == 3 and len(used["rounding"]) == 2
+    assert len(set(used["noise"] + used["rounding"])) == 5
 
 
 @pytest.mark.parametrize("size, density, block, kept", [(100, 0.01, None, 1), (101, 0.01, None, 2), (1, 0.01, None, 1),
