@@ -17,6 +17,8 @@ from importlib import metadata as _metadata
 from dpopt.gradients import PerExampleGrads as PerExampleGrads
 from dpopt.gradients import per_example_grads as per_example_grads
 from dpopt.ghost import explain as explain
+from dpopt.verification import VerificationError as VerificationError
+from dpopt.verification import verify as verify
 
 # How is its influence bounded?
 from dpopt.clipping import FlatClip as FlatClip

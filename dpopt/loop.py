@@ -1,6 +1,7 @@
 """The training loop that keeps the books: every step is charged before it is let out, and the budget is a limit."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _program, _resume, _validate, accounting, entropy, events, identity
+from dpopt import _program, _resume, _validate, accounting, entropy, events, identity, verification
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
 from dpopt.journal import Entry
@@ -136,6 +137,7 @@ def train(
     microbatch_size: int | None = None,
     engine: Engine = "auto",
     replay: bool = False,
+    verify: bool = True,
 ) -> TrainResult:
     """Trains, resumes and stops within a budget.
 
@@ -169,6 +171,7 @@ def train(
             ``public_grads``.
         place_batch: puts (batch, mask) on devices, such as `dpopt.sharding.shard_batch`; None for JAX's default.
         microbatch_size, engine: see `dpopt.make_train_step`.
+        verify: whether to compare the engine with plain gradients on the first batch, once a process (`dpopt.verify`).
         replay: True derives all noise and batches from key and seed, and repeats steps; see above for what it assumes.
 
     Returns:
@@ -176,6 +179,7 @@ def train(
 
     Raises:
         BudgetExceeded: if not one step can be taken; ReplayError: if a repeated step comes out differently;
+        VerificationError: if the engine's sum is not what plain gradients give;
         JournalError, CheckpointError: if what is stored is damaged or belongs to another run; ValueError, TypeError:
             for a bad argument, such as a state whose steps are not in the plan's journal, or a key that another run of
             this process was started with; or if the processes of a run differ in key, seed, plan or parameters.
@@ -213,9 +217,14 @@ def train(
             entropy.claim(state.opt_state, journal)
             restored = None if checkpointer is None else checkpointer.restore(state, journal, run)
             state = state if restored is None else restored.state
-        return _Run(plan, _compiled(step), fetch_batch, on_step, extra, place_batch, checkpointer, run, program).to(
-            target, state, limit, replay
-        )
+        check = None
+        if verify:
+            scale = verification.fixed_scale(plan.optimizer, state.params)
+            options = {"engine": engine, "microbatch_size": microbatch_size, "scale": scale}
+            check = functools.partial(verification.verify_once, loss_fn, **options)
+        return _Run(
+            plan, _compiled(step), check, fetch_batch, on_step, extra, place_batch, checkpointer, run, program
+        ).to(target, state, limit, replay)
     finally:
         if checkpointer is not None:  # what was opened here; others may go on with the run now
             checkpointer.settle()
@@ -228,6 +237,7 @@ class _Run:
 
     plan: Any
     step: Callable
+    check: Callable[[Any, Any], None] | None
     fetch_batch: Callable
     on_step: Callable | None
     extra: Callable | None
@@ -253,6 +263,8 @@ class _Run:
         sampler = plan.sampler if state.segment is None else plan.sampler.reseeded(state.segment.seed)
         spent = journal.ledger.steps - len(pending)  # number of the next step to be charged, or repeated
         scheme, privacy = plan.sampler.scheme, plan.optimizer.privacy
+        if self.check is not None and state.update < last:
+            self.check(state.params, self._rows(sampler.batch(spent))[0])
 
         is_due = False
         while state.update < last:
@@ -281,8 +293,7 @@ class _Run:
 
     def _next(self, state: TrainState, batch: Any) -> tuple[TrainState, str]:
         """The state after one more step, and its digest. Nothing of it may be let out yet."""
-        rows = self.fetch_batch(batch.indices), batch.mask
-        rows = rows if self.place_batch is None else self.place_batch(rows)
+        rows = self._rows(batch)
         more = {} if self.extra is None else self.extra(state.update, state.params)
         params, opt_state, digest = self.step(state.params, state.opt_state, *rows, more)
         return TrainState(params, opt_state, state.update + 1, state.segment), identity.hex_digest(digest)
@@ -292,6 +303,10 @@ class _Run:
             start = [entry for entry in self.plan.journal.entries if not entry.is_step][-1]
             changed = identity.differences(start.program or {}, self.program)
             raise ReplayError(_other_result(step, expected.digest, found, changed))
+
+    def _rows(self, batch: Any) -> Any:
+        rows = self.fetch_batch(batch.indices), batch.mask
+        return rows if self.place_batch is None else self.place_batch(rows)
 
     def _save(self, state: TrainState) -> None:
         if self.checkpointer is not None:

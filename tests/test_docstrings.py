@@ -23,6 +23,8 @@ INTERNAL = {
     "apply_diagonal",
     "as_promise",
     "as_clip_function",
+    "fixed_scale",
+    "verify_once",
 }
 
 

@@ -1,0 +1,117 @@
+"""The check against plain gradients: silent on what is right, and it names what is wrong."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import mlp_batch, mlp_loss, mlp_params, privacy_four
+
+import dpopt
+from dpopt import verification
+from dpopt.ghost.run import Run
+from dpopt.verification import VerificationError, verify
+
+PARAMS, BATCH = mlp_params(), mlp_batch(6)
+
+
+@pytest.mark.parametrize("options", [{"engine": "ghost"}, {"engine": "vmap", "microbatch_size": 4}])
+def test_what_is_right_passes(options):
+    verify(mlp_loss, PARAMS, BATCH, **options)
+    verify(lambda p, e: (mlp_loss(p, e), e["x"]), PARAMS, BATCH, has_aux=True, scale=0.5, examples=2, **options)
+
+
+def test_examples_that_are_not_finite_or_have_no_gradient_pass():
+    batch = {"x": BATCH["x"].at[1].set(np.nan).at[2].set(0), "y": BATCH["y"]}
+    verify(mlp_loss, PARAMS, batch, engine="ghost")
+    verify(lambda w, x: 0 * jnp.sum(w * x), jnp.ones(3), jnp.ones((2, 3)), engine="ghost")
+
+
+def test_a_model_in_bfloat16_passes():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((20, 30), (6, 5, 20)))
+    verify(loss, w, x, engine="ghost")
+
+
+def half_of_a_norm(monkeypatch):
+    real = Run.norms
+
+    def wrong(self, *args):
+        leaf_norms, *rest = real(self, *args)
+        return [leaf_norms[0] / 2, *leaf_norms[1:]], *rest
+
+    monkeypatch.setattr(Run, "norms", wrong)
+
+
+def a_sum_too_large(monkeypatch):
+    real = Run.weighted_sum
+    monkeypatch.setattr(Run, "weighted_sum", lambda *a: [t * (1 + (i == 3)) for i, t in enumerate(real(*a))])
+
+
+def rows_that_mix(monkeypatch):
+    """One example gets a little of its neighbour's weight, which shows only where the neighbour is masked out."""
+    real = Run.weighted_sum
+
+    def wrong(self, coefficients, *args):
+        return real(self, [c + 0.1 * jnp.roll(c, 1) * (c == 0) for c in coefficients], *args)
+
+    monkeypatch.setattr(Run, "weighted_sum", wrong)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (half_of_a_norm, r"\['hidden'\]\['b'\]: the norm of the gradient of example 0 of the batch is"),
+        (a_sum_too_large, r"\['out'\]\['w'\]: the clipped sum \(its norm\) of 4 examples together"),
+        (rows_that_mix, r"the clipped sum \(its norm\) of"),
+    ],
+)
+def test_a_planted_mistake_is_found_and_named(plant, said, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(VerificationError, match=said) as caught:
+        verify(mlp_loss, PARAMS, BATCH, engine="ghost")
+    assert "engine='vmap'" in str(caught.value) and "as private as the data" in str(caught.value)
+    verify(mlp_loss, PARAMS, BATCH, engine="vmap")
+
+
+def test_the_fixed_diagonals_of_an_optimizer_are_found():
+    scale = np.array([[0.1], [1.0], [2.0], [10.0]], np.float32)
+    optimizer = dpopt.adadps(0.1, scale=scale, **privacy_four())
+    np.testing.assert_array_equal(verification.fixed_scale(optimizer, jnp.ones((4, 3))), scale)
+    twice = dpopt.privatize(**privacy_four(), preconditioner=tuple(dpopt.side_information(s) for s in (scale, 2.0)))
+    np.testing.assert_array_equal(verification.fixed_scale(twice, jnp.ones((4, 3))), 2 * scale)
+    assert verification.fixed_scale(dpopt.dp_adam(0.1, **privacy_four()), jnp.ones((4, 3))) is None
+
+
+def test_a_loss_that_is_no_function_of_its_example_is_refused():
+    calls = itertools.count(1)
+    with pytest.raises(VerificationError, match="depends on more than parameters and its own example"):
+        verify(lambda w, x: next(calls) * jnp.sum((w - x) ** 2), jnp.zeros(2), jnp.eye(2), engine="vmap")
+
+
+def make_plan(key):
+    builder = dpopt.Builder(num_examples=20, expected_batch_size=5, steps=2, key=jax.random.key(key), pad_to=16)
+    return builder.clip(1.0).noise(1.0).then(optax.sgd(0.1)).build()
+
+
+def test_a_run_is_verified_before_its_first_step(monkeypatch):
+    data, loss = mlp_batch(20), lambda p, e: mlp_loss(p, e)
+    fetch = lambda rows: jax.tree.map(lambda x: x[rows], data)  # noqa: E731
+    seen = []
+    real = verification.verify
+    monkeypatch.setattr(verification, "verify", lambda *a, **k: seen.append(1) or real(*a, **k))
+    make_plan(101).run(loss, PARAMS, fetch, engine="ghost")
+    make_plan(102).run(loss, PARAMS, fetch, engine="ghost")
+    assert len(seen) == 1
+
+    half_of_a_norm(monkeypatch)
+    plan, other = make_plan(103), lambda p, e: mlp_loss(p, e)
+    with pytest.raises(VerificationError):
+        plan.run(other, PARAMS, fetch, engine="ghost")
+    assert plan.journal.ledger.steps == 0
+    assert make_plan(104).run(other, PARAMS, fetch, engine="ghost", verify=False).ledger.steps == 2
