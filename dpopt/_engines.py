@@ -17,6 +17,8 @@ from jax.core import Tracer
 
 from dpopt import _trees, ghost
 from dpopt._norms import safe_norm
+from dpopt._programs import equations
+from dpopt._rows import check_rows_are_independent
 
 
 class ClipFunction(Protocol):
@@ -146,7 +148,14 @@ class Loss:
         return self.params
 
     def gradients(self) -> Any:
+        check_rows_are_independent(self._row_program)
         return self._value_and_grads(self.batch, True)[1]
+
+    @functools.cached_property
+    def _row_program(self) -> Any:
+        """What is computed for one row, derivative rules included; whatever is wrong with the loss fails here."""
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
+        return jax.make_jaxpr(self._value_and_grad)(row)
 
     def _value_and_grad(self, row: Any) -> tuple[Any, Any]:
         """Of one row of the batch."""
@@ -154,9 +163,18 @@ class Loss:
 
     def _value_and_grads(self, batch: Any, mask: Any) -> tuple[Any, Any]:
         """Of all rows; those that ``mask`` leaves out may come out as anything."""
-        together = jax.vmap(self._value_and_grad)(batch)
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        if not _convolves(jax.make_jaxpr(self._value_and_grad)(row).jaxpr):
+        try:
+            together = jax.vmap(self._value_and_grad)(batch)
+        except jax.errors.JaxRuntimeError:
+            raise
+        except Exception as error:  # not the loss's own: one row can be traced, as `_row_program` was
+            _warn_once(
+                type(error).__name__,
+                f"vmap cannot take the gradients of this loss ({type(error).__name__}: {_first_line(error)}). They are "
+                "taken one example after the other, which is slow.",
+            )
+            return jax.lax.map(self._value_and_grad, batch)
+        if not any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(self._row_program.jaxpr)):
             return together
         # Examples' filters have gradients that are one grouped convolution, which XLA may turn into one of all with all
         # and zeros between: 0 * nan then takes every example along. They are computed one by one instead; a loop, since
@@ -189,7 +207,7 @@ class Loss:
                 self.loss_fn, self.params, self.batch, scale=scale, offset=offset, has_aux=self.has_aux
             ).of(size)
         except ghost.CannotFollow as reason:
-            _warn_once(reason)
+            _warn_fallback(reason.primitive, str(reason))
             return size, None
         if self.engine == "auto" and plan.prefers_vmap:
             return size, None
@@ -203,21 +221,32 @@ class Loss:
         """One microbatch, by the engine that was chosen."""
         if plan is None:
             return self._vmap_engine(batch, mask, scale, offset, clip)
-        ran = ghost.clipped_sum(
-            self.loss_fn,
-            self.params,
-            batch,
-            coefficients=functools.partial(row_coefficients, clip),
-            mask=mask,
-            scale=scale,
-            offset=offset,
-            has_aux=self.has_aux,
-            plan=plan,
-        )
+        try:
+            ran = ghost.clipped_sum(
+                self.loss_fn,
+                self.params,
+                batch,
+                coefficients=functools.partial(row_coefficients, clip),
+                mask=mask,
+                scale=scale,
+                offset=offset,
+                has_aux=self.has_aux,
+                plan=plan,
+            )
+        except jax.errors.JaxRuntimeError:  # out of memory, say: the other engine would need more
+            raise
+        except Exception as error:
+            result = self._vmap_engine(batch, mask, scale, offset, clip)  # an error of the user's own comes again
+            _warn_fallback(
+                type(error).__name__,
+                f"ghost clipping cannot run this loss ({type(error).__name__}: {_first_line(error)})",
+            )
+            return result
         return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, is_finite=ran.ok | ~mask)
 
     def run(self, mask, scale, offset, clip) -> EngineResult:
         """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
+        check_rows_are_independent(self._row_program)
         size, plan = self._choose(scale, offset)
         if size == self.batch_size:
             return self._microbatch(self.batch, mask, scale, offset, clip, plan)
@@ -243,21 +272,22 @@ class Loss:
         return jax.tree.map(unfold, ran)._replace(sum=total)
 
 
-def _convolves(jaxpr: Any) -> bool:
-    """Whether there is a convolution in a program, at any depth."""
-    inner = [x for e in jaxpr.eqns for v in e.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
-    own = any(e.primitive.name == "conv_general_dilated" for e in jaxpr.eqns)
-    return own or any(_convolves(getattr(x, "jaxpr", x)) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns"))
-
-
 _warned: set[str] = set()
 
 
-def _warn_once(reason: ghost.CannotFollow) -> None:
-    if reason.primitive not in _warned:
-        _warned.add(reason.primitive)
-        warnings.warn(
-            f"{reason}. Falling back to engine='vmap', which gives the same result and forms every gradient; pass "
-            "engine='vmap' to silence this.",
-            stacklevel=2,
-        )
+def _warn_once(what: str, message: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(message, stacklevel=3)
+
+
+def _warn_fallback(what: str, reason: str) -> None:
+    _warn_once(
+        what,
+        f"{reason}. Falling back to engine='vmap', which gives the same result and forms every gradient; pass "
+        "engine='vmap' to silence this.",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import TOLERANCE
-from dpopt.ghost.trace import CannotFollow, trace_loss
+from dpopt.ghost.trace import CannotFollow, planning, trace_loss
 from dpopt.ghost.values import wide_dtype
 
 
@@ -67,10 +67,11 @@ def plan_clipped_sum(
 
 def plan_example(loss_fn, params, example, batch_size, scale, offset, has_aux) -> Plan:
     """`plan_clipped_sum` for one example, of which only shapes matter."""
-    trace = trace_loss(loss_fn, params, example, has_aux)
     scales = _like(params, scale)
     scaled = [s is not None and s.size > 1 for s in scales]
-    return make_plan(trace, batch_size, scaled, offset is not None, leaf_paths(params))
+    trace = trace_loss(loss_fn, params, example, has_aux)
+    with planning():
+        return make_plan(trace, batch_size, scaled, offset is not None, leaf_paths(params))
 
 
 def clipped_sum(
@@ -124,6 +125,8 @@ def clipped_sum(
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
     losses, aux, xs, ys, outs = run.passes(jax.tree.leaves(batch))
     leaf_norms, lower_norms, kept = run.norms(xs, ys, outs)
+    # A loss may compute in fewer bits than its parameters have.
+    leaf_norms = [n.astype(x.dtype) for n, x in zip(leaf_norms, run.wide, strict=True)]
 
     def weigh(leaf_norms):
         given = coefficients(jax.tree.unflatten(tree, leaf_norms))

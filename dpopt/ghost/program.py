@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from dpopt.ghost.values import LAYOUT, Contact, ContactOp, Op, Value, read, tap, wide_dtype
+from dpopt.ghost.values import Contact, ContactOp, Op, Value, read, tap
 
 
 class Scope:
@@ -196,17 +196,12 @@ class Trace:
         return self.contacts[-1]
 
     def run_prologue(self, leaves: Sequence[jax.Array], wide: bool = False) -> dict[Value, jax.Array]:
-        """All prologue values. ``wide`` skips casts to 16 bits, so that pulling back loses nothing."""
+        """All prologue values; ``wide`` ones from wide ``leaves``, so that pulling back loses nothing to 16 bits."""
         env = dict(zip(self.leaves, leaves, strict=True))
         for op in self.prologue:
             values = read(env, op.inputs)
-            if wide and op.name == "convert_element_type" and op.inputs[0].leaves:
-                if op.outputs[0].dtype != wide_dtype(op.outputs[0].dtype):
-                    env[op.outputs[0]] = values[0]
-                    continue
-            if wide and op.name not in LAYOUT:
-                values = [x.astype(v.dtype) if v.leaves else x for x, v in zip(values, op.inputs, strict=True)]
-            env.update(zip(op.outputs, op.run(*values), strict=True))
+            outs = op.wide(values) if wide and any(v.leaves for v in op.inputs) else op.run(*values)
+            env.update(zip(op.outputs, outs, strict=True))
         return env
 
     def run_body(self, static: dict, example: Sequence[jax.Array], taps: dict[Contact, jax.Array]):

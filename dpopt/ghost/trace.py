@@ -5,7 +5,8 @@ The loss of **one example** is traced to a jaxpr and its equations are sorted in
 * the **prologue**: everything that does not depend on the example. What it computes from
   parameters (casts, transposes, weight standardisation, LoRA products) is still "the weights",
   and the gradient with respect to it is pulled back to the parameters at the end;
-* the **body**: everything that depends on the example.
+* the **body**: everything that depends on the example, and whatever the gradient of a sum may not
+  be pulled through (linear.py: a ``custom_vjp`` of the user's, complex values).
 
 A **contact** is where a value of the prologue that depends on parameters enters the body. If a rule
 covers the equation (rules.py), the contact sits on its *output*: the tap's cotangent together with
@@ -19,8 +20,9 @@ the steps by ``vmap``), taps become scanned inputs, and the recorded inputs beco
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -29,42 +31,62 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
 
+from dpopt._programs import equations, scan_arguments
+from dpopt._rows import draws_otherwise_in_rows
 from dpopt.ghost import rules
 from dpopt.ghost.canonical import convolution
 from dpopt.ghost.cotangents import share_taps
+from dpopt.ghost.linear import ELEMENTWISE, pulls_sums
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
-from dpopt.ghost.values import LAYOUT, ContactOp, Entry, Op, Value
+from dpopt.ghost.values import LAYOUT, ContactOp, Entry, Op, Value, is_narrow
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = {"remat", "remat2", "checkpoint"}
-# Every output entry is a function of one input entry.
-_ELEMENTWISE = {
-    "neg", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "sqrt", "rsqrt", "square",
-    "abs", "sin", "cos", "integer_pow", "sign", "erf", "add", "sub", "mul", "div", "max", "min",
-}  # fmt: skip
 
 
 class CannotFollow(Exception):
-    """The ghost engine cannot trace this loss; ``primitive`` names the operation that stopped it."""
+    """The ghost engine cannot trace this loss; ``primitive`` names the operation, or the error, that stopped it."""
 
-    def __init__(self, primitive: str, reason: str):
+    def __init__(self, primitive: str, reason: str, error: Exception | None = None):
         self.primitive = primitive
-        super().__init__(f"ghost clipping cannot follow primitive '{primitive}': {reason}")
+        where = f"primitive '{primitive}'" if error is None else f"this loss ({primitive})"
+        super().__init__(f"ghost clipping cannot follow {where}: {reason}")
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Where whatever fails is the engine's own affair: another one may do."""
+    try:
+        yield
+    except CannotFollow:
+        raise
+    except Exception as error:
+        raise CannotFollow(type(error).__name__, str(error).partition("\n")[0], error) from error
 
 
 def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = False) -> Trace:
     """Traces ``loss_fn(params, example)``; arrays or ShapeDtypeStructs, only shapes matter.
 
     Raises:
-      CannotFollow: a parameter flows into an operation that has no reverse-mode derivative.
+      CannotFollow: a parameter flows into an operation that has no reverse-mode derivative, some operation does more
+        than compute a value (a mutable reference, a callback), or anything else fails that is no error of the loss.
     """
     closed, shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
     loss_shape = shape[0] if has_aux else shape
     if getattr(loss_shape, "shape", None) != () or not jnp.issubdtype(loss_shape.dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a real scalar for one example, got {loss_shape}")
+    for eqn in equations(closed.jaxpr):
+        if eqn.effects and not eqn.primitive.name.startswith("debug_"):
+            raise CannotFollow(eqn.primitive.name, "it does more than compute a value")
     trace = Trace(aux_tree=jax.tree.structure(shape[1]) if has_aux else None)
+    with planning():
+        _sort(closed, len(jax.tree.leaves(params)), trace)
+    return trace
+
+
+def _sort(closed: Any, count: int, trace: Trace) -> None:
+    """Sorts the equations of a loss, whose first ``count`` inputs are the parameters, into prologue and body."""
     trace.body = Scope(None, trace)
-    count = len(jax.tree.leaves(params))
     for i, var in enumerate(closed.jaxpr.invars):
         aval, is_leaf = var.aval, i < count
         value = Value(aval.shape, aval.dtype, dynamic=not is_leaf)
@@ -79,7 +101,6 @@ def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = Fal
     # A loss that does not depend on the example still has a gradient.
     trace.results = [trace.body.promote(outs[0]) if outs[0].leaves else outs[0], *outs[1:]]
     share_taps(trace.body, trace.results)
-    return trace
 
 
 def _walk(jaxpr: Any, consts: Sequence, args: Sequence[Value], scope: Scope) -> list[Value]:
@@ -108,6 +129,9 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
         return _walk(inner.jaxpr, inner.consts, inputs, scope)
     dynamic = any(v.dynamic for v in inputs)
     outputs = [Value(v.aval.shape, v.aval.dtype, dynamic) for v in eqn.outvars]
+    if not dynamic and _belongs_to_body(eqn, inputs, outputs, scope):
+        dynamic = True
+        outputs = [Value(v.shape, v.dtype, dynamic) for v in outputs]
     if not dynamic:
         if _is_index_arithmetic(inputs, outputs):
             with jax.ensure_compile_time_eval():
@@ -135,6 +159,14 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     return outputs
 
 
+def _belongs_to_body(eqn: Any, inputs: list[Value], outputs: list[Value], scope: Scope) -> bool:
+    """Whether an equation that no example enters is computed beside those of the examples all the same."""
+    if any(v.leaves for v in inputs):
+        return not pulls_sums(eqn, _binder(eqn), inputs, outputs)
+    # Hoisted out of a loop it would run for all steps by vmap.
+    return isinstance(scope, LoopScope) and draws_otherwise_in_rows(eqn)
+
+
 def _differentiated(eqn: Any, moving: Sequence[int]) -> Callable:
     """The equation as a function of which the inputs in ``moving`` get gradients."""
     return convolution(eqn, moving) if eqn.primitive.name == "conv_general_dilated" else _binder(eqn)
@@ -144,6 +176,9 @@ def _binder(eqn: Any) -> Callable:
     def run(*args):
         params = eqn.primitive.get_bind_params(eqn.params)
         functions, params = params if isinstance(params, tuple) else ((), params)
+        wanted = params.get("preferred_element_type")
+        if wanted is not None and is_narrow(wanted) and not is_narrow(args[0].dtype):  # run wide: see `Op.wide`
+            params = {**params, "preferred_element_type": args[0].dtype}
         out = eqn.primitive.bind(*functions, *args, **params)
         return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -179,7 +214,7 @@ def _describe(eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
             elif name not in ("convert_element_type", "reduce_precision", "copy"):
                 order = None
             out.entry = Entry(source.entry.copy, order)
-        elif name in _ELEMENTWISE and out.shape == source.shape:
+        elif name in ELEMENTWISE and out.shape == source.shape:
             out.entry = Entry(False, source.entry.order)
 
 
@@ -243,10 +278,7 @@ def _visit_remat(eqn: Any, inputs: list[Value], outputs: list[Value], scope: Sco
 
 def _visit_scan(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     params = eqn.params
-    if "num_consts" in params:
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-    else:  # JAX 0.12 describes the arguments by a tree of (constants, carries, scanned inputs)
-        num_consts, num_carry, _ = (len(group) for group in params["ft_in"].unpack())
+    num_consts, num_carry = scan_arguments(eqn)
     jaxpr, length = params["jaxpr"].jaxpr, params["length"]
     inner = LoopScope(scope, scope.trace, length)
     args = list(inputs[:num_consts])

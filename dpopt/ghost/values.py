@@ -57,6 +57,37 @@ class Op:
         del taps, record
         env.update(zip(self.outputs, self.run(*read(env, self.inputs)), strict=True))
 
+    def wide(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """The outputs from wide inputs: the values are rounded as the loss rounds them, their cotangents are not.
+
+        A sum that is rounded to 16 bits is wrong by more than one example adds to it.
+        """
+        if self.name == "reduce_precision" and self.inputs[0].leaves:
+            return [_straight_through(lambda x: self.run(x)[0], values[0])]
+        own = [v for v in (*self.inputs, *self.outputs) if v.leaves]
+        if not any(is_narrow(v.dtype) for v in own):
+            return self.run(*values)
+        if not any(v.leaves for v in self.outputs):  # no gradient: as the loss computes it
+            return self.run(*(x.astype(v.dtype) if v.leaves else x for x, v in zip(values, self.inputs, strict=True)))
+        values = [x.astype(wide_dtype(v.dtype)) if is_narrow(v.dtype) else x
+                  for x, v in zip(values, self.inputs, strict=True)]  # fmt: skip
+        if self.name in LAYOUT - {"convert_element_type"}:
+            return self.run(*values)
+        outs = values if self.name == "convert_element_type" else self.run(*values)
+        return [_rounded(x, v.dtype) for x, v in zip(outs, self.outputs, strict=True)]
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    if not is_narrow(dtype):
+        return x.astype(dtype)
+    return _straight_through(lambda x: x.astype(dtype).astype(x.dtype), x.astype(wide_dtype(dtype)))
+
+
+def _straight_through(rounding: Callable, x: jax.Array) -> jax.Array:
+    function = jax.custom_jvp(rounding)
+    function.defjvp(lambda primals, tangents: (rounding(*primals), *tangents))
+    return function(x)
+
 
 @dataclass(eq=False, slots=True)
 class Contact:
@@ -108,6 +139,11 @@ def read(env: dict, values: Sequence[Value]) -> list:
     return [env[v] if v.constant is None else v.constant for v in values]
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Whether a floating type has fewer than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
 def wide_dtype(dtype: Any) -> Any:
     """The type in which gradients add up: at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.promote_types(dtype, jnp.float32)
