@@ -18,7 +18,7 @@ from jax.core import Tracer
 from dpopt import _trees, ghost
 from dpopt._norms import safe_norm
 from dpopt._programs import equations
-from dpopt._rows import check_rows_are_independent
+from dpopt._rows import batched_by_hand, check_rows_are_independent
 
 
 class ClipFunction(Protocol):
@@ -154,6 +154,9 @@ class Loss:
     @functools.cached_property
     def _row_program(self) -> Any:
         """What is computed for one row, derivative rules included; whatever is wrong with the loss fails here."""
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            # In shard_map the type of a value says over which devices it varies, which a shape does not.
+            return jax.make_jaxpr(lambda batch: self._value_and_grad(jax.tree.map(lambda x: x[0], batch)))(self.batch)
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
         return jax.make_jaxpr(self._value_and_grad)(row)
 
@@ -163,6 +166,14 @@ class Loss:
 
     def _value_and_grads(self, batch: Any, mask: Any) -> tuple[Any, Any]:
         """Of all rows; those that ``mask`` leaves out may come out as anything."""
+        by_hand = batched_by_hand(self._row_program)
+        if by_hand is not None:
+            _warn_once(
+                by_hand,
+                f"the gradients of this loss are taken one example after the other, which is slow: under vmap "
+                f"{by_hand} hands all examples to a function that might mix them.",
+            )
+            return jax.lax.map(self._value_and_grad, batch)
         try:
             together = jax.vmap(self._value_and_grad)(batch)
         except jax.errors.JaxRuntimeError:
@@ -200,7 +211,7 @@ class Loss:
         No plan means ``vmap``: because it is asked for, or all that is left, or faster.
         """
         size = min(self.microbatch_size or self.batch_size, self.batch_size)
-        if self.engine == "vmap":
+        if self.engine == "vmap" or batched_by_hand(self._row_program):
             return size, None
         try:
             plan = ghost.plan_clipped_sum(

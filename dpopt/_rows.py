@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpopt._programs import scan_arguments, subprograms
+from dpopt._programs import equations, scan_arguments, subprograms
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "scan"}
 _STREAMS = {"rng_bit_generator", "rng_uniform"}  # under vmap one stream is cut into rows
+_ALL_AT_ONCE = {"expand_dims", "broadcast_all", "legacy_vectorized"}
 _NO_DRAW = {"random_seed", "random_wrap", "random_unwrap", "random_clone"}
 
 
@@ -45,6 +46,15 @@ def check_rows_are_independent(program: Any) -> None:
             "would share one stream, so that each reads the others. Use threefry keys, such as "
             "jax.random.key(seed, impl='threefry2x32'); a key that is the same for all examples may be of any kind."
         )
+
+
+def batched_by_hand(program: Any) -> str | None:
+    """An operation whose ``vmap`` is code of the user's, which gets all rows at once: its name, or None."""
+    for eqn in equations(program.jaxpr):
+        name = eqn.primitive.name
+        if name == "custom_vmap_call" or (eqn.params.get("vmap_method") in _ALL_AT_ONCE and name == "pure_callback"):
+            return name
+    return None
 
 
 def draws_otherwise_in_rows(eqn: Any) -> bool:

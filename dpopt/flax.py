@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen, nnx
+from flax import errors, linen, nnx
 
 from dpopt.gradients import PerExampleGrads
 
@@ -89,7 +89,8 @@ def nnx_loss(model: nnx.Module, loss: Callable, *, wrt: Any = nnx.Param) -> tupl
         ``loss_fn(params, example)``, and the parameters as plain arrays in an NNX state.
 
     Raises:
-        TypeError: if ``model`` is no NNX module; ValueError: if the filter selects nothing.
+        TypeError: if ``model`` is no NNX module; ValueError: if the filter selects nothing; in the loss, if the model
+            changes a variable of its own while it runs (its random streams, batch statistics, a counter).
 
     *Privacy*: changes nothing. What the model updates in place while it runs (running statistics) is dropped.
 
@@ -106,7 +107,16 @@ def nnx_loss(model: nnx.Module, loss: Callable, *, wrt: Any = nnx.Param) -> tupl
         raise ValueError(f"the filter {wrt!r} selects no parameters of {type(model).__name__}.")
 
     def batch_loss(params, batch):
-        return loss(nnx.merge(graphdef, params, rest), batch)
+        try:
+            return loss(nnx.merge(graphdef, params, rest), batch)
+        except errors.TraceContextError as error:
+            raise ValueError(
+                f"{type(model).__name__} changes a variable of its own while it runs ({error}): a loss of one example "
+                "has nowhere to keep it. Dropout: make the model without rngs, and pass those of the example at the "
+                "call, model(x, rngs=nnx.Rngs(dropout=key)) with a key in the batch. Batch normalisation mixes "
+                "examples: use LayerNorm or GroupNorm, or freeze its statistics by model.eval(). Counters: keep them "
+                "out of the loss."
+            ) from error
 
     return example_loss(batch_loss), nnx.as_pure(params)
 

@@ -18,7 +18,7 @@ def flat_clip(bound):
     def coefficients(norms):
         leaves = jnp.stack(jax.tree.leaves(norms))
         largest = jnp.maximum(jnp.max(leaves, axis=0), 1e-30)  # squares of norms such as 1e30 overflow
-        total = largest * jnp.sqrt(jnp.sum((leaves / largest) ** 2, axis=0))
+        total = largest * jnp.sqrt(jnp.sum((leaves / largest[None]) ** 2, axis=0))
         c = jnp.minimum(1, bound / jnp.maximum(total, 1e-30))
         return jax.tree.map(lambda _: c, norms)
 
