@@ -6,7 +6,6 @@ The ``ghost`` engine (`dpopt.ghost`) gets the same sum without forming them.
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from dpopt import _trees, ghost
+from dpopt import _fallback, _trees, ghost
 from dpopt._norms import safe_norm
 from dpopt._programs import equations
 from dpopt._rows import batched_by_hand, check_rows_are_independent
@@ -168,7 +167,7 @@ class Loss:
         """Of all rows; those that ``mask`` leaves out may come out as anything."""
         by_hand = batched_by_hand(self._row_program)
         if by_hand is not None:
-            _warn_once(
+            _fallback.warn_once(
                 by_hand,
                 f"the gradients of this loss are taken one example after the other, which is slow: under vmap "
                 f"{by_hand} hands all examples to a function that might mix them.",
@@ -179,10 +178,10 @@ class Loss:
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:  # not the loss's own: one row can be traced, as `_row_program` was
-            _warn_once(
+            _fallback.warn_once(
                 type(error).__name__,
-                f"vmap cannot take the gradients of this loss ({type(error).__name__}: {_first_line(error)}). They are "
-                "taken one example after the other, which is slow.",
+                f"vmap cannot take the gradients of this loss ({type(error).__name__}: {_fallback.first_line(error)}). "
+                "They are taken one example after the other, which is slow.",
             )
             return jax.lax.map(self._value_and_grad, batch)
         if not any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(self._row_program.jaxpr)):
@@ -218,7 +217,7 @@ class Loss:
                 self.loss_fn, self.params, self.batch, scale=scale, offset=offset, has_aux=self.has_aux
             ).of(size)
         except ghost.CannotFollow as reason:
-            _warn_fallback(reason.primitive, str(reason))
+            _fallback.to_vmap(reason.primitive, str(reason))
             return size, None
         if self.engine == "auto" and plan.prefers_vmap:
             return size, None
@@ -248,9 +247,9 @@ class Loss:
             raise
         except Exception as error:
             result = self._vmap_engine(batch, mask, scale, offset, clip)  # an error of the user's own comes again
-            _warn_fallback(
+            _fallback.to_vmap(
                 type(error).__name__,
-                f"ghost clipping cannot run this loss ({type(error).__name__}: {_first_line(error)})",
+                f"ghost clipping cannot run this loss ({type(error).__name__}: {_fallback.first_line(error)})",
             )
             return result
         return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, is_finite=ran.ok | ~mask)
@@ -281,24 +280,3 @@ class Loss:
 
         total, ran = jax.lax.scan(step, _trees.zeros(self.params), jax.tree.map(fold, (batch, mask)))
         return jax.tree.map(unfold, ran)._replace(sum=total)
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(what: str, message: str) -> None:
-    if what not in _warned:
-        _warned.add(what)
-        warnings.warn(message, stacklevel=3)
-
-
-def _warn_fallback(what: str, reason: str) -> None:
-    _warn_once(
-        what,
-        f"{reason}. Falling back to engine='vmap', which gives the same result and forms every gradient; pass "
-        "engine='vmap' to silence this.",
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import dpopt
 import dpopt.flax
-from dpopt import _engines
+from dpopt import _fallback
 
 RNG = np.random.default_rng(0)
 W, X = RNG.normal(size=(4, 4)), RNG.normal(size=(5, 3, 4))
@@ -23,7 +23,7 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 @pytest.fixture(autouse=True)
 def _warn_again():
-    _engines._warned.clear()
+    _fallback._warned.clear()
 
 
 @jax.custom_vjp
