@@ -44,7 +44,7 @@ from dpopt.chain import PrivateOptimizer as PrivateOptimizer
 from dpopt.chain import chain as chain
 from dpopt.chain import privatize as privatize
 from dpopt.privacy import Privacy as Privacy
-from dpopt.privacy import privacy_of as privacy_of
+from dpopt.inspection import privacy_of as privacy_of
 
 # What did the run cost?
 from dpopt.ledger import Ledger as Ledger
@@ -86,6 +86,7 @@ from dpopt.optimizers.public import dp_r_pub as dp_r_pub
 from dpopt.optimizers.public import pda_dpmd as pda_dpmd
 from dpopt.optimizers.public import scale_by_public_adam as scale_by_public_adam
 from dpopt.optimizers.public import warm_start as warm_start
+from dpopt.optimizers.public import with_public_arguments as with_public_arguments
 from dpopt.optimizers.after_noise import precondition_after_noise as precondition_after_noise
 
 # How is a whole run said in one sentence?

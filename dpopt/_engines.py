@@ -118,6 +118,7 @@ class Stacked:
 
     grads: Any
     batch_size: int
+    unit: str = "example"
 
     @property
     def like(self) -> Any:

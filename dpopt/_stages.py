@@ -2,19 +2,18 @@
 
 Optax composes functions and forgets what they were. An accountant needs to know, so each of dpopt's own transformations
 carries a ``stage``: a plain description (its sensitivity, its noise) that `dpopt.chain` reads when it is built. A chain
-made by ``optax.chain`` has no such list; for it the stages report to a tape while the update is traced, together with
-the very arrays that went in and came out. That is enough to see that the noise fell on the clipped sum itself and on
-nothing else.
+made by ``optax.chain`` has no such list; for it the stages report while `dpopt.inspection` traces the update.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
-import jax
 import optax
+
+from dpopt import _validate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,9 @@ class StagedTransformation(optax.GradientTransformationExtraArgs):
 
     def __new__(cls, init: Callable, update: Callable, stage: Stage) -> "StagedTransformation":
         def recorded_update(updates, state, params=None, **extra_args):
+            _validate.public_arguments(extra_args)
             new_updates, new_state = update(updates, state, params, **extra_args)
-            record(stage, updates, new_updates)
+            record(stage)
             return new_updates, new_state
 
         self = super().__new__(cls, init, recorded_update)
@@ -79,37 +79,21 @@ class StagedTransformation(optax.GradientTransformationExtraArgs):
         raise TypeError("a transformation holds functions and cannot be pickled; save its state instead.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """One stage (or the privacy of a whole chain) as it ran, with what it read and wrote."""
-
-    what: Any
-    inputs: Any
-    outputs: Any
+_reports: contextvars.ContextVar[list | None] = contextvars.ContextVar("dpopt_reports", default=None)
 
 
-_Tape = TypeVar("_Tape", bound=list[Report] | None)
-_tape: contextvars.ContextVar[list[Report] | None] = contextvars.ContextVar("dpopt_tape", default=None)
-
-
-def record(what: Any, inputs: Any, outputs: Any) -> None:
-    """Reports to the tape, where one is listening."""
-    tape = _tape.get()
-    if tape is not None:
-        tape.append(Report(what, inputs, outputs))
+def record(what: Any) -> None:
+    """Reports a stage (or the privacy of a whole chain) that has run, where somebody is listening."""
+    reports = _reports.get()
+    if reports is not None:
+        reports.append(what)
 
 
 @contextlib.contextmanager
-def listening(tape: _Tape) -> Iterator[_Tape]:
+def listening(reports: list | None) -> Iterator[None]:
     """Collects what stages report while the block runs; ``listening(None)`` silences them."""
-    token = _tape.set(tape)
+    token = _reports.set(reports)
     try:
-        yield tape
+        yield
     finally:
-        _tape.reset(token)
-
-
-def same_arrays(a: Any, b: Any) -> bool:
-    """Whether two pytrees hold the very same array objects: nothing happened in between."""
-    a_leaves, b_leaves = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(a_leaves) == len(b_leaves) and all(x is y for x, y in zip(a_leaves, b_leaves, strict=True))
+        _reports.reset(token)

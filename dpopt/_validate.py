@@ -164,3 +164,22 @@ def floating_params(params: Any) -> None:
                 f"parameter {jax.tree_util.keystr(path) or 'params'} has dtype {dtype}, which has no gradient: "
                 "keep it out of params (close over it in the loss) or cast it to a floating type."
             )
+
+
+ONLY_PUBLIC_ARGUMENTS = (
+    "What an optimizer is told besides the gradients must be public. The loss of a private batch is not: no noise is "
+    "on it, and rules that read it (optax.polyak_sgd, reduce_on_plateau, line searches) would pass it on. Where it "
+    "comes from public data alone, wrap the rule, dpopt.with_public_arguments(rule), and pass the argument with "
+    "'public_' before its name."
+)
+
+
+def is_public_argument(name: str) -> bool:
+    return name.startswith("public_") or name == "noise_stddev"
+
+
+def public_arguments(extra: dict[str, Any]) -> None:
+    """Raises unless all extra arguments of an update are public by name: ``public_...``, or ``noise_stddev``."""
+    for name in extra:
+        if not is_public_argument(name):
+            raise ValueError(f"update got the extra argument {name!r}. {ONLY_PUBLIC_ARGUMENTS}")

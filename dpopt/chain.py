@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from dpopt import _stages, _trees, _validate
+from dpopt import _flow, _stages, _trees, _validate, inspection
 from dpopt.clipping import as_clip_function, as_promise, clip_and_sum
 from dpopt.noise import add_gaussian_noise, normalize_by
 from dpopt.preconditioning import apply_diagonal, precondition
-from dpopt.privacy import PRIVATE_STAGES, Privacy, check_order, privacy_of_stages
+from dpopt.privacy import PRIVATE_STAGES, Privacy, check_order, check_unit, privacy_of_stages
 
 
 class PrivateOptimizer(optax.GradientTransformationExtraArgs):
@@ -28,7 +28,8 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
         privacy: what a step costs (`Privacy`).
         stages: the transformations it is made of.
 
-    *Privacy*: releases what its noise stage releases; everything after is post-processing.
+    *Privacy*: releases what its noise stage releases; everything after is post-processing. What `chain` puts together
+    cannot do otherwise; of any other ``run`` the first update is inspected (`dpopt.inspection`).
 
     >>> core = privatize(l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=8, key=jax.random.key(0))
     >>> core.privacy.step_event()
@@ -40,19 +41,26 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
     run: Callable  # see `__new__`
     noise_unknown: bool = False  # whether stages after the noise have changed it
     updated: bool = False  # whether it has been used (or traced) here, which `dpopt.events.privacy_event` looks at
+    is_chained: bool  # whether `chain` put it together, so that nothing after the noise sees what was before
 
-    def __new__(cls, init: Callable, run: Callable, privacy: Privacy, stages: Sequence = ()):
+    def __new__(cls, init: Callable, run: Callable, privacy: Privacy, stages: Sequence = (), is_chained: bool = False):
         """``run(grads, state, params, **extra) -> (updates, state, noise_stddev)``; the last None where unknown."""
 
         def update(updates, state, params=None, **extra_args):
-            self.updated = True
+            _validate.public_arguments(extra_args)
+            grads = as_promise(updates, params)
+            check_unit(grads.unit, privacy.unit)
+            self.updated = self.updated or not _flow.is_inspecting()
+            if not is_chained:
+                inspection.inspect_once(update, update, grads, state, params, extra_args)
             with _stages.listening(None):  # its parts are summed up by its own report
-                new_updates, new_state, _ = run(updates, state, params, **extra_args)
-            _stages.record(privacy, updates, new_updates)
+                new_updates, new_state, _ = run(grads, state, params, **extra_args)
+            _stages.record(privacy)
             return new_updates, new_state
 
         self = super().__new__(cls, init, update)
         self.run = run
+        self.is_chained = is_chained
         self.privacy = privacy
         self.stages = tuple(stages)
         return self
@@ -108,8 +116,10 @@ precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processi
             or not callable(getattr(t, "update", None))
         ):
             raise TypeError(f"stage {position} is no Optax transformation: {t!r}.")
+    is_chained = True
     if transformations and isinstance(transformations[0], PrivateOptimizer):
         core, rest = transformations[0], transformations[1:]
+        is_chained = core.is_chained
         _refuse_private_parts(rest, first_position=1)
         core_init, core_run, privacy = (lambda p: (core.init(p),)), _run_nested(core), core.privacy
     else:
@@ -121,12 +131,13 @@ precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processi
         rest = transformations[end:]
         core_init, core_run = (lambda p: tuple(t.init(p) for t in parts)), _run_parts(parts)
         privacy = privacy_of_stages([t.stage for t in parts])
-    return _with_post_processing(core_init, core_run, privacy, rest, transformations)
+    return _with_post_processing(core_init, core_run, privacy, rest, transformations, is_chained)
 
 
-def _with_post_processing(core_init, core_run, privacy, rest, stages) -> PrivateOptimizer:
+def _with_post_processing(core_init, core_run, privacy, rest, stages, is_chained) -> PrivateOptimizer:
     core_length = len(stages) - len(rest)
     for i, t in enumerate(rest):
+        inspection.check_arguments(t.update, f"stage {core_length + i} ({_name(t)})")
         # Any other transformation before it has changed the noise in a way that nobody told us.
         if isinstance(t, NoiseAware) and (i > 0 or getattr(stages[0], "noise_unknown", False)):
             raise ValueError(
@@ -151,7 +162,7 @@ def _with_post_processing(core_init, core_run, privacy, rest, stages) -> Private
             post_state.append(s)
         return updates, (*core_state, *post_state), noise_stddev
 
-    optimizer = PrivateOptimizer(init_fn, run, privacy, stages)
+    optimizer = PrivateOptimizer(init_fn, run, privacy, stages, is_chained=is_chained)
     optimizer.noise_unknown = bool(rest)
     return optimizer
 

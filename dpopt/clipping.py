@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _engines, _stages, _validate
+from dpopt import _engines, _flow, _stages, _validate
 from dpopt.gradients import PerExampleGrads, stacked_grads
 
 # The least clip norm and gamma. Float32 flushes numbers below 2^-126 to zero: this far above, what a norm near the
@@ -196,12 +196,14 @@ def clip_and_sum(l2_clip_norm: Any) -> optax.GradientTransformationExtraArgs:
     clip = as_clip_function(l2_clip_norm)
 
     def init_fn(params):
-        del params
+        _refuse_masked(params)
         return optax.EmptyState()
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
-        return as_promise(updates, params).clipped_sum(clip).sum, state
+        grads = as_promise(updates, params)
+        _refuse_changed(grads)
+        return _flow.bounded(grads.clipped_sum(clip).sum), state
 
     return _stages.StagedTransformation(init_fn, update_fn, _stages.Clip(sensitivity=clip.sensitivity))
 
@@ -215,6 +217,7 @@ def as_promise(updates: Any, params: Any) -> PerExampleGrads:
     """
     if isinstance(updates, PerExampleGrads):
         return updates
+    _refuse_masked(updates)
     if params is None:
         raise ValueError(
             "parameters are missing: call update(gradients, state, params). Without them the rows of an ordinary mean "
@@ -238,3 +241,29 @@ def as_promise(updates: Any, params: Any) -> PerExampleGrads:
 
     jax.tree_util.tree_map_with_path(check, updates, params)
     return stacked_grads(updates, mask=None)
+
+
+def _refuse_masked(tree: Any) -> None:
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    if any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked))):
+        raise ValueError(
+            "a part of the parameters is masked out (optax.masked, partition, multi_transform), so its gradients would "
+            "go past the clip and the noise. To train a part of a model, leave the rest out of params and close over "
+            "it in the loss; to treat parts differently, do so after the noise or by dpopt.GroupClip."
+        )
+
+
+def _refuse_changed(grads: PerExampleGrads) -> None:
+    """The clip bounds what an example adds only if a row, diagonal included, depends on no other example."""
+    if grads._is_mapped_by_hand:
+        raise ValueError(
+            "these per-example gradients were scaled or shifted on their way to the clip by something that dpopt does "
+            "not know. If it looks at the batch (a median norm, a mean), one example moves all others, and no clip "
+            "bounds that. Declare a diagonal of public values, dpopt.precondition(dpopt.side_information(scale)), or "
+            "of values that were noised, such as dpopt.last_moments."
+        )
+    if _flow.is_inspecting() and not getattr(grads._source, "is_shown", False):
+        raise ValueError(
+            "clip_and_sum got other gradients than the caller's: something before it made rows of its own, and one "
+            "example may be in many of them. Nothing but dpopt.precondition may stand before the clip."
+        )

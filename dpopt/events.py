@@ -12,7 +12,8 @@ from dpopt import _validate
 from dpopt._event_kinds import check as check
 from dpopt._event_kinds import from_json as from_json
 from dpopt._event_kinds import to_json as to_json
-from dpopt.privacy import Privacy, Query, privacy_of
+from dpopt.inspection import privacy_of
+from dpopt.privacy import Privacy, Query
 from dpopt.sampling import Poisson
 
 
@@ -95,10 +96,10 @@ def privacy_event(optimizer: Any, *, sampling: Any, steps: int, params: Any = No
     cost, pass a scheme (``sampler.scheme``), which describes and has drawn nothing.
 
     Args:
-        optimizer: see `dpopt.privacy.privacy_of`.
+        optimizer: see `dpopt.inspection.privacy_of`.
         sampling: see `compose`.
         steps: number of steps.
-        params: see `dpopt.privacy.privacy_of`.
+        params: see `dpopt.inspection.privacy_of`.
 
     Raises:
         ValueError: if the optimizer does not privatise its gradients in an order that can be accounted for.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dpopt import _engines, _trees, _validate
 from dpopt.chain import PrivateOptimizer
-from dpopt.gradients import PerExampleGrads, _check_loss, _checked_mask
+from dpopt.gradients import PerExampleGrads, _check_loss, _checked_mask, stacked_grads
 from dpopt.optimizers._moments import at_step
 from dpopt.preconditioning import side_information
 
@@ -166,7 +166,7 @@ def client_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
         optimizer: what a named optimizer, `dpopt.privatize` or `dpopt.chain` returns.
 
     Raises:
-        TypeError: if it is another kind of transformation; in ``update``, for a promise of single examples' gradients.
+        TypeError: if it is another kind of transformation; in ``update``, for anything but rows that are clients.
 
     *Privacy*: ``privacy.unit`` is ``"client"``: the event holds for adding or removing one client with all its data.
 
@@ -182,18 +182,30 @@ def client_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
             f"{optimizer!r}."
         )
 
-    def run(grads, state, params=None, **extra_args):
-        if isinstance(grads, PerExampleGrads) and grads.unit != "client":
-            raise TypeError(
-                "this optimizer states its privacy for clients and got gradients of single examples, which would bound "
-                "one example only: pass what dpopt.federated.client_deltas(...) promises."
-            )
-        return optimizer.run(grads, state, params, **extra_args)
-
     privacy = dataclasses.replace(optimizer.privacy, unit="client")
-    stated = PrivateOptimizer(optimizer.init, run, privacy, optimizer.stages)
+    stated = PrivateOptimizer(optimizer.init, optimizer.run, privacy, optimizer.stages, is_chained=optimizer.is_chained)
     stated.noise_unknown = getattr(optimizer, "noise_unknown", False)
     return stated
+
+
+def client_rows(changes: Any, *, mask: Any) -> PerExampleGrads:
+    r"""Takes clients' changes that were computed elsewhere, as reports that a server has received.
+
+    Args:
+        changes: leaves ``(clients, *parameter.shape)``; row i is :math:`-\Delta_i = w - w_i`, as in `client_deltas`.
+        mask: ``(clients,)`` bool, False for rows that only fill up the round; None if there are none.
+
+    Raises:
+        ValueError, TypeError: if leaves disagree on the number of clients, are not floating, or the mask does not fit.
+
+    *Privacy*: that a row is all that one client sent is your word for it.
+
+    >>> client_rows(jnp.ones((3, 2)), mask=None).unit
+    'client'
+    """
+    rows = stacked_grads(changes, mask=mask)
+    rows._source = dataclasses.replace(rows._source, unit="client")
+    return rows
 
 
 def device_noise(noise_multiplier: Any, *, num_devices: int) -> Any:

@@ -12,6 +12,7 @@ import optax
 from flax import errors, linen, nnx
 
 from dpopt.gradients import PerExampleGrads
+from dpopt.inspection import inspect_optimizer
 
 
 def example_loss(batch_loss: Callable) -> Callable:
@@ -154,6 +155,7 @@ class NNXOptimizer(nnx.Optimizer):
         promise = cast(Any, grads)  # Optax's types know arrays only
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state = nnx.as_pure(self.opt_state)
+        inspect_optimizer(self.tx, grads, opt_state, params, nnx.as_pure(kwargs))
         updates, new_state = self.tx.update(promise, opt_state, params, **nnx.as_pure(kwargs))
         nnx.update(model, optax.apply_updates(params, updates))
         nnx.update(self.opt_state, nnx.state(new_state))

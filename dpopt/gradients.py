@@ -54,10 +54,12 @@ class PerExampleGrads:
         self._mask = mask
         self._scale = scale
         self._offset = offset
+        self._is_mapped_by_hand = False  # by `scale` or `shift`, not by a declared diagonal
         self._observed: list[SensitiveAux] = []
 
-    def _mapped(self, scale: Any, offset: Any) -> "PerExampleGrads":
+    def _mapped(self, scale: Any, offset: Any, by_hand: bool) -> "PerExampleGrads":
         new = PerExampleGrads(self._source, self._mask, scale, offset)
+        new._is_mapped_by_hand = by_hand or self._is_mapped_by_hand
         new._observed = self._observed  # one record for a promise and all that is derived from it
         return new
 
@@ -73,14 +75,18 @@ class PerExampleGrads:
             ValueError: if the tree or a shape does not fit.
 
         *Privacy*: the diagonal must come from public or already noised values; the clip that follows does the rest.
+        That is your word for it, so optimizers refuse the result: give them the diagonal by `dpopt.precondition`.
         """
+        return self._scaled(diagonal, by_hand=True)
+
+    def _scaled(self, diagonal: Any, by_hand: bool) -> "PerExampleGrads":
         diagonal = _trees.broadcast_prefix(diagonal, self._source.like, "scale")
 
         def times(tree):
             return jax.tree.map(jnp.multiply, tree, diagonal)
 
         scale = diagonal if self._scale is None else times(self._scale)
-        return self._mapped(scale, None if self._offset is None else times(self._offset))
+        return self._mapped(scale, None if self._offset is None else times(self._offset), by_hand)
 
     def shift(self, offset: Any) -> "PerExampleGrads":
         """Adds ``offset``, a pytree (prefix allowed) that broadcasts to the parameters, to every gradient.
@@ -90,10 +96,12 @@ class PerExampleGrads:
 
         *Privacy*: as for `scale`.
         """
+        return self._shifted(offset, by_hand=True)
+
+    def _shifted(self, offset: Any, by_hand: bool) -> "PerExampleGrads":
         offset = _trees.broadcast_prefix(offset, self._source.like, "offset")
-        return self._mapped(
-            self._scale, offset if self._offset is None else jax.tree.map(jnp.add, self._offset, offset)
-        )
+        offset = offset if self._offset is None else jax.tree.map(jnp.add, self._offset, offset)
+        return self._mapped(self._scale, offset, by_hand)
 
     def clipped_sum(self, clip: _engines.ClipFunction) -> ClippedSum:
         """Runs the engine: ``sum_i clip(S g_i + o)`` over the examples that are real and finite.

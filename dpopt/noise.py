@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _box_muller, _stages, _threefry, _trees, _validate
+from dpopt import _box_muller, _flow, _stages, _threefry, _trees, _validate
 from dpopt.gradients import PerExampleGrads
 
 SMALL = 2**14  # entries of a leaf that is drawn together with others
@@ -145,12 +145,16 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
             raise TypeError(
                 "add_gaussian_noise got per-example gradients: noise protects a clipped sum. Put clip_and_sum first."
             )
-        noisy = updates = _trees.upcast(updates)
-        if not is_off:
+        stddev = _flow.public(stage.stddev(state.count), "the noise's standard deviation")
+
+        def add_noise(updates):
+            if is_off:
+                return updates
             draw = standard_normal_like(jax.random.fold_in(state.key, state.count), updates)
-            stddev = stage.stddev(state.count)
-            noisy = jax.tree.map(lambda u, z: u + _not_vanishing(stddev, z.dtype) * z, updates, draw)
-        return noisy, AddGaussianNoiseState(state.key, _trees.next_count(state.count))
+            return jax.tree.map(lambda u, z: u + _not_vanishing(stddev, z.dtype) * z, updates, draw)
+
+        count = _flow.advanced(state.count, _trees.next_count(state.count))
+        return _flow.released(_trees.upcast(updates), add_noise), AddGaussianNoiseState(state.key, count)
 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
 

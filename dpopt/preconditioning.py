@@ -217,11 +217,11 @@ def precondition(preconditioner: Preconditioner) -> optax.GradientTransformation
 
 
 def apply_diagonal(promise: Any, diagonal: Diagonal) -> Any:
-    """The promise of ``S * g_i + o``."""
+    """The promise of ``S * g_i + o``, for a diagonal that a preconditioner has declared."""
     if diagonal.scale is not None:
-        promise = promise.scale(diagonal.scale)
+        promise = promise._scaled(diagonal.scale, by_hand=False)
     if diagonal.offset is not None:
-        promise = promise.shift(diagonal.offset)
+        promise = promise._shifted(diagonal.offset, by_hand=False)
     return promise
 
 

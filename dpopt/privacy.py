@@ -1,22 +1,18 @@
 """What a chain of transformations costs in privacy, before sampling and composition.
 
-`Privacy` lists the Gaussian queries of a step. `dpopt.chain` reads it off the stages it is given; `privacy_of` finds it
-for a chain put together by ``optax.chain``, by watching it run once on shapes alone.
+`Privacy` lists the Gaussian queries of a step. `dpopt.chain` reads it off the stages it is given; for a chain put
+together by ``optax.chain``, `dpopt.inspection` finds it.
 """
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import dp_accounting
-import jax
-import jax.numpy as jnp
-import optax
 from jax.core import Tracer
 
 from dpopt import _stages, _validate
-from dpopt.gradients import per_example_grads
 
 Relation = dp_accounting.NeighboringRelation
 
@@ -131,66 +127,19 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
     return Privacy((query,), unit=clip.unit)
 
 
-def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
-    """What an optimizer costs at each step, however it was put together.
-
-    Args:
-        optimizer: a `PrivateOptimizer`, something that holds one in ``.optimizer`` (a train step), or any Optax
-            transformation around dpopt's stages, as ``optax.chain`` makes it.
-        params: the parameters (or shapes), for an ``optax.chain`` whose stages are bound to their tree. Such a chain is
-            traced once to see what it does; no data and no computation are involved.
-
-    Raises:
-        ValueError: if it does not clip once and then put noise on that very sum, with the position of what is wrong.
-
-    *Privacy*: reads no data.
-
-    >>> import optax
-    >>> from dpopt import add_gaussian_noise, clip_and_sum, privatize
-    >>> by_hand = optax.chain(clip_and_sum(2.0), add_gaussian_noise(3.0, jax.random.key(0)), optax.sgd(0.1))
-    >>> privacy_of(by_hand) == privatize(
-    ...     l2_clip_norm=2.0, noise_multiplier=1.5, expected_batch_size=8, key=jax.random.key(0)).privacy
-    True
-    """
-    if isinstance(getattr(optimizer, "privacy", None), Privacy):
-        return optimizer.privacy
-    if hasattr(optimizer, "optimizer"):
-        return privacy_of(optimizer.optimizer, params)
-    if params is None:
-        params = jax.ShapeDtypeStruct((), jnp.float32)
-
-    def probe(params):
-        def loss(p, example):
-            return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(p)) * example
-
-        grads = per_example_grads(loss)(params, jnp.ones((1,)), mask=None)
-        update = optax.with_extra_args_support(optimizer).update
-        # Optax's types know no promise. `params` are shapes here, for those that ask for public gradients.
-        return update(cast(Any, grads), optimizer.init(params), params, public_grads=params)
-
-    with _stages.listening([]) as tape:
-        jax.eval_shape(probe, params)
-    return privacy_of_reports(tape)
-
-
-def privacy_of_reports(tape: Sequence[_stages.Report]) -> Privacy:
-    """The privacy of an update from what its stages reported while they ran.
-
-    Raises:
-        ValueError: see `privacy_of`.
-    """
-    whole = [r.what for r in tape if isinstance(r.what, Privacy)]
-    staged = [r for r in tape if not isinstance(r.what, Privacy)]
-    if whole:
-        if len(whole) > 1 or staged:
-            raise ValueError("the optimizer clips and draws noise more than once a step; use one private optimizer.")
-        return whole[0]
-    check_order([r.what.name for r in staged])
-    clip = next(r for r in staged if isinstance(r.what, _stages.Clip))
-    noise = next(r for r in staged if isinstance(r.what, _stages.Noise))
-    if not _stages.same_arrays(clip.outputs, noise.inputs):
-        raise ValueError(
-            "something stands between clip_and_sum and add_gaussian_noise and changes the clipped sum, so its "
-            "sensitivity is unknown. Move it before the clip as a diagonal, or after the noise."
+def check_unit(rows: str, stated: str) -> None:
+    """Raises, or warns, unless the rows that are clipped are what the stated privacy is about."""
+    if stated == "client" and rows != "client":
+        raise TypeError(
+            "this optimizer states its privacy for clients and got gradients of single examples, or rows of which it "
+            "does not know whose they are: a bound on one example's is none on a client's. Pass what "
+            "dpopt.federated.client_deltas(...) promises, or dpopt.federated.client_rows(rows, mask=mask) for changes "
+            "that were computed elsewhere."
         )
-    return privacy_of_stages([r.what for r in staged])
+    if stated == "example" and rows == "client":
+        warnings.warn(
+            "the rows are whole clients, and the optimizer states its privacy for single examples: the guarantee is "
+            "for adding or removing a client. Wrap it in dpopt.federated.client_level(...) so that it says so.",
+            FutureWarning,
+            stacklevel=3,
+        )

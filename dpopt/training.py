@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _stages, _validate
+from dpopt import _validate
 from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
-from dpopt.privacy import Privacy, privacy_of, privacy_of_reports
+from dpopt.inspection import inspect_optimizer, privacy_of
+from dpopt.privacy import Privacy
 
 
 class SensitiveMetrics(NamedTuple):
@@ -56,23 +57,19 @@ class TrainStep:
             opt_state: state of the optimizer.
             batch: leaves ``(B, ...)``.
             mask: ``(B,)`` bool, False for padding rows; None if no row is padding.
-            **extra: passed to the optimizer's ``update`` (``public_grads=...``).
+            **extra: passed to the optimizer's ``update`` (``public_grads=...``); names must start with ``public_``.
 
         Returns:
             New parameters, new state, `SensitiveMetrics`.
         """
         grads = self.grads_fn(params, batch, mask=mask)
-        update = optax.with_extra_args_support(self.optimizer).update
-        with _stages.listening([]) as tape:
-            updates, opt_state = update(cast(Any, grads), opt_state, params, **extra)  # Optax's types know no promise
-        self._check(tape)
-        return optax.apply_updates(params, updates), opt_state, _metrics(grads)
-
-    def _check(self, tape: list) -> None:
         try:
-            privacy_of_reports(tape)
+            inspect_optimizer(self.optimizer, grads, opt_state, params, extra)
         except ValueError as error:
             raise ValueError(f"the optimizer of this train step is not private: {error}") from error
+        update = optax.with_extra_args_support(self.optimizer).update
+        updates, opt_state = update(cast(Any, grads), opt_state, params, **extra)  # Optax's types know no promise
+        return optax.apply_updates(params, updates), opt_state, _metrics(grads)
 
 
 def make_train_step(
@@ -95,7 +92,8 @@ def make_train_step(
         engine: see `dpopt.per_example_grads`.
 
     Raises:
-        ValueError, TypeError: for a bad argument; on the first step, if the optimizer does not clip and then add noise.
+        ValueError, TypeError: for a bad argument; on the first step, if the optimizer does not clip and then add noise,
+            lets anything get past the two (see `dpopt.inspection`), or is told what is not public.
 
     *Privacy*: that of the optimizer, for one step on the batch given; sampling the batch is up to the caller.
 

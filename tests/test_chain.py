@@ -221,8 +221,8 @@ def test_extra_arguments_reach_the_stages():
 
     spy = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
     opt = dpopt.chain(CLIP, NOISE, MEAN, optax.identity(), spy)
-    opt.update(jnp.ones((2, 3)), opt.init(jnp.zeros(3)), jnp.zeros(3), value=1.0)
-    assert seen == [{"value": 1.0}]
+    opt.update(jnp.ones((2, 3)), opt.init(jnp.zeros(3)), jnp.zeros(3), public_value=1.0)
+    assert seen == [{"public_value": 1.0}]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,11 @@ MODULES = sorted(
 INTERNAL = {
     "check_order",
     "privacy_of_stages",
-    "privacy_of_reports",
+    "check_unit",
+    "inspect_optimizer",
+    "inspect_once",
+    "inspect_update",
+    "check_arguments",
     "apply_diagonal",
     "as_promise",
     "as_clip_function",

@@ -93,13 +93,14 @@ def test_one_local_step_is_dp_sgd_on_client_means():
     params = mlp_params()
     data = jax.tree.map(lambda x: x.reshape((3, 4) + x.shape[1:]), mlp_batch(12))
     mean_loss = lambda p, client: jnp.mean(jax.vmap(mlp_loss, (None, 0))(p, client))  # noqa: E731
-    opt = dpopt.dp_sgd(0.7, momentum=0.9, **privacy_four(expected_batch_size=3))
+    opts = [dpopt.dp_sgd(0.7, momentum=0.9, **privacy_four(expected_batch_size=3))]
+    opts.insert(0, client_level(*opts))
     promises = (
         client_deltas(mlp_loss, local_steps=1, local_learning_rate=1.0),
         dpopt.per_example_grads(mean_loss, engine="vmap"),
     )
     ends = []
-    for promise in promises:
+    for opt, promise in zip(opts, promises, strict=True):
         p, state = params, opt.init(params)
         for _ in range(3):
             updates, state = opt.update(promise(p, data, mask=None), state, p)
@@ -111,9 +112,8 @@ def test_one_local_step_is_dp_sgd_on_client_means():
 def test_server_momentum_accumulates_changes():
     params = jnp.zeros(2)
     grads = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)
-    opt = dpopt.dp_sgd(
-        1.0, momentum=0.9, **privacy_four(noise_multiplier=0.0, l2_clip_norm=10.0, expected_batch_size=1)
-    )
+    four = privacy_four(noise_multiplier=0.0, l2_clip_norm=10.0, expected_batch_size=1)
+    opt = client_level(dpopt.dp_sgd(1.0, momentum=0.9, **four))
     state = opt.init(params)
     for expected in (1.0, 1.9, 2.71):
         updates, state = opt.update(grads(params, -jnp.ones((1, 3, 2)), mask=None), state, params)
@@ -222,11 +222,20 @@ def test_client_level_refuses_single_examples():
     promise = dpopt.per_example_grads(dot_loss)(params, jnp.ones((3, 2)), mask=None)
     with pytest.raises(TypeError, match="gradients of single examples"):
         opt.update(promise, opt.init(params), params)
-    opt.update(jnp.ones((3, 2)), opt.init(params), params)  # rows that the caller made, whatever they are
-    mapped = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(
-        params, jnp.ones((3, 1, 2)), mask=None
-    ).scale(2.0)
-    opt.update(mapped, opt.init(params), params)
+    with pytest.raises(TypeError, match="does not know whose they are"):
+        opt.update(jnp.ones((3, 2)), opt.init(params), params)
+    rows = federated.client_rows(jnp.ones((3, 2)), mask=jnp.array([True, True, False]))
+    updates, _ = opt.update(rows, opt.init(params), params)
+    stacked, _ = dpopt.dp_sgd(1.0, **privacy_four()).update(jnp.ones((2, 2)), opt.init(params), params)
+    np.testing.assert_array_equal(updates, stacked)
+
+
+def test_an_optimizer_that_states_another_unit_than_the_rows_warns():
+    """dp_sgd on clients' changes prints an epsilon for one example, and bounds one client."""
+    opt, params = dpopt.dp_sgd(1.0, **privacy_four()), jnp.zeros(2)
+    promise = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(params, jnp.ones((3, 1, 2)), mask=None)
+    with pytest.warns(FutureWarning, match="client_level"):
+        opt.update(promise, opt.init(params), params)
 
 
 def test_client_level_keeps_what_the_chain_knows_about_noise():

@@ -168,8 +168,10 @@ def test_extra_arguments_reach_the_optimizer():
         return updates, state
 
     opt = dpopt.chain(dpopt.privatize(**privacy_four()), optax.GradientTransformationExtraArgs(lambda p: (), update))
-    dpopt.make_train_step(dot_loss, opt)(jnp.zeros(2), opt.init(jnp.zeros(2)), jnp.ones((3, 2)), value=2.0, mask=None)
-    assert [s["value"] for s in seen] == [2.0]
+    dpopt.make_train_step(dot_loss, opt)(
+        jnp.zeros(2), opt.init(jnp.zeros(2)), jnp.ones((3, 2)), mask=None, public_value=2.0
+    )
+    assert [s["public_value"] for s in seen] == [2.0]
 
 
 @pytest.mark.parametrize("opt", [optax.sgd(0.1), optax.adam(0.1)])

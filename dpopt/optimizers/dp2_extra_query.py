@@ -12,6 +12,7 @@ from dpopt.chain import PrivateOptimizer, chain, privatize
 from dpopt.clipping import as_clip_function, as_promise
 from dpopt.moments import inverse_root, next_second_moment
 from dpopt.optimizers.dp2 import _clip_ratio, _scale_by_either, _weight_decay
+from dpopt.preconditioning import Diagonal, apply_diagonal
 from dpopt.privacy import Privacy
 
 
@@ -166,7 +167,9 @@ def _two_queries(
         total = choose(jax.tree.map(jnp.zeros_like, total), total)
 
         # Asked at every step, so that the step has one shape under jit; a refresh drops the answer unseen.
-        mean2, adaptive_state, stddev2 = adaptive.run(grads.scale(inverse_root(v, eps)), state.adaptive, params)
+        mean2, adaptive_state, stddev2 = adaptive.run(
+            apply_diagonal(grads, Diagonal(scale=inverse_root(v, eps))), state.adaptive, params
+        )
         state = TwoQueriesState(_trees.next_count(state.count), plain_state, adaptive_state, v, total)
         return choose(mean1, mean2), state, jnp.where(is_refresh, stddev1, stddev2)
 

@@ -224,6 +224,37 @@ def pda_dpmd(
     return chain(core, blend_public_gradients(total_steps), optax.scale_by_learning_rate(learning_rate))
 
 
+def with_public_arguments(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Passes extra arguments called ``public_...`` on to a rule without that prefix.
+
+    Rules such as ``optax.contrib.reduce_on_plateau`` read a loss by the name ``value``. A private optimizer refuses an
+    argument of that name; one that is called ``public_value`` says where it comes from.
+
+    Args:
+        rule: a transformation for after the noise.
+
+    Returns:
+        The same rule, whose ``update(..., public_value=v)`` is the rule's ``update(..., value=v)``.
+
+    *Privacy*: post-processing, provided that what is passed was computed from public data, or by a mechanism that is
+    accounted for elsewhere: a loss on the private data is neither.
+
+    >>> plateau = with_public_arguments(optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    >>> state = plateau.init(jnp.zeros(1))
+    >>> for value in (1.0, 1.0):
+    ...     updates, state = plateau.update(jnp.ones(1), state, public_value=value)
+    >>> updates.tolist()
+    [0.5]
+    """
+    inner = optax.with_extra_args_support(rule)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        told = {name.removeprefix("public_"): value for name, value in extra_args.items() if name.startswith("public_")}
+        return inner.update(updates, state, params, **extra_args, **told)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
 def warm_start(loss_fn: Callable, params: Any, batches: Iterable, *, optimizer: optax.GradientTransformation) -> Any:
     """Trains on PUBLIC batches without privacy; the result is where private training starts.
 
