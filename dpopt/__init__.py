@@ -90,17 +90,17 @@ from dpopt.optimizers.public import with_public_arguments as with_public_argumen
 from dpopt.optimizers.after_noise import precondition_after_noise as precondition_after_noise
 
 # How is a whole run said in one sentence?
-from dpopt.builder import Budget as Budget
+from dpopt.plan import Budget as Budget
 from dpopt.builder import Builder as Builder
-from dpopt.builder import Plan as Plan
+from dpopt.plan import Plan as Plan
 
 # How is it trained, stopped at its budget, and resumed? (Checkpoints: dpopt.checkpoint, which needs orbax.)
 from dpopt.training import SensitiveMetrics as SensitiveMetrics
 from dpopt.training import TrainStep as TrainStep
 from dpopt.training import make_train_step as make_train_step
-from dpopt.loop import BudgetExceeded as BudgetExceeded
-from dpopt.loop import ReplayError as ReplayError
-from dpopt.loop import TrainResult as TrainResult
+from dpopt.results import BudgetExceeded as BudgetExceeded
+from dpopt.results import ReplayError as ReplayError
+from dpopt.results import TrainResult as TrainResult
 from dpopt.loop import steps_within as steps_within
 from dpopt.loop import train as train
 from dpopt.identity import TrainState as TrainState

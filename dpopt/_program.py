@@ -37,8 +37,9 @@ def _hyperparameters(value: Any, name: str, found: dict[str, str], depth: int) -
     """Adds the numbers that functions close over, each under the function's name and its own."""
     if depth == 0:
         return
-    if isinstance(value, tuple) and callable(getattr(value, "update", None)):
-        _hyperparameters(value.update, name, found, depth)  # an Optax transformation: (init, update)
+    update = getattr(value, "update", None)
+    if isinstance(value, tuple) and callable(update):
+        _hyperparameters(update, name, found, depth)  # an Optax transformation: (init, update)
     elif isinstance(value, functools.partial):
         _hyperparameters(value.func, name, found, depth - 1)
         _hyperparameters(value.keywords, name, found, depth - 1)

@@ -1,7 +1,6 @@
 """The builder: says a private run in one sentence, checks it word by word, and works out the noise it needs."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,35 +13,9 @@ import optax
 from dpopt import _validate, accounting, events
 from dpopt.chain import PrivateOptimizer, chain, privatize
 from dpopt.clipping import as_clip_function
-from dpopt.gradients import Engine
-from dpopt.journal import Journal
-from dpopt.loop import TrainResult, train
+from dpopt.plan import Budget, Plan
 from dpopt.preconditioning import Preconditioner, precondition
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
-from dpopt.training import TrainStep, make_train_step
-
-_NO_DELTA = "this plan was built from a noise multiplier, so no delta is set: pass delta=..."
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """What may be spent.
-
-    *Privacy*: a limit on (epsilon, delta) for the whole run.
-
-    >>> Budget(3.0, 1e-5).accountant
-    'pld'
-    """
-
-    epsilon: float
-    delta: float
-    accountant: accounting.Accountant = "pld"
-
-    def __post_init__(self):
-        _validate.positive(epsilon=self.epsilon, delta=self.delta)
-        if self.delta >= 1:
-            raise ValueError(f"delta must be below 1; got {self.delta}.")
-        _validate.one_of(("pld", "rdp"), accountant=self.accountant)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,137 +189,3 @@ class Builder:
             return PoissonSampler(self.num_examples, self.expected_batch_size, seed=seed, pad_to=self.pad_to)
         size = cast(int, self.expected_batch_size)  # the sampler refuses any other number
         return FixedSizeSampler(self.num_examples, size, seed=seed, pad_to=self.pad_to or 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A private run that agrees with itself: optimizer, sampler and accounting come from one description.
-
-    Attributes:
-        optimizer: the private optimizer.
-        sampler: draws batches; ``sampler.batch(step)``.
-        steps: number of steps of the whole run.
-        noise_multiplier: what was given or calibrated.
-        sensitivity: L2 sensitivity of the clipped sum.
-        budget: the `Budget`, or None.
-        journal: what `run` has spent so far; it grows with every step, whoever holds the plan.
-
-    *Privacy*: `event` and `epsilon` say what the planned steps will cost, `spent` what the run has cost: more, where
-    steps were lost. Both cover the parameters after every step; ``print(plan)`` is safe to publish.
-
-    >>> plan = Builder(num_examples=1_000, expected_batch_size=100, steps=10, key=jax.random.key(0)).clip(1.0).noise(
-    ...     2.0).then(optax.sgd(0.1)).build()
-    >>> round(plan.epsilon(10, delta=1e-5), 2)
-    0.8
-    """
-
-    optimizer: PrivateOptimizer
-    sampler: PoissonSampler | FixedSizeSampler
-    steps: int
-    noise_multiplier: Any
-    sensitivity: Any
-    budget: Budget | None
-    journal: Journal = dataclasses.field(default_factory=Journal, compare=False, repr=False)
-
-    @property
-    def event(self) -> dp_accounting.DpEvent:
-        """The ``dp_accounting`` event of the whole run."""
-        return events.compose(self.optimizer.privacy, self.sampler, self.steps)
-
-    def epsilon(self, step: int | None = None, *, delta: float | None = None) -> float:
-        """Epsilon that ``step`` steps of the plan will cost (default: all of them). What was spent is `spent`.
-
-        Warns (UserWarning) where a delta that is given is not below one over the number of examples.
-
-        Raises:
-            ValueError: if the run has fewer steps, or no delta is set anywhere.
-        """
-        step = self.steps if step is None else step
-        _validate.non_negative_int(step=step)
-        if step > self.steps:
-            raise ValueError(f"the plan covers {self.steps} steps; got step {step}. A longer run is another plan.")
-        if delta is None:
-            if self.budget is None:
-                raise ValueError(_NO_DELTA)
-            delta = self.budget.delta
-        else:
-            _validate.small_delta(delta, self.sampler.num_examples)
-        event = events.compose(self.optimizer.privacy, self.sampler, step)
-        return accounting.epsilon_of_event(event, delta=delta, accountant=self._accountant)
-
-    def spent(self, *, delta: float | None = None) -> float:
-        """Epsilon that this plan's run has spent so far, by its journal: also on steps that were lost.
-
-        Raises:
-            ValueError: if no delta is set anywhere.
-        """
-        if delta is None:
-            if self.budget is None:
-                raise ValueError(_NO_DELTA)
-            delta = self.budget.delta
-        return self.journal.ledger.epsilon(delta=delta, accountant=self._accountant)
-
-    @property
-    def _accountant(self) -> accounting.Accountant:
-        if self.budget is not None:
-            return self.budget.accountant
-        return "rdp" if isinstance(self.sampler, FixedSizeSampler) else "pld"
-
-    def run(self, loss_fn: Callable, params: Any, fetch_batch: Callable[[Any], Any], **options: Any) -> TrainResult:
-        """Trains within the budget, saves, resumes: `dpopt.loop.train` with this plan."""
-        return train(self, loss_fn, params, fetch_batch, **options)
-
-    def train_step(
-        self, loss_fn: Callable, *, microbatch_size: int | None = None, engine: Engine = "auto"
-    ) -> TrainStep:
-        """`dpopt.make_train_step` with this plan's optimizer."""
-        return make_train_step(loss_fn, self.optimizer, microbatch_size=microbatch_size, engine=engine)
-
-    def summary(self, params: Any = None) -> str:
-        """The plan in words and numbers.
-
-        Args:
-            params: the parameters (or shapes), to count the bytes of optimizer state; None for a square float32 matrix.
-        """
-        sampling = self.sampler.scheme
-        core, *post = self.optimizer.stages
-        stages = (*(core.stages or (core,)), *post)
-        rows = [
-            ("stages", " > ".join(_stage_name(s) for s in stages)),
-            ("sensitivity", f"{self.sensitivity:g} (L2, add or remove one {self.optimizer.privacy.unit})"),
-            ("noise multiplier", "schedule" if callable(self.noise_multiplier) else f"{self.noise_multiplier:.4g}"),
-            ("sampling", f"{sampling}, {self.sampler.expected_batch_size:g} of {self.sampler.num_examples} expected"),
-            ("step event", repr(self.optimizer.privacy.step_event(0, sampling.relation))),
-            ("planned epsilon", self._epsilon_by_step()),
-            ("optimizer state", f"{_bytes_per_parameter(self.optimizer, params)} bytes per parameter"),
-        ]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-    def _epsilon_by_step(self) -> str:
-        if self.budget is None:
-            return "no delta set; see epsilon(step, delta=...)"
-        steps = sorted({max(1, math.ceil(self.steps * part)) for part in (0.01, 0.1, 0.25, 0.5, 1.0)})
-        spent = ", ".join(f"{t}: {self.epsilon(t):.3f}" for t in steps)
-        return f"{spent} (delta {self.budget.delta:g}, {self._accountant})"
-
-    def __str__(self) -> str:
-        return self.summary()
-
-
-def _stage_name(transformation: Any) -> str:
-    stage = getattr(transformation, "stage", None)
-    if stage is not None:
-        made_by = getattr(stage, "preconditioner", None)
-        return f"{stage.name}({type(made_by).__name__})" if made_by is not None else stage.name
-    return getattr(transformation.update, "__qualname__", "transformation").split(".")[0]
-
-
-def _bytes_per_parameter(optimizer: PrivateOptimizer, params: Any) -> str:
-    params = jax.ShapeDtypeStruct((1_000, 1_000), jnp.float32) if params is None else params
-    try:
-        state = jax.eval_shape(optimizer.init, params)
-    except ValueError:
-        return "unknown (a diagonal is bound to the model's tree: see summary(params))"
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    return f"{size / sum(math.prod(jnp.shape(p)) for p in jax.tree.leaves(params)):.2f}"

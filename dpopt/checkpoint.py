@@ -98,16 +98,14 @@ class Checkpointer:
 
     def positions(self) -> list[int]:
         """The positions (journal lengths) of the checkpoints there are. Changes nothing."""
-        folder = self.directory / "checkpoints"
-        # While orbax writes one its name is longer.
-        return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+        names = [path.name for path in (self.directory / "checkpoints").glob("*")]
+        return sorted(int(name) for name in names if name.isdecimal())  # longer while orbax writes it
 
     def _manager(self, journal: Journal) -> ocp.CheckpointManager:
         """Orbax, which cleans up as it opens the folder: only under the journal's lock."""
         if not journal.is_open or journal.path != self.journal_path:
             raise CheckpointError(
-                f"the journal of {self.directory} is not open here, so another process may be writing. Call "
-                "journal.attach(checkpointer.journal_path, run) first; dpopt.train does."
+                f"the journal of {self.directory} is not open here, so another process may be writing: attach it first."
             )
         if self._opened is None:
             self._opened = ocp.CheckpointManager(
@@ -124,15 +122,12 @@ class Checkpointer:
             run: `dpopt.identity.run_identity` of the run.
 
         Raises:
-            CheckpointError: if this save, or an earlier one in the background, could not be written. Nothing is lost
-                but the saved copy: the journal stands, and earlier checkpoints are whole. Also if the journal is not
-                open.
+            CheckpointError: if this save, or an earlier one in the background, could not be written (the journal and
+                earlier checkpoints stand), or if the journal is not open.
         """
         position, manager = len(journal), self._manager(journal)
         if state.segment is None:
-            raise CheckpointError(
-                "this state belongs to no segment of a run: save the states that dpopt.train returns."
-            )
+            raise CheckpointError("this state belongs to no segment of a run: save what dpopt.train returns.")
         if position in manager.all_steps():
             return
         described = {

@@ -60,7 +60,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
     but its numbers (a learning rate) are free.
 
     Args:
-        plan: a `dpopt.builder.Plan`.
+        plan: a `dpopt.plan.Plan`.
         params: the parameters; only names, shapes and dtypes are read.
 
     *Privacy*: public constants. Nothing here is made of the key or the seed.

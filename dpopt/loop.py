@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,78 +15,18 @@ from dpopt.gradients import Engine
 from dpopt.identity import TrainState
 from dpopt.journal import Entry
 from dpopt.ledger import Ledger
+from dpopt.results import BudgetExceeded as BudgetExceeded  # what `train` raises can be had from here, too
+from dpopt.results import ReplayError as ReplayError
+from dpopt.results import TrainResult, make_result, replay_error
 from dpopt.training import make_train_step
-
-_log = logging.getLogger(__name__)
-
-_UNSEEN = (
-    "Something changed that dpopt cannot see: the data behind fetch_batch, a value that the loss uses, the noise key, "
-    "or a device that does not compute deterministically."
-)
-
-
-class BudgetExceeded(RuntimeError):
-    """Not one more step fits into the budget. What was trained so far is in ``result``.
-
-    *Privacy*: raised before anything is drawn.
-
-    >>> issubclass(BudgetExceeded, RuntimeError)
-    True
-    """
-
-    result: "TrainResult"
-
-
-class ReplayError(RuntimeError):
-    """A step that was paid for came out differently when it was computed again; the result was dropped.
-
-    *Privacy*: the second result shares the noise of the first, so releasing both would reveal more than was accounted
-    for. That an error was raised says that some bit differed.
-
-    >>> issubclass(ReplayError, RuntimeError)
-    True
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainResult:
-    """What `train` returns.
-
-    Attributes:
-        state: parameters, optimizer state and position (`dpopt.identity.TrainState`); pass it on to go on.
-        ledger: everything that was spent, also on steps that were lost.
-        stopped: ``"steps"`` if all steps that were asked for are done, ``"budget"`` if the budget ends here.
-        message: the same in words.
-        lost: steps that were paid for but are not in the parameters, because a run died and could not be repeated.
-
-    *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
-
-    >>> TrainResult(state=None, ledger=Ledger(), stopped="steps", message="", lost=0).epsilon(delta=1e-5)
-    0.0
-    """
-
-    state: TrainState
-    ledger: Ledger
-    stopped: str
-    message: str
-    lost: int
-
-    @property
-    def params(self) -> Any:
-        """The trained parameters."""
-        return self.state.params
-
-    def epsilon(self, *, delta: float, accountant: accounting.Accountant = "pld") -> float:
-        """Epsilon of everything that was spent."""
-        return self.ledger.epsilon(delta=delta, accountant=accountant)
 
 
 def steps_within(plan: Any, budget: Any, *, ledger: Ledger | None = None, start: int = 0, most: int = 2**20) -> int:
     """How many more steps of a plan a budget buys, on top of what a ledger holds.
 
     Args:
-        plan: a `dpopt.builder.Plan`.
-        budget: a `dpopt.builder.Budget`; None buys the plan's own number of steps.
+        plan: a `dpopt.plan.Plan`.
+        budget: a `dpopt.plan.Budget`; None buys the plan's own number of steps.
         ledger: what is spent already; None for nothing.
         start: number of the first step, for plans whose cost depends on the step.
         most: do not count further than this.
@@ -156,13 +95,13 @@ def train(
     other way was released. Where bits cannot be the same (other devices or versions), fresh bits are drawn after all.
 
     Args:
-        plan: a `dpopt.builder.Plan`.
+        plan: a `dpopt.plan.Plan`.
         loss_fn: ``loss_fn(params, example) -> scalar``.
         params: the initial parameters (not changed), or a `TrainState`: a new one (say, sharded), in whose place a
             checkpoint is restored where there is one, or the ``state`` of an earlier result.
         fetch_batch: from indices ``(B,)`` to the batch, leaves ``(B, ...)``. Must return the same data each time.
         steps: train until the parameters have had this many steps; None for the plan's.
-        budget: a `dpopt.builder.Budget` that replaces the plan's, to go on after it is used up. It covers the whole
+        budget: a `dpopt.plan.Budget` that replaces the plan's, to go on after it is used up. It covers the whole
             ledger, not only what is to come.
         checkpointer: a `dpopt.checkpoint.Checkpointer`, or None to keep the books in memory.
         on_step: called with the number of steps done and the new parameters after every step, once that is charged. A
@@ -260,7 +199,9 @@ class _Run:
             self._save(state)
         # The step reuses the buffers it is given, and the caller's must live on.
         state = state._replace(params=_copied(state.params), opt_state=_copied(state.opt_state))
-        sampler = plan.sampler if state.segment is None else plan.sampler.reseeded(state.segment.seed)
+        sampler, segment = plan.sampler, ""
+        if state.segment is not None:
+            sampler, segment = sampler.reseeded(state.segment.seed), state.segment.id
         spent = journal.ledger.steps - len(pending)  # number of the next step to be charged, or repeated
         scheme, privacy = plan.sampler.scheme, plan.optimizer.privacy
         if self.check is not None and state.update < last:
@@ -276,7 +217,7 @@ class _Run:
                 # A call for any step before the last one in the journal had returned when the next was charged.
                 is_to_be_seen = not pending
             else:
-                journal.append(Entry(event, found, state.update, state.segment.id))
+                journal.append(Entry(event, found, state.update, segment))
                 _resume.meet(f"dpopt journal {len(journal)}")
                 is_to_be_seen = True
             if is_to_be_seen and self.on_step is not None:
@@ -285,11 +226,11 @@ class _Run:
             if is_due and not pending:
                 self._save(state)
                 is_due = False
-        if not pending and state.segment is not None:
+        if not pending and segment:
             self._save(state)
         if self.checkpointer is not None:
             self.checkpointer.wait()
-        return _result(plan, journal, state, target, paid, allowed, limit)
+        return make_result(plan, journal, state, target, paid, allowed, limit)
 
     def _next(self, state: TrainState, batch: Any) -> tuple[TrainState, str]:
         """The state after one more step, and its digest. Nothing of it may be let out yet."""
@@ -302,7 +243,7 @@ class _Run:
         if expected.digest != found:
             start = [entry for entry in self.plan.journal.entries if not entry.is_step][-1]
             changed = identity.differences(start.program or {}, self.program)
-            raise ReplayError(_other_result(step, expected.digest, found, changed))
+            raise replay_error(step, expected.digest, found, changed)
 
     def _rows(self, batch: Any) -> Any:
         rows = self.fetch_batch(batch.indices), batch.mask
@@ -323,39 +264,3 @@ def _compiled(step: Callable) -> Callable:
         return params, opt_state, identity.digest((params, opt_state))
 
     return jax.jit(step_and_digest, donate_argnums=(0, 1))
-
-
-def _other_result(step: int, expected: str, found: str, changed: str) -> str:
-    seen = f"What changed: {changed}." if changed else _UNSEEN
-    return (
-        f"step {step} came out differently when it was repeated (digest {found}, journal {expected}), so its result "
-        f"was dropped: both together would show more than was paid for. {seen} Undo it, or leave replay=True out to go "
-        "on with fresh noise, charged anew."
-    )
-
-
-def _result(plan, journal, state, target, paid, allowed, limit) -> TrainResult:
-    ledger = journal.ledger
-    lost = ledger.steps - max(state.update, paid)
-    if state.update >= target:
-        message = f"all {target} steps are done"
-        return TrainResult(state, ledger, "steps", message, lost)
-    if limit is None:
-        reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
-    else:
-        spent = ledger.epsilon(delta=limit.delta, accountant=limit.accountant)
-        reason = (
-            f"one more step would exceed epsilon {limit.epsilon:g} at delta {limit.delta:g}; {spent:.6g} is spent, on "
-            f"{ledger.steps} steps"
-        )
-    message = (
-        f"stopped by the budget after step {state.update} of {target}: {reason}. To go on, pass a larger budget "
-        "explicitly: budget=dpopt.Budget(epsilon, delta)"
-    )
-    _log.warning("dpopt: %s", message)
-    result = TrainResult(state, ledger, "budget", message, lost)
-    if allowed == 0 and state.update == paid:
-        error = BudgetExceeded(f"{message}.")
-        error.result = result
-        raise error
-    return result

@@ -108,7 +108,7 @@ def test_a_call_with_nothing_to_do_starts_no_segment():
     result = run(plan)
     before = plan.journal.entries
     assert run(plan, params=result.state).stopped == "steps"
-    with pytest.raises(loop.BudgetExceeded):
+    with pytest.raises(dpopt.BudgetExceeded):
         run(plan)
     assert plan.journal.entries == before
 
@@ -125,7 +125,7 @@ def test_a_call_with_nothing_to_do_starts_no_segment():
 def test_noise_is_never_used_twice_for_two_results(change):
     plan = tiny_plan(steps=3)
     run(plan, replay=True)
-    with pytest.raises(loop.ReplayError, match="came out differently"):
+    with pytest.raises(dpopt.ReplayError, match="came out differently"):
         run(plan, replay=True, **change)
     assert plan.journal.ledger.steps == 3
     other = run(plan, budget=dpopt.Budget(100.0, DELTA), **change)
@@ -173,7 +173,7 @@ def test_a_budget_is_a_limit():
     assert result.stopped == "budget" and result.state.update == bought == result.ledger.steps
     assert "one more step would exceed epsilon 2 at delta 1e-05" in result.message
     assert result.epsilon(**RDP) <= 2.0
-    with pytest.raises(loop.BudgetExceeded, match=f"after step {bought} of {bought + 1}") as refused:
+    with pytest.raises(dpopt.BudgetExceeded, match=f"after step {bought} of {bought + 1}") as refused:
         run(plan, params=result.state, steps=bought + 1)
     assert refused.value.result.state.update == bought
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import dpopt
 from dpopt import entropy, identity, loop
 from dpopt.journal import Journal, JournalError
-from dpopt.loop import BudgetExceeded, ReplayError
+from dpopt.results import BudgetExceeded, ReplayError
 
 pytest.importorskip("orbax.checkpoint")
 

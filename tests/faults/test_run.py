@@ -25,7 +25,7 @@ from dpopt import entropy
 from dpopt.checkpoint import Checkpointer
 from dpopt.identity import TrainState, run_identity
 from dpopt.journal import Journal, JournalError
-from dpopt.loop import ReplayError
+from dpopt.results import ReplayError
 
 # All examples lie along the first coordinate: in the others a step adds noise and nothing else.
 ALONG = np.zeros((64, 3), np.float32)

@@ -1,0 +1,113 @@
+"""How a call of `dpopt.loop.train` ends: its result, or what it raises."""
+
+import dataclasses
+import logging
+from typing import Any
+
+from dpopt import accounting
+from dpopt.identity import TrainState
+from dpopt.journal import Journal
+from dpopt.ledger import Ledger
+
+_log = logging.getLogger("dpopt.loop")
+
+_UNSEEN = (
+    "Something changed that dpopt cannot see: the data behind fetch_batch, a value that the loss uses, the noise key, "
+    "or a device that does not compute deterministically."
+)
+
+
+class BudgetExceeded(RuntimeError):
+    """Not one more step fits into the budget. What was trained so far is in ``result``.
+
+    *Privacy*: raised before anything is drawn.
+
+    >>> issubclass(BudgetExceeded, RuntimeError)
+    True
+    """
+
+    result: "TrainResult"
+
+
+class ReplayError(RuntimeError):
+    """A step that was paid for came out differently when it was computed again; the result was dropped.
+
+    *Privacy*: the second result shares the noise of the first, so releasing both would reveal more than was accounted
+    for. That an error was raised says that some bit differed.
+
+    >>> issubclass(ReplayError, RuntimeError)
+    True
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What `train` returns.
+
+    Attributes:
+        state: parameters, optimizer state and position (`dpopt.identity.TrainState`); pass it on to go on.
+        ledger: everything that was spent, also on steps that were lost.
+        stopped: ``"steps"`` if all steps that were asked for are done, ``"budget"`` if the budget ends here.
+        message: the same in words.
+        lost: steps that were paid for but are not in the parameters, because a run died and could not be repeated.
+
+    *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
+
+    >>> TrainResult(state=None, ledger=Ledger(), stopped="steps", message="", lost=0).epsilon(delta=1e-5)
+    0.0
+    """
+
+    state: TrainState
+    ledger: Ledger
+    stopped: str
+    message: str
+    lost: int
+
+    @property
+    def params(self) -> Any:
+        """The trained parameters."""
+        return self.state.params
+
+    def epsilon(self, *, delta: float, accountant: accounting.Accountant = "pld") -> float:
+        """Epsilon of everything that was spent."""
+        return self.ledger.epsilon(delta=delta, accountant=accountant)
+
+
+def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayError:
+    """What to raise when a repeated step has another digest than its line in the journal."""
+    seen = f"What changed: {changed}." if changed else _UNSEEN
+    return ReplayError(
+        f"step {step} came out differently when it was repeated (digest {found}, journal {expected}), so its result "
+        f"was dropped: both together would show more than was paid for. {seen} Undo it, or leave replay=True out to go "
+        "on with fresh noise, charged anew."
+    )
+
+
+def make_result(
+    plan: Any, journal: Journal, state: TrainState, target: int, paid: int, allowed: int, limit: Any
+) -> TrainResult:
+    """The result of a call of `train`; raises `BudgetExceeded` where not one step could be taken."""
+    ledger = journal.ledger
+    lost = ledger.steps - max(state.update, paid)
+    if state.update >= target:
+        message = f"all {target} steps are done"
+        return TrainResult(state, ledger, "steps", message, lost)
+    if limit is None:
+        reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
+    else:
+        spent = ledger.epsilon(delta=limit.delta, accountant=limit.accountant)
+        reason = (
+            f"one more step would exceed epsilon {limit.epsilon:g} at delta {limit.delta:g}; {spent:.6g} is spent, on "
+            f"{ledger.steps} steps"
+        )
+    message = (
+        f"stopped by the budget after step {state.update} of {target}: {reason}. To go on, pass a larger budget "
+        "explicitly: budget=dpopt.Budget(epsilon, delta)"
+    )
+    _log.warning("dpopt: %s", message)
+    result = TrainResult(state, ledger, "budget", message, lost)
+    if allowed == 0 and state.update == paid:
+        error = BudgetExceeded(f"{message}.")
+        error.result = result
+        raise error
+    return result
