@@ -74,7 +74,18 @@ class TrainResult:
 
 
 def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayError:
-    """What to raise when a repeated step has another digest than its line in the journal."""
+    """What to raise when a repeated step has another digest than its line in the journal.
+
+    Args:
+        step: number of the step.
+        expected, found: the digests.
+        changed: the differences to the program that took the step first, where any can be seen.
+
+    *Privacy*: names digests of released values, and hyperparameters.
+
+    >>> str(replay_error(3, "aa", "bb", ""))[:48]
+    'step 3 came out differently when it was repeated'
+    """
     seen = f"What changed: {changed}." if changed else _UNSEEN
     return ReplayError(
         f"step {step} came out differently when it was repeated (digest {found}, journal {expected}), so its result "
@@ -86,7 +97,23 @@ def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayEr
 def make_result(
     plan: Any, journal: Journal, state: TrainState, target: int, paid: int, allowed: int, limit: Any
 ) -> TrainResult:
-    """The result of a call of `train`; raises `BudgetExceeded` where not one step could be taken."""
+    """The result of a call of `dpopt.loop.train`.
+
+    Args:
+        plan, journal, state: what was trained, and where it stands.
+        target: steps that the parameters should have had.
+        paid: steps in the history of the state at the call, with those to be repeated.
+        allowed: steps that the limit bought on top.
+        limit: the budget, or None.
+
+    Raises:
+        BudgetExceeded: if the limit bought no step.
+
+    *Privacy*: arithmetic on public constants.
+
+    >>> make_result(None, Journal(), TrainState((), (), update=2), 2, 2, 0, None).message
+    'all 2 steps are done'
+    """
     ledger = journal.ledger
     lost = ledger.steps - max(state.update, paid)
     if state.update >= target:
