@@ -106,6 +106,7 @@ from dpopt.loop import train as train
 from dpopt.identity import TrainState as TrainState
 from dpopt.journal import Journal as Journal
 from dpopt.journal import JournalError as JournalError
+from dpopt.keys import example_keys as example_keys
 from dpopt.keys import secure_key as secure_key
 
 # User-level privacy, many devices, and tools for looking at private data

@@ -1,11 +1,14 @@
-"""Noise keys from the operating system's entropy."""
+"""Keys: the noise's from the operating system's entropy, those of random losses from the step and the example."""
 
 import secrets
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+
+from dpopt import _validate
 
 
 def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
@@ -36,3 +39,34 @@ def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
     if shared and jax.process_count() > 1:
         words = np.asarray(multihost_utils.broadcast_one_to_all(words))
     return jax.random.wrap_key_data(jnp.asarray(words).reshape(shape), impl=impl)
+
+
+def example_keys(key: jax.Array, step: Any, indices: Any) -> jax.Array:
+    """Keys for a loss that draws random numbers (dropout, augmentation): one for each example, by step and example.
+
+    Not by row: ``jax.random.split(key, B)`` gives an example another key when somebody before it leaves the batch. Then
+    one example's presence changes the gradients of others, and moves the clipped sum by much more than C.
+
+    Args:
+        key: a key for this purpose alone, not the noise's.
+        step: number of the step, an integer.
+        indices: ``(B,)`` integers: numbers of the examples in the data set, as a sampler gives them.
+
+    Returns:
+        ``(B,)`` keys. Put them into the batch, beside the examples.
+
+    Raises:
+        ValueError, TypeError: if ``key`` is not a key, or ``indices`` not a row of integers.
+
+    *Privacy*: an example's draws depend on no other example, so the clip bounds what it adds, as without draws.
+
+    >>> key = jax.random.key(5)
+    >>> keys, fewer = example_keys(key, 3, [7, 8, 9]), example_keys(key, 3, [8, 9])
+    >>> bool(jnp.all(keys[1:] == fewer))
+    True
+    """
+    _validate.prng_key(key)
+    indices = jnp.asarray(indices)
+    if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"indices must be a row of integers; got {indices.dtype} of shape {indices.shape}.")
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), indices)

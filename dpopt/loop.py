@@ -14,6 +14,7 @@ from dpopt import _program, _resume, _validate, accounting, entropy, events, ide
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
 from dpopt.journal import Entry
+from dpopt.keys import example_keys
 from dpopt.ledger import Ledger
 from dpopt.results import BudgetExceeded as BudgetExceeded  # what `train` raises can be had from here, too
 from dpopt.results import ReplayError as ReplayError
@@ -77,6 +78,7 @@ def train(
     engine: Engine = "auto",
     replay: bool = False,
     verify: bool = True,
+    example_key: jax.Array | None = None,
 ) -> TrainResult:
     """Trains, resumes and stops within a budget.
 
@@ -111,6 +113,8 @@ def train(
         place_batch: puts (batch, mask) on devices, such as `dpopt.sharding.shard_batch`; None for JAX's default.
         microbatch_size, engine: see `dpopt.make_train_step`.
         verify: whether to compare the engine with plain gradients on the first batch, once a process (`dpopt.verify`).
+        example_key: for a loss that draws random numbers (dropout), a key of their own for `dpopt.example_keys`; the
+            loss then gets ``(example, key)``, with a key that follows from the step and the example.
         replay: True derives all noise and batches from key and seed, and repeats steps; see above for what it assumes.
 
     Returns:
@@ -162,7 +166,17 @@ def train(
             options = {"engine": engine, "microbatch_size": microbatch_size, "scale": scale}
             check = functools.partial(verification.verify_once, loss_fn, **options)
         return _Run(
-            plan, _compiled(step), check, fetch_batch, on_step, extra, place_batch, checkpointer, run, program
+            plan,
+            _compiled(step),
+            check,
+            example_key,
+            fetch_batch,
+            on_step,
+            extra,
+            place_batch,
+            checkpointer,
+            run,
+            program,
         ).to(target, state, limit, replay)
     finally:
         if checkpointer is not None:  # what was opened here; others may go on with the run now
@@ -177,6 +191,7 @@ class _Run:
     plan: Any
     step: Callable
     check: Callable[[Any, Any], None] | None
+    example_key: jax.Array | None
     fetch_batch: Callable
     on_step: Callable | None
     extra: Callable | None
@@ -205,12 +220,12 @@ class _Run:
         spent = journal.ledger.steps - len(pending)  # number of the next step to be charged, or repeated
         scheme, privacy = plan.sampler.scheme, plan.optimizer.privacy
         if self.check is not None and state.update < last:
-            self.check(state.params, self._rows(sampler.batch(spent))[0])
+            self.check(state.params, self._rows(sampler, spent)[0])
 
         is_due = False
         while state.update < last:
             event = scheme.event(privacy.step_event(state.update, scheme.relation))
-            state, found = self._next(state, sampler.batch(spent))
+            state, found = self._next(state, self._rows(sampler, spent))
             spent += 1
             if pending:
                 self._check(pending.pop(0), state.update, found)
@@ -232,9 +247,8 @@ class _Run:
             self.checkpointer.wait()
         return make_result(plan, journal, state, target, paid, allowed, limit)
 
-    def _next(self, state: TrainState, batch: Any) -> tuple[TrainState, str]:
+    def _next(self, state: TrainState, rows: Any) -> tuple[TrainState, str]:
         """The state after one more step, and its digest. Nothing of it may be let out yet."""
-        rows = self._rows(batch)
         more = {} if self.extra is None else self.extra(state.update, state.params)
         params, opt_state, digest = self.step(state.params, state.opt_state, *rows, more)
         return TrainState(params, opt_state, state.update + 1, state.segment), identity.hex_digest(digest)
@@ -245,8 +259,13 @@ class _Run:
             changed = identity.differences(start.program or {}, self.program)
             raise replay_error(step, expected.digest, found, changed)
 
-    def _rows(self, batch: Any) -> Any:
-        rows = self.fetch_batch(batch.indices), batch.mask
+    def _rows(self, sampler: Any, number: int) -> Any:
+        """The batch and the mask of the step that is charged under this number."""
+        batch = sampler.batch(number)
+        data = self.fetch_batch(batch.indices)
+        if self.example_key is not None:
+            data = data, example_keys(self.example_key, number, batch.indices)
+        rows = data, batch.mask
         return rows if self.place_batch is None else self.place_batch(rows)
 
     def _save(self, state: TrainState) -> None:

@@ -1,5 +1,6 @@
 """Faults of what is called by hand: masks that were forgotten, means that passed for rows, keys by row."""
 
+import functools
 import inspect
 
 import jax
@@ -136,3 +137,73 @@ def test_a_clip_that_returns_rows_for_one_example_is_refused():
 
     with pytest.raises(ValueError, match=r"Wrong.coefficients is given the norms of one example.*\(3,\)"):
         stacked_grads(np.ones((3, 2), np.float32), mask=None).clipped_sum(Wrong())
+
+
+def dropout_loss(w, example):
+    x, key = example
+    return jnp.sum(w * jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0))
+
+
+def test_dropoutrow():
+    """Whoever is left out, reordered, padded or cut into microbatches: nobody else's mask changes."""
+    x = np.random.default_rng(0).normal(size=(65, 8)).astype(np.float32)
+
+    def total(rows, mask=None, by_row=False, **options):
+        key = jax.random.key(5)
+        keys = jax.random.split(key, len(rows)) if by_row else dpopt.example_keys(key, 7, rows)
+        promise = dpopt.per_example_grads(dropout_loss, **options)(jnp.zeros(8), (x[rows], keys), mask=mask)
+        return promise.clipped_sum(dpopt.FlatClip(1.0)).sum
+
+    everybody = np.arange(65)
+    whole = total(everybody)
+    assert distance(total(everybody, by_row=True), total(everybody[1:], by_row=True)) > 2  # the old recipe
+    for i in (0, 30, 64):
+        assert distance(whole, total(np.delete(everybody, i))) <= 1 + 1e-5
+    padded = np.concatenate([everybody[::-1], [3, 4, 5]])
+    for same in (total(everybody[::-1]), total(padded, np.arange(68) < 65), total(everybody, microbatch_size=20)):
+        np.testing.assert_allclose(whole, same, atol=1e-5)
+
+
+def test_keys_follow_from_step_and_example():
+    key = jax.random.key(5)
+    data = [jax.random.key_data(dpopt.example_keys(key, step, np.arange(50))) for step in range(4)]
+    assert len({tuple(k) for k in np.concatenate(data).tolist()}) == 200
+    with pytest.raises(TypeError, match="indices must be a row of integers"):
+        dpopt.example_keys(key, 0, np.ones(3))
+
+
+def test_a_run_hands_the_loss_a_key_by_step_and_example():
+    """Against a loop by hand; a run that stops half way goes on as if it had not."""
+    x, key, noise_key = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32), jax.random.key(5), 201
+
+    def plan():
+        builder = dpopt.Builder(
+            num_examples=20, expected_batch_size=6, steps=4, key=jax.random.key(noise_key), seed=9, pad_to=16
+        )
+        return builder.clip(1.0).noise(0.0).then(optax.sgd(1.0)).build()
+
+    run = functools.partial(plan().run, dropout_loss, fetch_batch=lambda rows: x[rows], example_key=key, replay=True)
+    half = run(jnp.zeros(3), steps=2)
+    end = run(half.state, steps=4)
+
+    made, w = plan(), jnp.zeros(3)
+    step, state = jax.jit(made.train_step(dropout_loss)), made.optimizer.init(w)
+    for t in range(4):
+        indices, mask = made.sampler.batch(t)
+        w, state, _ = step(w, state, (x[indices], dpopt.example_keys(key, t, indices)), mask)
+    np.testing.assert_allclose(end.params, w, atol=1e-6)
+
+
+def test_multisteps():
+    """Wrappers that would hide from the clip what they hold back."""
+    w, rows = {"a": jnp.zeros(3), "b": jnp.zeros(3)}, {"a": jnp.ones((4, 3)), "b": jnp.ones((4, 3))}
+    masked = optax.masked(OPT, {"a": True, "b": False})
+    with pytest.raises(ValueError, match="would go past the clip and the noise"):
+        masked.update(rows, masked.init(w), w)
+    with pytest.raises(TypeError, match="does not know whose they are"):
+        dpopt.federated.client_level(OPT).update(rows["a"], OPT.init(w["a"]), w["a"])
+    several = optax.MultiSteps(OPT, 2)
+    with pytest.raises(ValueError, match="averaged or clipped before"):
+        several.update(rows["a"], several.init(w["a"]), w["a"])
+    with pytest.raises(ValueError, match="parameters are missing"):
+        several.update(rows["a"], several.init(w["a"]))
