@@ -58,8 +58,9 @@ class Plan:
     *Privacy*: `event` and `epsilon` say what the planned steps will cost, `spent` what the run has cost: more, where
     steps were lost. Both cover the parameters after every step; ``print(plan)`` is safe to publish.
 
-    >>> plan = Builder(num_examples=1_000, expected_batch_size=100, steps=10, key=jax.random.key(0)).clip(1.0).noise(
-    ...     2.0).then(optax.sgd(0.1)).build()
+    >>> import dpopt, optax
+    >>> builder = dpopt.Builder(num_examples=1_000, expected_batch_size=100, steps=10, key=dpopt.secure_key())
+    >>> plan = builder.clip(1.0).noise(2.0).then(optax.sgd(0.1)).build()
     >>> round(plan.epsilon(10, delta=1e-5), 2)
     0.8
     """
