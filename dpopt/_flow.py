@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import jax
 from jax.extend import core
 
+from dpopt._programs import equations, scan_arguments, subprograms
+
 
 @dataclasses.dataclass(frozen=True)
 class Bounded:
@@ -119,7 +121,7 @@ def follow(program: core.ClosedJaxpr, counters: range) -> tuple[list[str | None]
     """
     walk = _Walk()
     inputs = [Counter(i, advanced=False) if i in counters else None for i in range(len(program.jaxpr.invars))]
-    outputs = walk.program(program.jaxpr, inputs, once=True)
+    outputs = walk.program(program, inputs, once=True)
     kept = dict(zip(counters, outputs[len(outputs) - len(counters) :], strict=True))
     if any(kept.get(place) != Counter(place, advanced=True) for place in walk.counted):
         raise ValueError(
@@ -148,6 +150,7 @@ class _Walk:
         self.counted: list[int] = []
 
     def program(self, jaxpr: Any, inputs: Sequence[Label], once: bool) -> list[Label]:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or open
         env: dict[Any, Label] = dict.fromkeys(jaxpr.constvars)  # public: they were there before the batch
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -166,15 +169,14 @@ class _Walk:
         if name in _UNCHANGED:
             return labels
         if name in _CALLS and _CALLS[name] in params:
-            inner = params[_CALLS[name]]
-            return self.program(getattr(inner, "jaxpr", inner), labels, once)
+            return self.program(params[_CALLS[name]], labels, once)
         if name == "cond":
             return self.branches(eqn, labels)
         if name == "while":
             return self.while_loop(eqn, labels)
         if name == "scan":
-            return self.scan(params, labels)
-        if _holds_marks(params):
+            return self.scan(eqn, labels)
+        if any(e.primitive is _mark for p in subprograms(eqn) for e in equations(p)):
             raise ValueError(f"a sum is clipped or released inside {name!r}, where dpopt cannot follow it.")
         worst = _worst(labels)
         self.no_side_effect(eqn, worst)
@@ -215,7 +217,7 @@ class _Walk:
     def branches(self, eqn: Any, labels: list[Label]) -> list[Label]:
         choice, operands = _text(labels[0]), [_text(label) for label in labels[1:]]
         self.no_side_effect(eqn, choice)
-        outputs = [self.program(branch.jaxpr, operands, once=False) for branch in eqn.params["branches"]]
+        outputs = [self.program(branch, operands, once=False) for branch in eqn.params["branches"]]
         return [choice or _worst(found) for found in zip(*outputs, strict=True)]
 
     def while_loop(self, eqn: Any, labels: list[Label]) -> list[Label]:
@@ -225,20 +227,21 @@ class _Walk:
         condition_reads, body_reads, start = texts[: ends[0]], texts[ends[0] : ends[1]], texts[ends[1] :]
 
         def step(carry):
-            (goes_on,) = self.program(params["cond_jaxpr"].jaxpr, condition_reads + carry, once=False)
+            (goes_on,) = self.program(params["cond_jaxpr"], condition_reads + carry, once=False)
             self.no_side_effect(eqn, goes_on)
-            carry = self.program(params["body_jaxpr"].jaxpr, body_reads + carry, once=False)
+            carry = self.program(params["body_jaxpr"], body_reads + carry, once=False)
             return [goes_on or label for label in carry]
 
         return _settled(step, start)
 
-    def scan(self, params: dict, labels: list[Label]) -> list[Label]:
-        ends = params["num_consts"], params["num_consts"] + params["num_carry"]
+    def scan(self, eqn: Any, labels: list[Label]) -> list[Label]:
+        num_consts, num_carry = scan_arguments(eqn)
+        ends = num_consts, num_consts + num_carry
         texts = [_text(label) for label in labels]
         consts, start, rows = texts[: ends[0]], texts[ends[0] : ends[1]], texts[ends[1] :]
 
         def body(carry):
-            return self.program(params["jaxpr"].jaxpr, consts + carry + rows, once=False)
+            return self.program(eqn.params["jaxpr"], consts + carry + rows, once=False)
 
         carry = _settled(lambda carry: body(carry)[: len(start)], start)
         return carry + body(carry)[len(start) :]
@@ -251,14 +254,6 @@ def _settled(step: Callable[[list], list], carry: list) -> list:
         if following == carry:
             return carry
         carry = following
-
-
-def _holds_marks(params: dict) -> bool:
-    """Whether there are marks in the programs inside an equation, at any depth."""
-    inner = [x for v in params.values() for x in (v if isinstance(v, tuple | list) else [v])]
-    programs = [getattr(x, "jaxpr", x) for x in inner]
-    equations = [e for p in programs if hasattr(p, "eqns") for e in p.eqns]
-    return any(e.primitive is _mark or _holds_marks(e.params) for e in equations)
 
 
 def _is_a_side_effect(effect: Any) -> bool:
