@@ -1,7 +1,8 @@
 """The fast engine: clipped gradient sums at about the price of an ordinary gradient.
 
 * values.py, program.py  the traced loss: its parts, and the program that they make, which runs with taps
-* trace.py      finds where parameters meet the example, and puts taps there; cotangents.py where one tap is enough
+* trace.py      finds where parameters meet the example, and puts taps there; linear.py what a sum is pulled back through,
+                cotangents.py where one tap is enough
 * rules.py      one function per primitive: its gradient as a sum of outer products
 * norms.py      per-example squared norms from those factors; standardized.py through normalised filters
 * plan.py       which norm for which parameter, at what cost (costs.py), and in how many parts
