@@ -1,8 +1,8 @@
 """The fast engine: clipped gradient sums at about the price of an ordinary gradient.
 
 * values.py, program.py  the traced loss: its parts, and the program that they make, which runs with taps
-* trace.py      finds where parameters meet the example, and puts taps there; linear.py what a sum is pulled back through,
-                cotangents.py where one tap is enough
+* trace.py      finds where parameters meet the example, and puts taps there; linear.py through what a sum is pulled
+                back; cotangents.py where one tap is enough; failures.py what is said where none of it will do
 * rules.py      one function per primitive: its gradient as a sum of outer products
 * norms.py      per-example squared norms from those factors; standardized.py through normalised filters
 * plan.py       which norm for which parameter, at what cost (costs.py), and in how many parts
@@ -17,8 +17,8 @@ from dpopt.ghost.engine import clipped_sum as clipped_sum
 from dpopt.ghost.engine import plan_clipped_sum as plan_clipped_sum
 from dpopt.ghost.explain import Explanation as Explanation
 from dpopt.ghost.explain import explain as explain
+from dpopt.ghost.failures import CannotFollow as CannotFollow
 from dpopt.ghost.plan import Plan as Plan
 from dpopt.ghost.rules import Factors as Factors
 from dpopt.ghost.rules import Use as Use
 from dpopt.ghost.rules import rule as rule
-from dpopt.ghost.trace import CannotFollow as CannotFollow

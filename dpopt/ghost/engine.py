@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import TOLERANCE
-from dpopt.ghost.trace import CannotFollow, planning, trace_loss
+from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.values import wide_dtype
 
 

@@ -20,9 +20,8 @@ the steps by ``vmap``), taps become scanned inputs, and the recorded inputs beco
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -36,32 +35,13 @@ from dpopt._rows import draws_otherwise_in_rows
 from dpopt.ghost import rules
 from dpopt.ghost.canonical import convolution
 from dpopt.ghost.cotangents import share_taps
+from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import ELEMENTWISE, pulls_sums
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
 from dpopt.ghost.values import LAYOUT, ContactOp, Entry, Op, Value, is_narrow
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = {"remat", "remat2", "checkpoint"}
-
-
-class CannotFollow(Exception):
-    """The ghost engine cannot trace this loss; ``primitive`` names the operation, or the error, that stopped it."""
-
-    def __init__(self, primitive: str, reason: str, error: Exception | None = None):
-        self.primitive = primitive
-        where = f"primitive '{primitive}'" if error is None else f"this loss ({primitive})"
-        super().__init__(f"ghost clipping cannot follow {where}: {reason}")
-
-
-@contextlib.contextmanager
-def planning() -> Iterator[None]:
-    """Where whatever fails is the engine's own affair: another one may do."""
-    try:
-        yield
-    except CannotFollow:
-        raise
-    except Exception as error:
-        raise CannotFollow(type(error).__name__, str(error).partition("\n")[0], error) from error
 
 
 def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = False) -> Trace:

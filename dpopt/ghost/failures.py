@@ -1,0 +1,26 @@
+"""What the ghost engine says where it cannot do a loss, so that another engine may."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+
+class CannotFollow(Exception):
+    """The ghost engine cannot trace this loss; ``primitive`` names the operation, or the error, that stopped it."""
+
+    def __init__(self, primitive: str, reason: str, error: Exception | None = None):
+        self.primitive = primitive
+        where = f"primitive '{primitive}'" if error is None else f"this loss ({primitive})"
+        super().__init__(f"ghost clipping cannot follow {where}: {reason}")
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Where whatever fails is the engine's own affair: another one may do."""
+    try:
+        yield
+    except CannotFollow:
+        raise
+    except Exception as error:
+        raise CannotFollow(type(error).__name__, str(error).partition("\n")[0], error) from error
