@@ -105,7 +105,8 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
     Args:
         noise_stddev: s, the standard deviation in the units of the SUM: noise multiplier times clip norm. A number of
             at least 2^-100 (7.9e-31), or 0, which adds nothing and is accounted for as no privacy at all. Or a schedule
-            ``step -> number``: where that (or a traced number) is below 2^-100, or 0, the noise is NaN.
+            ``step -> number``, whose noise is NaN where it is below 2^-100, or 0; so is that of a traced number below
+            2^-100, of which 0 adds nothing.
         key: a PRNG key, typed or legacy. Never use it for anything else.
 
     Returns:
@@ -151,7 +152,8 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
             if is_off:
                 return updates
             draw = standard_normal_like(jax.random.fold_in(state.key, state.count), updates)
-            return jax.tree.map(lambda u, z: u + _not_vanishing(stddev, z.dtype) * z, updates, draw)
+            scale = functools.partial(_not_vanishing, stddev, zero_is_meant=not callable(noise_stddev))
+            return jax.tree.map(lambda u, z: u + scale(z.dtype) * z, updates, draw)
 
         count = _flow.advanced(state.count, _trees.next_count(state.count))
         return _flow.released(_trees.upcast(updates), add_noise), AddGaussianNoiseState(state.key, count)
@@ -159,10 +161,15 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
     return _stages.StagedTransformation(init_fn, update_fn, stage)
 
 
-def _not_vanishing(stddev: Any, dtype: Any) -> jax.Array:
-    """The standard deviation, or NaN where it is too small, which could not be seen when the stage was made."""
+def _not_vanishing(stddev: Any, dtype: Any, *, zero_is_meant: bool) -> jax.Array:
+    """The standard deviation, or NaN where it is too small, which could not be seen when the stage was made.
+
+    The 0 of a schedule may be a decay that float32 has lost, while the books hold the number that was meant. A traced
+    number has no place in the books (its privacy cannot be stated), and 0 is how its noise is switched off.
+    """
     stddev = jnp.asarray(stddev, dtype)
-    return jnp.where(stddev >= LEAST_STDDEV, stddev, jnp.nan)
+    is_sound = stddev >= LEAST_STDDEV
+    return jnp.where(is_sound | (stddev == 0) if zero_is_meant else is_sound, stddev, jnp.nan)
 
 
 def normalize_by(expected_batch_size: Any) -> optax.GradientTransformationExtraArgs:
