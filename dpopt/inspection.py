@@ -155,9 +155,9 @@ def _required_private_arguments(update: Callable) -> set[str]:
         return set()
     names = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
     found = {name for name in names if not _validate.is_public_argument(name)}
-    if getattr(function, "__module__", "").split(".")[0] == "optax":
-        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        parts = [x for cell in cells for x in (cell if isinstance(cell, tuple | list) else [cell])]
+    if str(function.__module__).split(".")[0] == "optax":  # None in a function that was made from text
+        closed_over = inspect.getclosurevars(function).nonlocals.values()
+        parts = [x for value in closed_over for x in (value if isinstance(value, tuple | list) else [value])]
         found.update(*(_required_private_arguments(x) for x in parts if inspect.isfunction(x)))
     return found
 
