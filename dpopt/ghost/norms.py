@@ -91,7 +91,7 @@ def rank_one(group: Group) -> Square:
             missing += lost
         else:
             value += jnp.sum(_mixed(left_squares, jnp.square(group.scale[k])) * right_squares)
-            largest = jnp.max(jnp.abs(group.scale[k]))
+            largest = squares.largest(group.scale[k])
             missing += largest * lost * largest + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
     return Square(value, missing)
 

@@ -20,7 +20,7 @@ from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
 from dpopt.ghost.contacts import along, combined, form, forming, inner, transposed, unfold
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import Square, cancelled, of_entries, shifted, tiny
+from dpopt.ghost.squares import Square, cancelled, largest, of_entries, shifted, tiny
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
 
@@ -124,7 +124,7 @@ class Run:
         """What an entry of ``S g`` may have lost to products that vanish when g is formed."""
         terms = sum(1 if c.factors is None else c.factors.positions for c in contacts)
         scale = self.scales[leaf]
-        return terms * tiny(self.wide[leaf].dtype) * (1.0 if scale is None else jnp.max(jnp.abs(scale)))
+        return terms * tiny(self.wide[leaf].dtype) * (1.0 if scale is None else largest(scale))
 
     def _norm(self, leaf_plan: LeafPlan, xs, ys, outs, kept) -> tuple[jax.Array, jax.Array]:
         """Upper and lower bounds on the norms of ``S g + o`` for one parameter, per example."""

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dpopt.ghost.rows import wide
 
@@ -52,6 +53,11 @@ def tiny(dtype: jax.typing.DTypeLike) -> float:
 def sum_squares(x: jax.Array) -> jax.Array:
     """Sum of squares in at least float32."""
     return jnp.sum(jnp.square(wide(x)))
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """``max |x|``. (The barrier keeps XLA from working it out while it compiles, which takes it seconds.)"""
+    return jnp.max(jnp.abs(lax.optimization_barrier(x)))
 
 
 def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:

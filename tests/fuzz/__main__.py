@@ -53,7 +53,7 @@ def main() -> int:
             jax.clear_caches()  # compiled programs would fill the memory
     record = {
         "programs": sum(kinds.values()), "first_seed": given.start, "outcomes": dict(kinds), "failures": failures,
-        "worst": worst, "slack": check.SLACK, "seconds": round(time.time() - started),
+        "worst": float(worst), "slack": check.SLACK, "seconds": round(time.time() - started),
         "versions": {"dpopt": dpopt.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__,
                      "numpy": np.__version__, "python": platform.python_version()},
         "features": dict(sorted(features.items())),

@@ -1,0 +1,43 @@
+"""A few hundred random programs in every run; ``python -m tests.fuzz`` runs more. A failure names its seed."""
+
+import os
+
+import jax
+import pytest
+
+from . import check, program
+
+PROGRAMS = int(os.environ.get("DPOPT_FUZZ_PROGRAMS", "200"))
+_PARTS = 8  # tests, which workers share
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+    jax.clear_caches()  # programs have nothing in common
+
+
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_no_example_moves_the_sum_further(part):
+    for seed in range(part, PROGRAMS, _PARTS):
+        outcome = check.run(seed, compare=seed % 3 == 0)
+        assert not outcome.failures, f"python -m tests.fuzz --seed {seed}: {outcome.failures}"
+
+
+def test_a_seed_gives_one_program():
+    one, other = program.draw(5), program.draw(5)
+    assert one.features == other.features
+    assert all((a[k] == b[k]).all() for a, b in zip(one.batches[:1], other.batches[:1], strict=True) for k in a)
+
+
+def test_the_fuzzer_finds_a_clip_that_is_too_loose(monkeypatch):
+    """A clip norm that is exceeded by a per mille does not go unnoticed."""
+    import dpopt
+
+    true = dpopt.FlatClip.coefficients
+    monkeypatch.setattr(
+        dpopt.FlatClip, "coefficients", lambda self, norms: jax.tree.map(lambda c: 1.001 * c, true(self, norms))
+    )
+    seeds = [s for s in range(40) if "FlatClip" in program.draw(s).features and "vmap" in program.draw(s).features]
+    assert any(check.run(seed).failures for seed in seeds[:3])
