@@ -21,6 +21,7 @@ SLACK = 2.0**-12
 ROUNDING = 2.0**-20
 # Small programs are compiled for the check's sake, not for speed.
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_FULL_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 @dataclass
@@ -53,9 +54,20 @@ def run(seed: int, fast: bool = True, compare: bool = True) -> Outcome:
     return outcome
 
 
+# One program in so many is compiled with all optimisations.
+OPTIMIZED = 10
+
+
+def several(seeds: range) -> list[Outcome]:
+    """The outcomes of some seeds, one after the other."""
+    outcomes = [run(seed, fast=seed % OPTIMIZED > 0) for seed in seeds]
+    jax.clear_caches()
+    return outcomes
+
+
 def _checked(program: Program, fast: bool, compare: bool) -> Outcome:
     outcome = Outcome(program.seed, program.features, "ran")
-    options = _FAST_COMPILE if fast else {}
+    options = _FAST_COMPILE if fast else _FULL_COMPILE
 
     def clipped(params, batch, mask, scale, offset):
         promise = dpopt.per_example_grads(
