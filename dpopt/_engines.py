@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from dpopt import _fallback, _trees, ghost
+from dpopt import _fallback, _sums, _trees, ghost
 from dpopt._norms import safe_norm
 from dpopt._programs import equations
 from dpopt._rows import batched_by_hand, check_rows_are_independent
@@ -74,6 +74,7 @@ class EngineResult(NamedTuple):
     losses: jax.Array | None  # (B,)
     aux: Any  # (B, ...)
     is_finite: jax.Array  # (B,) bool
+    remainder: Any = None  # what rounding the sum has lost, like params; None: little enough
 
 
 def global_norms(leaf_norms: Any) -> jax.Array:
@@ -91,11 +92,16 @@ def clip_stacked(grads: Any, mask: jax.Array, scale: Any, offset: Any, clip: Cli
     is_finite = jnp.isfinite(global_norms(leaf_norms))
     contributes = is_finite & mask
 
-    def weighted_sum(g, c):
-        return jnp.sum(jnp.where(_trees.per_example(contributes, g), _trees.per_example(c, g) * g, 0), axis=0)
+    def weighted_sum(rows):
+        grads, coefficients, contributes = rows
 
-    total = jax.tree.map(weighted_sum, grads, row_coefficients(clip, leaf_norms))
-    return EngineResult(total, leaf_norms, None, None, is_finite)
+        def one_leaf(g, c):
+            return jnp.sum(jnp.where(_trees.per_example(contributes, g), _trees.per_example(c, g) * g, 0), axis=0)
+
+        return jax.tree.map(one_leaf, grads, coefficients)
+
+    total = _sums.over_examples(weighted_sum, (grads, row_coefficients(clip, leaf_norms), contributes))
+    return EngineResult(total.value, leaf_norms, None, None, is_finite, total.remainder)
 
 
 def affine(grads: Any, scale: Any, offset: Any) -> Any:
@@ -253,7 +259,7 @@ class Loss:
                 f"ghost clipping cannot run this loss ({type(error).__name__}: {_fallback.first_line(error)})",
             )
             return result
-        return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, is_finite=ran.ok | ~mask)
+        return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, ran.ok | ~mask, ran.remainder)
 
     def run(self, mask, scale, offset, clip) -> EngineResult:
         """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
@@ -277,7 +283,9 @@ class Loss:
         def step(total, microbatch):
             batch, mask = microbatch
             ran = self._microbatch(batch, mask, scale, offset, clip, plan)
-            return jax.tree.map(jnp.add, total, ran.sum), ran._replace(sum=None)
+            total = _sums.add(total, _sums.Sum(ran.sum, ran.remainder))
+            return total, ran._replace(sum=None, remainder=None)
 
-        total, ran = jax.lax.scan(step, _trees.zeros(self.params), jax.tree.map(fold, (batch, mask)))
-        return jax.tree.map(unfold, ran)._replace(sum=total)
+        zero = _sums.zero(_trees.zeros(self.params), size, steps)
+        total, ran = jax.lax.scan(step, zero, jax.tree.map(fold, (batch, mask)))
+        return jax.tree.map(unfold, ran)._replace(sum=total.value, remainder=total.remainder)

@@ -52,7 +52,7 @@ def compose(privacy: Privacy, sampling: Any, steps: int, *, start: int = 0) -> d
     >>> from dpopt.sampling import Poisson
     >>> compose(Privacy((Query(1.0),)), Poisson(0.5), 3)
     SelfComposedDpEvent(event=PoissonSampledDpEvent(sampling_probability=0.5, \
-event=GaussianDpEvent(noise_multiplier=1.0)), count=3)
+event=GaussianDpEvent(noise_multiplier=0.999...)), count=3)
     """
     _validate.non_negative_int(steps=steps, start=start)
     scheme = getattr(sampling, "scheme", sampling)

@@ -35,6 +35,7 @@ class ClippedSum(NamedTuple):
 
     sum: Any  # like params, at least float32
     sensitive: SensitiveAux
+    remainder: Any = None  # like sum: what rounding has lost, as secret as the sum: add it to the noise. None: nothing
 
 
 class PerExampleGrads:
@@ -55,7 +56,7 @@ class PerExampleGrads:
         self._scale = scale
         self._offset = offset
         self._is_mapped_by_hand = False  # by `scale` or `shift`, not by a declared diagonal
-        self._observed: list[SensitiveAux] = []
+        self._observed: list[ClippedSum] = []
 
     def _mapped(self, scale: Any, offset: Any, by_hand: bool) -> "PerExampleGrads":
         new = PerExampleGrads(self._source, self._mask, scale, offset)
@@ -124,8 +125,8 @@ class PerExampleGrads:
             coefficients = jnp.stack(jax.tree.leaves(_engines.row_coefficients(clip, ran.leaf_norms)))
             was_clipped = jnp.any(coefficients < 1, axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
-            result = ClippedSum(ran.sum, aux)
-        self._observed.append(result.sensitive)
+            result = ClippedSum(ran.sum, aux, ran.remainder)
+        self._observed.append(result)
         return result
 
     def materialize(self) -> Any:
@@ -144,6 +145,17 @@ class PerExampleGrads:
             ValueError: if no clipped sum has been asked for yet.
 
         *Privacy*: see `SensitiveAux`.
+        """
+        return self.latest.sensitive
+
+    @property
+    def latest(self) -> ClippedSum:
+        """The latest `clipped_sum` of this promise or of one derived from it.
+
+        Raises:
+            ValueError: if there is none yet.
+
+        *Privacy*: nothing in it is noised.
         """
         if not self._observed:
             raise ValueError("these gradients have not been clipped yet: pass them to an optimizer's update first.")

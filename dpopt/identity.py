@@ -68,7 +68,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
     >>> import optax, dpopt
     >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=2, key=jax.random.key(0)).clip(1.0).noise(
     ...     2.0).then(optax.sgd(0.1)).build()
-    >>> run_identity(plan, jnp.zeros(2))["event"]["event"]["noise_multiplier"]
+    >>> round(run_identity(plan, jnp.zeros(2))["event"]["event"]["noise_multiplier"], 2)
     2.0
     """
     privacy, sampler = plan.optimizer.privacy, plan.sampler

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _box_muller, _flow, _stages, _threefry, _trees, _validate
+from dpopt import _box_muller, _flow, _stages, _sums, _threefry, _trees, _validate
 from dpopt.gradients import PerExampleGrads
 
 SMALL = 2**14  # entries of a leaf that is drawn together with others
@@ -146,6 +146,9 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
             raise TypeError(
                 "add_gaussian_noise got per-example gradients: noise protects a clipped sum. Put clip_and_sum first."
             )
+        remainder = None
+        if isinstance(updates, _sums.Sum):  # from `dpopt.chain`: a sum, and what rounding it has lost
+            updates, remainder = updates.value, _flow.public(updates.remainder, "a remainder, while nothing is summed")
         stddev = _flow.public(stage.stddev(state.count), "the noise's standard deviation")
 
         def add_noise(updates):
@@ -153,7 +156,10 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
                 return updates
             draw = standard_normal_like(jax.random.fold_in(state.key, state.count), updates)
             scale = functools.partial(_not_vanishing, stddev, zero_is_meant=not callable(noise_stddev))
-            return jax.tree.map(lambda u, z: u + scale(z.dtype) * z, updates, draw)
+            noise = jax.tree.map(lambda z: scale(z.dtype) * z, draw)
+            if remainder is not None:  # to the noise first: in the sum it would be rounded away
+                noise = jax.tree.map(jnp.add, remainder, noise)
+            return jax.tree.map(jnp.add, updates, noise)
 
         count = _flow.advanced(state.count, _trees.next_count(state.count))
         return _flow.released(_trees.upcast(updates), add_noise), AddGaussianNoiseState(state.key, count)

@@ -15,6 +15,11 @@ RTOL32 = 1e-6  # what float32 sums of a few dozen terms keep (eps is 1.2e-7)
 RTOL64 = 1e-12
 
 
+def paid(noise_multiplier):
+    """The multiplier that a step's event states: what rounding may add to the sensitivity is paid for."""
+    return noise_multiplier / (1 + 1.5 * 2.0**-12)
+
+
 def privacy_four(**changes):
     """The four arguments that every private optimizer asks for."""
     four = dict(l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=jax.random.key(0))

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from golden_runs import MODELS, EpsClip, load, replay, tiny_batch, tiny_loss, tiny_params
-from helpers import assert_identical, assert_near, privacy_four
+from helpers import assert_identical, assert_near, paid, privacy_four
 
 import dpopt
 from dpopt.optimizers.adadps import adadps
@@ -160,7 +160,7 @@ def test_adas_is_the_scale_without_clip_and_noise():
 @pytest.mark.parametrize("rule", ["rmsprop", "adagrad", "adam"])
 def test_one_gaussian_a_step(count_draws, rule):
     opt = adadps(0.1, rule=rule, **privacy_four(noise_multiplier=1.7))
-    assert opt.privacy.step_event() == dpopt.privacy.dp_accounting.GaussianDpEvent(1.7)
+    assert opt.privacy.step_event() == dpopt.privacy.dp_accounting.GaussianDpEvent(paid(1.7))
     train(opt, 1)
     assert len(count_draws) == 1
 

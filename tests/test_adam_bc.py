@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import enable_x64, privacy_four
+from helpers import enable_x64, paid, privacy_four
 
 import dpopt
 from dpopt.optimizers._moments import one_minus_power
@@ -242,7 +242,7 @@ def test_chain_tells_the_noise_and_its_schedule(monkeypatch):
     opt = dp_adam_bc(0.1, b2=0.9, **four)
     expected = ema_of_squares([2.0 / (t + 1) / 8 for t in range(4)], 0.9)
     np.testing.assert_allclose(second_moment_error(opt, 8), -expected, rtol=1e-5)
-    assert opt.privacy.step_event(3).noise_multiplier == 0.25
+    assert opt.privacy.step_event(3).noise_multiplier == paid(0.25)
 
 
 def test_chain_without_normalize_tells_the_noise_of_the_sum(monkeypatch):

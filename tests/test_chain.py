@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_identical, assert_near, dot_loss, mlp_batch, mlp_loss, mlp_params, privacy_four
+from helpers import assert_identical, assert_near, dot_loss, mlp_batch, mlp_loss, mlp_params, paid, privacy_four
 
 import dpopt
 from dpopt.chain import NoiseAware
@@ -257,12 +257,12 @@ def test_noise_is_calibrated_to_the_sensitivity_of_the_clip_function():
     clip = dpopt.GroupClip({"a": 3.0, "b": 4.0})
     opt = dpopt.privatize(**privacy_four(l2_clip_norm=clip, noise_multiplier=2.0))
     assert opt.stages[1].stage.noise_stddev == 10.0
-    assert opt.privacy.step_event().noise_multiplier == 2.0
+    assert opt.privacy.step_event().noise_multiplier == paid(2.0)
 
 
 def test_a_noise_schedule_is_drawn_and_accounted_alike():
     opt = dpopt.privatize(**privacy_four(l2_clip_norm=2.0, noise_multiplier=lambda step: jnp.where(step < 1, 1.0, 4.0)))
-    assert [opt.privacy.step_event(t).noise_multiplier for t in (0, 1)] == [1.0, 4.0]
+    assert [opt.privacy.step_event(t).noise_multiplier for t in (0, 1)] == [paid(1.0), paid(4.0)]
     state, params = opt.init(jnp.zeros(5000)), jnp.zeros(5000)
     for expected in (2.0 / 4, 8.0 / 4):
         mean, state = opt.update(jnp.zeros((1, 5000)), state, params)

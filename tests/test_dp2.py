@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from golden_runs import find_state, tiny_batch, tiny_loss, tiny_params
-from helpers import assert_identical, assert_near, dot_loss, privacy_four
+from helpers import assert_identical, assert_near, dot_loss, paid, privacy_four
 
 import dpopt
 from dpopt.chain import NoiseAware
@@ -69,14 +69,14 @@ def test_extra_query_runs_without_clip_and_noise():
 def test_one_gaussian_a_step(count_draws, make):
     settings = {k: v for k, v in DP2.items() if make is dp2 or k != "adaptive_l2_clip_norm"}
     opt = make(0.1, **privacy_four(noise_multiplier=1.7), **settings)
-    assert {opt.privacy.step_event(t) for t in range(8)} == {dpopt.privacy.dp_accounting.GaussianDpEvent(1.7)}
+    assert {opt.privacy.step_event(t) for t in range(8)} == {dpopt.privacy.dp_accounting.GaussianDpEvent(paid(1.7))}
     jax.eval_shape(lambda: train(opt, 1))
     assert len(count_draws) == 1
 
 
 def test_extra_query_asks_twice_except_when_it_refreshes(count_draws):
     opt = dp2_extra_query(0.1, **privacy_four(noise_multiplier=1.7), **{**DP2, "delay": 3})
-    gaussian = dpopt.privacy.dp_accounting.GaussianDpEvent(1.7)
+    gaussian = dpopt.privacy.dp_accounting.GaussianDpEvent(paid(1.7))
     for t in range(7):
         event = opt.privacy.step_event(t)
         assert event == gaussian if t % 3 == 0 else event.events == [gaussian, gaussian]

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from golden_runs import tiny_batch, tiny_loss, tiny_params
-from helpers import assert_near, privacy_four
+from helpers import assert_near, paid, privacy_four
 
 import dpopt
 from dpopt.delayed import delayed_moments
@@ -43,7 +43,7 @@ def test_scheduled_clip_norm_moves_the_noise_and_not_the_event():
     core = dpopt.privatize(
         **privacy_four(noise_multiplier=2.0), preconditioner=scheduled_clip_norm(lambda t: 1 + 2 * t)
     )
-    assert core.privacy.step_event(7) == dpopt.privacy.dp_accounting.GaussianDpEvent(2.0)
+    assert core.privacy.step_event(7) == dpopt.privacy.dp_accounting.GaussianDpEvent(paid(2.0))
     params = jnp.zeros(40_000)
     state = core.init(params)
     for t in range(3):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import mlp_batch, mlp_loss, mlp_params, privacy_four
+from helpers import mlp_batch, mlp_loss, mlp_params, paid, privacy_four
 
 import dpopt
 from dpopt.privacy import Privacy, Query, Relation
@@ -15,7 +15,7 @@ STATIC = ("l2_clip_norm", "noise_multiplier", "expected_batch_size", "key")
 
 def test_the_event_of_a_step_is_a_gaussian_of_the_multiplier():
     opt = dpopt.dp_adam(0.1, **privacy_four(l2_clip_norm=0.3, noise_multiplier=1.7))
-    assert opt.privacy.step_event().noise_multiplier == pytest.approx(1.7, rel=1e-15)
+    assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.7), rel=1e-15)
 
 
 def test_no_noise_is_not_private():
@@ -26,13 +26,13 @@ def test_no_noise_is_not_private():
 
 def test_replacing_a_record_moves_a_sum_twice_as_far():
     privacy = Privacy((Query(3.0),))
-    assert privacy.step_event(relation=Relation.REPLACE_ONE).noise_multiplier == 1.5
+    assert privacy.step_event(relation=Relation.REPLACE_ONE).noise_multiplier == paid(1.5)
 
 
 def test_a_query_counts_on_its_active_steps_only():
     privacy = Privacy((Query(1.0), Query(2.0, active=lambda t: t % 2 == 1)))
-    assert privacy.step_event(0) == dp.GaussianDpEvent(1.0)
-    assert privacy.step_event(1) == dp.ComposedDpEvent([dp.GaussianDpEvent(1.0), dp.GaussianDpEvent(2.0)])
+    assert privacy.step_event(0) == dp.GaussianDpEvent(paid(1.0))
+    assert privacy.step_event(1) == dp.ComposedDpEvent([dp.GaussianDpEvent(paid(s)) for s in (1.0, 2.0)])
     assert privacy.varies and not Privacy((Query(1.0),)).varies
 
 
@@ -44,7 +44,7 @@ def test_wrapping_does_not_change_the_privacy(wrap):
 
 def test_inject_hyperparams_with_static_privacy_is_accounted():
     opt = optax.inject_hyperparams(dpopt.dp_sgd, static_args=STATIC)(0.1, **privacy_four(noise_multiplier=1.5))
-    assert dpopt.privacy_of(opt).step_event().noise_multiplier == 1.5
+    assert dpopt.privacy_of(opt).step_event().noise_multiplier == paid(1.5)
 
 
 def test_inject_hyperparams_with_traced_privacy_says_what_to_do():
@@ -86,4 +86,4 @@ def test_asking_reads_no_data_and_keeps_no_state():
     opt = optax.chain(dpopt.clip_and_sum(2.0), dpopt.add_gaussian_noise(3.0, jax.random.key(0)))
     assert dpopt.privacy_of(opt, mlp_params()) == dpopt.privacy_of(opt, mlp_params())
     # Inside a jitted function as well: nothing traced leaks into the answer.
-    assert jax.jit(lambda x: x + dpopt.privacy_of(opt).step_event().noise_multiplier)(0.0) == 1.5
+    assert jax.jit(lambda x: x + dpopt.privacy_of(opt).step_event().noise_multiplier)(0.0) == pytest.approx(paid(1.5))

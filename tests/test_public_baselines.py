@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from golden_runs import MODELS, load, replay, tiny_batch, tiny_loss, tiny_params
-from helpers import privacy_four
+from helpers import paid, privacy_four
 
 import dpopt
 from dpopt.optimizers.public import blend_public_gradients, dp_adam_pub, dp_r_pub, pda_dpmd, warm_start
@@ -141,7 +141,7 @@ MAKERS = {
 @pytest.mark.parametrize("name", MAKERS)
 def test_event_scan_dtype_and_bad_batches(count_draws, name):
     opt = MAKERS[name](0.1, **privacy_four(noise_multiplier=1.7))
-    assert opt.privacy.step_event(3) == dpopt.privacy.dp_accounting.GaussianDpEvent(1.7)
+    assert opt.privacy.step_event(3) == dpopt.privacy.dp_accounting.GaussianDpEvent(paid(1.7))
     step, params = dpopt.make_train_step(tiny_loss, opt), tiny_params(jnp.bfloat16)
     public = jax.tree.map(jnp.ones_like, params)
     batch = jax.tree.map(lambda x: x.at[0].set(jnp.nan), tiny_batch())

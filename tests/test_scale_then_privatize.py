@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from golden_runs import EpsClip, load, replay, tiny_batch, tiny_loss, tiny_params
-from helpers import assert_identical, assert_near, privacy_four
+from helpers import assert_identical, assert_near, paid, privacy_four
 
 import dpopt
 from dpopt.chain import NoiseAware
@@ -95,7 +95,7 @@ def test_the_next_stage_is_told_the_noise_of_each_coordinate():
 
 def test_one_gaussian_a_step(count_draws):
     opt = scale_then_privatize(0.1, **privacy_four(noise_multiplier=1.7))
-    assert opt.privacy.step_event(5) == dpopt.privacy.dp_accounting.GaussianDpEvent(1.7)
+    assert opt.privacy.step_event(5) == dpopt.privacy.dp_accounting.GaussianDpEvent(paid(1.7))
     opt.update(jnp.ones((4, 2)), opt.init(jnp.zeros(2)), jnp.zeros(2))
     assert len(count_draws) == 1
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_identical, assert_near, dot_loss, mlp_batch, mlp_loss, mlp_params, norm, privacy_four
+from helpers import assert_identical, assert_near, dot_loss, mlp_batch, mlp_loss, mlp_params, norm, paid, privacy_four
 
 import dpopt
 from dpopt import noise
@@ -86,7 +86,7 @@ def test_replace_one_is_twice_add_or_remove():
     a, b = jnp.array([[5.0, 0.0]]), jnp.array([[-5.0, 0.0]])
     assert norm(private_sum(a) - private_sum(b)) == pytest.approx(2.0)
     privacy = Privacy((Query(1.0),))
-    assert privacy.step_event(0, Relation.REPLACE_ONE).noise_multiplier == 0.5
+    assert privacy.step_event(0, Relation.REPLACE_ONE).noise_multiplier == paid(0.5)
     assert dpopt.PoissonSampler(4, 2, seed=0).scheme.relation is Relation.ADD_OR_REMOVE_ONE
     assert dpopt.FixedSizeSampler(4, 2, seed=0).scheme.relation is Relation.REPLACE_ONE
 

@@ -36,6 +36,7 @@ class GhostResult(NamedTuple):
     losses: jax.Array  # [B]
     aux: Any  # leaves [B, ...], or None
     ok: jax.Array  # [B] bool: unmasked, with a finite gradient
+    remainder: Any  # like sum: what rounding has lost; None: little enough
 
 
 def plan_clipped_sum(
@@ -143,7 +144,8 @@ def clipped_sum(
     init = (certain, total, leaf_norms, mask)
 
     def redo(_) -> tuple:
-        return (jnp.array(True), *run.one_by_one(weigh, mask, xs, ys, kept))
+        in_pairs = total.remainder is not None
+        return (jnp.array(True), *run.one_by_one(weigh, mask, xs, ys, kept, in_pairs))
 
     # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
     # the loop would be compiled at every call, Python looks for itself.
@@ -152,7 +154,9 @@ def clipped_sum(
     else:
         _, total, leaf_norms, ok = init if bool(certain) else redo(init)
     aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
-    return GhostResult(jax.tree.unflatten(tree, total), jax.tree.unflatten(tree, leaf_norms), losses, aux, ok)
+    remainder = None if total.remainder is None else jax.tree.unflatten(tree, total.remainder)
+    value, leaf_norms = jax.tree.unflatten(tree, total.value), jax.tree.unflatten(tree, leaf_norms)
+    return GhostResult(value, leaf_norms, losses, aux, ok, remainder)
 
 
 def _like(params: Any, tree: Any) -> list:

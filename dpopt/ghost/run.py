@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt import _sums
 from dpopt._norms import safe_norm
 from dpopt.ghost import norms
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
@@ -201,8 +202,20 @@ class Run:
         one, inputs = forming(contact, xs, ys, kept)
         return lambda f: norms.standardized_explicit(one(f), deviation, diagonal, coefficients), inputs
 
-    def weighted_sum(self, weights: list, xs: dict, ys: dict, kept: dict) -> list[jax.Array]:
+    def weighted_sum(self, weights: list, xs: dict, ys: dict, kept: dict) -> _sums.Sum:
         """``sum_i c_i (S g_i + o)`` per parameter; ``weights`` holds c, zero for masked examples."""
+        distinct = {id(c): c for c in weights}
+        read = [kept[k] if k in kept else (xs[k], ys[k]) for k in self.trace.contacts]
+
+        def one_block(rows):
+            weights_of = dict(zip(distinct, rows[0], strict=True))
+            recorded = dict(zip(self.trace.contacts, rows[1], strict=True))
+            return self._block([weights_of[id(c)] for c in weights], recorded, kept)
+
+        return _sums.over_examples(one_block, (list(distinct.values()), read))
+
+    def _block(self, weights: list, recorded: dict, kept: dict) -> list[jax.Array]:
+        """The weighted sum of so few examples that float32 adds them up closely enough."""
         totals: list = [None] * len(weights)
         groups: dict[int, list[int]] = {}
         for leaf, c in enumerate(weights):
@@ -210,7 +223,7 @@ class Run:
         for members in groups.values():
             c = weights[members[0]]
             mine = [k for k in self.trace.contacts if k.weight.leaves & set(members)]
-            cotangents = [combined(k, kept[k], c) if k in kept else transposed(k, xs[k], ys[k], c) for k in mine]
+            cotangents = [combined(k, recorded[k], c) if k in kept else transposed(k, *recorded[k], c) for k in mine]
             for leaf, g in zip(members, self._pull_back(mine, cotangents, members), strict=True):
                 scale, offset = self.scales[leaf], self.offsets[leaf]
                 g = g if scale is None else g * scale
@@ -218,13 +231,13 @@ class Run:
                 totals[leaf] = totals[leaf].astype(self.wide[leaf].dtype)
         return totals
 
-    def one_by_one(self, weigh: Callable, mask: jax.Array, xs: dict, ys: dict, kept: dict):
+    def one_by_one(self, weigh: Callable, mask: jax.Array, xs: dict, ys: dict, kept: dict, in_pairs: bool):
         """Sum, norms and which examples counted, from gradients formed one at a time.
 
         Tells a gradient that is not finite (contributes zero) from one whose squares overflow (clipped as usual: its
         norm is taken relative to its largest entry). Two sweeps of one loop, the first for the norms and the second
         for the sum, so that it is compiled once. As many examples as there are devices go together, so that each
-        device visits its own share of a sharded batch.
+        device visits its own share of a sharded batch. The sum comes with a remainder if ``in_pairs``.
         """
         contacts = self.trace.contacts
         together = math.gcd(self.plan.batch_size, jax.device_count())
@@ -243,25 +256,30 @@ class Run:
             g = gradient(recorded)
             leaf_norms = [safe_norm(x.reshape(-1), axis=0) for x in g]
             keep &= jnp.all(jnp.isfinite(jnp.stack(leaf_norms)))
-            total = [jnp.where(keep, t + x * c, t) for t, x, c in zip(total, g, weights, strict=True)]
-            return total, (leaf_norms, keep)
+            mine = [jnp.where(keep, x * c, 0) for x, c in zip(g, weights, strict=True)]
+            return _sums.add(total, _sums.Sum(mine)), (leaf_norms, keep)
 
         def add_several(total, inputs):
-            parts, seen = jax.vmap(lambda rows: add(zeros, *rows))(inputs)
-            return [t + jnp.sum(p, axis=0) for t, p in zip(total, parts, strict=True)], seen
+            parts, seen = jax.vmap(lambda rows: add(_sums.Sum(zeros), *rows))(inputs)
+            return _sums.add(total, _sums.fold(parts, 1)), seen
 
         recorded = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
 
         def sweep(state, _):
             inputs = (recorded, weigh(state[1]), mask)
+            nothing = _sums.zero(zeros, together, self.plan.batch_size // together)
             if together == 1:
-                total, seen = lax.scan(lambda total, rows: add(total, *rows), zeros, inputs)
+                total, seen = lax.scan(lambda total, rows: add(total, *rows), nothing, inputs)
             else:
-                total, seen = lax.scan(add_several, zeros, jax.tree.map(lambda x: split_rows(x, together), inputs))
+                total, seen = lax.scan(add_several, nothing, jax.tree.map(lambda x: split_rows(x, together), inputs))
                 seen = jax.tree.map(join_rows, seen)
-            return (total, *seen), None
+            return (_sums.Sum(total.value, total.remainder if in_pairs else None), *seen), None
 
-        start = (zeros, [jnp.zeros(mask.shape, x.dtype) for x in self.wide], mask)
+        start = (
+            _sums.Sum(zeros, zeros if in_pairs else None),
+            [jnp.zeros(mask.shape, x.dtype) for x in self.wide],
+            mask,
+        )
         return lax.scan(sweep, start, length=2)[0]
 
     def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable:

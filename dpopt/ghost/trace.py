@@ -231,7 +231,7 @@ def _is_precise(eqn: Any) -> bool:
 
 
 def _wide_apply(eqn: Any, position: int, moving: int, fixed: dict[int, Any]) -> Callable:
-    """The equation as a linear function of its weight, computed in at least float32."""
+    """The equation as a linear function of its weight, computed in at least float32 and at full precision."""
 
     def apply(weight, x):
         if jnp.issubdtype(x.dtype, jnp.floating):
@@ -242,6 +242,8 @@ def _wide_apply(eqn: Any, position: int, moving: int, fixed: dict[int, Any]) -> 
         params = dict(eqn.params)
         if params.get("preferred_element_type") is not None:
             params["preferred_element_type"] = weight.dtype
+        if "precision" in params:  # as the norms are, whatever the model's own products are
+            params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
         return eqn.primitive.bind(*args, **params)
 
     return apply

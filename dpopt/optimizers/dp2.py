@@ -64,8 +64,8 @@ def dp2(
     >>> opt = dp2(
     ...     0.1, adaptive_learning_rate=3.0, adaptive_l2_clip_norm=5.0, delay=195, l2_clip_norm=0.5,
     ...     noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event(step=200)
-    GaussianDpEvent(noise_multiplier=1.0)
+    >>> round(opt.privacy.step_event(step=200).noise_multiplier, 2)
+    1.0
     """
     clip = as_clip_function(l2_clip_norm)
     core = privatize(
@@ -182,7 +182,7 @@ def dp2_noise_first(
     >>> opt = dp2_noise_first(
     ...     0.3, adaptive_learning_rate=0.3, delay=780, l2_clip_norm=0.25, noise_multiplier=1.0,
     ...     expected_batch_size=64, key=jax.random.key(0), eps=1e-3)
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = privatize(

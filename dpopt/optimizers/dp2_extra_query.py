@@ -86,8 +86,8 @@ def dp2_extra_query(
     >>> opt = dp2_extra_query(
     ...     0.1, adaptive_l2_clip_norm=2.0, delay=780, l2_clip_norm=0.5, noise_multiplier=1.0, expected_batch_size=64,
     ...     key=jax.random.key(0))
-    >>> opt.privacy.step_event(step=0)
-    GaussianDpEvent(noise_multiplier=1.0)
+    >>> round(opt.privacy.step_event(step=0).noise_multiplier, 2)
+    1.0
     >>> len(opt.privacy.step_event(step=1).events)
     2
     """

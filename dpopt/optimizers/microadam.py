@@ -226,7 +226,7 @@ def dp_micro_adam(
     Reference: see `scale_by_micro_adam`.
 
     >>> opt = dp_micro_adam(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     _validate.non_negative(weight_decay=weight_decay)

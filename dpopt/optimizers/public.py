@@ -42,7 +42,7 @@ def dp_r_pub(
     Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, section 6.1.
 
     >>> opt = dp_r_pub(0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = privatize(
@@ -134,7 +134,7 @@ def dp_adam_pub(
     Reference: Li et al. (2022), Private Adaptive Optimization with Side Information, appendix C.
 
     >>> opt = dp_adam_pub(0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = privatize(
@@ -215,7 +215,7 @@ def pda_dpmd(
 
     >>> opt = pda_dpmd(
     ...     0.1, total_steps=9, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = privatize(

@@ -48,7 +48,7 @@ def scale_then_privatize(
 
     >>> opt = scale_then_privatize(
     ...     1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = privatize(

@@ -87,7 +87,7 @@ def dp_adam(
     *Privacy*: as `dp_sgd`; Adam is post-processing.
 
     >>> opt = dp_adam(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
@@ -120,7 +120,7 @@ def dp_adamw(
     *Privacy*: as `dp_sgd`; AdamW is post-processing.
 
     >>> opt = dp_adamw(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
@@ -152,7 +152,7 @@ def dp_rmsprop(
     *Privacy*: as `dp_sgd`; RMSProp is post-processing.
 
     >>> opt = dp_rmsprop(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
@@ -182,7 +182,7 @@ def dp_adagrad(
     *Privacy*: as `dp_sgd`; AdaGrad is post-processing.
 
     >>> opt = dp_adagrad(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
@@ -213,7 +213,7 @@ def dp_yogi(
     *Privacy*: as `dp_sgd`; Yogi is post-processing.
 
     >>> opt = dp_yogi(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
-    >>> opt.privacy.step_event().noise_multiplier
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
     core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)

@@ -1,0 +1,129 @@
+"""Sums over examples that one example moves by no more than its own row and `ROUNDING`.
+
+A float32 sum of B rows of norm C that are added up one after another rounds at every step, by up to ``u B C`` with
+``u = 2**-24``, and one row more or less can turn all of these roundings around: together up to ``u B**2 C``, whole
+multiples of C at B = 28,666 (Casacuberta et al. 2022). Here rows are added up in float32 at most `ROWS` at a time, in
+whatever order the device likes, and a few of these blocks in pairs; beyond that sums are pairs of floats, whose
+rounding is next to nothing. Neighbouring batches differ in one row of one block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROWS = 64  # in a block
+BLOCKS = 4  # added up in floats, in pairs
+
+_U = 2.0**-24
+_SUM = ROWS**2 + 2 * (2 * ROWS + 4 * ROWS)  # in units of u C: see ROUNDING
+
+ROUNDING = 1.5 * 2.0**-12
+"""By which part of C one example can move a clipped float32 sum further than C: 3.7e-4, paid for in every event.
+
+In units of ``u = 2**-24`` these are 6144, of which
+
+* 4096 are for a block of n = 64 rows: the k-th addition in any order (or the k-th step of a matrix product, fused or
+  not) rounds a partial sum of norm at most ``k C`` by at most ``u k C`` in L2. All together that is less than
+  ``u n**2 / 2``, and the neighbour's block may be rounded the other way: ``u n**2``;
+* 768 are for adding four blocks in pairs: sums of 2 n and of 4 n rows, rounded once each, for both neighbours;
+* 1024 are for the norm by which the row was clipped;
+* 256 are for the rest: the diagonal after the sum (128), and the pairs of floats. M of those, of a batch of B, lose
+  less than ``3 u**2 B M``, or 128 u for 400,000 examples in blocks of 256 or 100,000 in blocks of 64. (With fewer rows
+  at a time they may lose more: such blocks lose less.)
+
+Rows are meant to be vectors of norm C as they enter the sum. A gradient that is itself a sum over positions adds up
+larger terms that cancel: SECURITY.md says what that adds. Float64 sums stay far below all of this.
+"""
+
+
+class Sum(NamedTuple):
+    """A sum, and what rounding it to floats has lost; a ``remainder`` of None where that is within `ROUNDING`.
+
+    Pytrees alike."""
+
+    value: Any
+    remainder: Any = None
+
+
+def zero(like: Any, rows: int, count: int) -> Sum:
+    """To add ``count`` parts of ``rows`` rows to, one after the other: zeros like a pytree of arrays.
+
+    The k-th of K additions rounds a sum of k m rows. For both neighbours that makes ``m (K (K + 1) - 2) u C``, and
+    ``m**2 u C`` for the parts themselves: where this stays within a block's share, floats do."""
+    zeros = jax.tree.map(jnp.zeros_like, like)
+    floats = rows**2 + rows * (count * (count + 1) - 2) <= _SUM
+    return Sum(zeros, None if floats else zeros)
+
+
+def add(a: Sum, b: Sum) -> Sum:
+    """``a + b``; in pairs of floats if ``a`` is one."""
+    if a.remainder is None:
+        return Sum(jax.tree.map(jnp.add, a.value, b.value))
+    rest = jax.tree.map(jnp.zeros_like, b.value) if b.remainder is None else b.remainder
+    pairs = jax.tree.map(_add, a.value, a.remainder, b.value, rest)
+    return Sum(*jax.tree.transpose(jax.tree.structure(a.value), jax.tree.structure((0, 0)), pairs))
+
+
+def _add(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    total = a + b
+    b_seen = total - a
+    rest = (a - (total - b_seen)) + (b - b_seen)  # exactly what a + b has lost (Knuth)
+    rest = rest + (a_rest + b_rest)
+    value = total + rest
+    finite = jnp.isfinite(total)  # what an infinite sum has lost is NaN, and would make it NaN
+    return jnp.where(finite, value, total), jnp.where(finite, rest - (value - total), 0)
+
+
+def over_examples(one_block: Callable[[Any], Any], inputs: Any) -> Sum:
+    """``one_block(inputs)``, a pytree of sums over the leading axis of ``inputs``, of at most 64 rows at a time.
+
+    On several devices each adds up its own share of a sharded batch.
+    """
+    size = _length(inputs)
+    shares = math.gcd(size, jax.device_count())
+    if shares == 1 or size <= ROWS:
+        return _in_groups(one_block, inputs)
+    split = jax.tree.map(lambda x: x.reshape(shares, size // shares, *x.shape[1:]), inputs)
+    return fold(jax.vmap(lambda share: _in_groups(one_block, share))(split), size // shares)
+
+
+def fold(parts: Sum, rows: int) -> Sum:
+    """Adds up the leading axis of ``parts``, sums of ``rows`` rows each."""
+    first, *_ = each = [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(_length(parts))]
+    total = zero(first.value, rows, len(each))
+    for part in each:
+        total = add(total, part)
+    return total
+
+
+def _length(tree: Any) -> int:
+    return jax.tree.leaves(tree)[0].shape[0]
+
+
+def _in_groups(one_block: Callable[[Any], Any], inputs: Any) -> Sum:
+    size, group = _length(inputs), BLOCKS * ROWS
+
+    def one_group(start: Any, count: int) -> Sum:
+        """Four blocks at most, added up in pairs."""
+        rows = inputs
+        if count < size:
+            rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), inputs)
+        blocks = [one_block(jax.tree.map(lambda x, at=at: x[at : at + ROWS], rows)) for at in range(0, count, ROWS)]
+        while len(blocks) > 1:
+            pairs = [jax.tree.map(jnp.add, *blocks[i : i + 2]) for i in range(0, len(blocks) - 1, 2)]
+            blocks = pairs + blocks[2 * len(pairs) :]
+        return Sum(blocks[0])
+
+    if size <= group:
+        return one_group(0, size)
+    first = one_group(0, group)
+    total = Sum(first.value, jax.tree.map(jnp.zeros_like, first.value))
+    whole = size // group
+    total = lax.fori_loop(1, whole, lambda i, total: add(total, one_group(i * group, group)), total)
+    return add(total, one_group(whole * group, size - whole * group)) if size % group else total

@@ -1,0 +1,248 @@
+"""Sums in float32 of many clipped gradients in an adverse order: one example moves them by C and the stated rounding.
+
+Scripts: sumorder, sumorder2, autosum, shuffled. The rows (Casacuberta et al. 2022) are ones up to a power of two, and
+then numbers a little above half of that sum's last place: added one after another each counts for a whole place, and
+for nothing once a row is left out.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import paid
+
+import dpopt
+from dpopt import _sums
+
+CLIP = dpopt.FlatClip(1.0)
+LIMIT = 1 + _sums.ROUNDING
+
+
+def rows(levels, k0=12):
+    """``(B,)`` float32, none above 1."""
+    out = [1.0] * 2**k0
+    for k in range(k0, k0 + levels):
+        place, moved = 2.0 ** (k - 23), 2 ** (k - k0)
+        out += [0.51 * place] * int(2 * moved / place)
+        if k + 1 < k0 + levels:
+            out += [1.0] * (2**k - 2 * moved)
+    return np.array(out, np.float32)
+
+
+def exact(found):
+    """A clipped sum in float64, what rounding has lost included."""
+    leaves = [np.float64(x) for x in jax.tree.leaves(found.sum)]
+    lost = [np.float64(x) for x in jax.tree.leaves(found.remainder)] or [0.0] * len(leaves)
+    return np.concatenate([(x + r).ravel() for x, r in zip(leaves, lost, strict=True)])
+
+
+def moved(loss, params, batch, left_out=0, scale=None, offset=None, read=exact, **options):
+    """How far leaving one example out moves the clipped sum."""
+
+    def clipped(batch, mask):
+        grads = dpopt.per_example_grads(loss, **options)(params, batch, mask=mask)
+        grads = grads if scale is None else grads.scale(scale)
+        found = (grads if offset is None else grads.shift(offset)).clipped_sum(CLIP)
+        return found._replace(sensitive=None)
+
+    run, everyone = jax.jit(clipped), np.ones(len(jax.tree.leaves(batch)[0]), bool)
+    return np.linalg.norm(
+        read(run(batch, everyone)) - read(run(batch, everyone & (np.arange(len(everyone)) != left_out)))
+    )
+
+
+def value(found):
+    return np.float64(jax.tree.leaves(found.sum)[0]).ravel()
+
+
+def first_of(numbers, *shape):
+    """Rows of this shape, zero but for the first entry."""
+    x = np.zeros((len(numbers), *shape), np.float32)
+    x.reshape(len(numbers), -1)[:, 0] = numbers
+    return x
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1, 64])
+def test_sumorder(microbatch_size):
+    """5 levels move the sum of 86,000 rows by 32 C when it is added up one by one."""
+    options = dict(engine="vmap", microbatch_size=microbatch_size)
+    x = rows(5)[:, None]
+    assert moved(lambda w, e: jnp.sum(w * e), jnp.zeros(1), x, **options) <= LIMIT
+    assert moved(lambda w, e: jnp.sum(w * e), jnp.zeros(1), x, read=value, **options) <= 1.001
+
+
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+@pytest.mark.parametrize("shape", [(1,), (64,), (16, 4)], ids=str)
+@pytest.mark.parametrize("microbatch_size", [None, 1, 1000])
+def test_sumorder2(engine, shape, microbatch_size):
+    options = dict(engine=engine, microbatch_size=microbatch_size)
+    loss = (lambda w, e: w @ e) if len(shape) == 1 else (lambda w, e: jnp.sum(w * e))
+    assert moved(loss, jnp.zeros(shape), first_of(rows(2), *shape), **options) <= LIMIT
+
+
+def test_autosum():
+    """The default engine through ``dp_sgd``: what is released moves by C (the noise is the same, and cancels)."""
+    x = first_of(rows(3), 64)
+    params, everyone = jnp.zeros(64), np.ones(len(x), bool)
+    options = dict(noise_multiplier=8.0, expected_batch_size=1, key=jax.random.key(0))
+    opt = dpopt.dp_sgd(1.0, l2_clip_norm=1.0, **options)
+    step = jax.jit(dpopt.make_train_step(lambda w, e: w @ e, opt))
+    a, b = (np.float64(step(params, opt.init(params), x, m)[0]) for m in (everyone, everyone & (np.arange(len(x)) > 0)))
+    assert np.linalg.norm(a - b) <= 1.001
+
+
+def test_shuffled():
+    """The same rows in the sampler's own order."""
+    numbers = rows(3)
+    for seed in range(2):
+        order = dpopt.PoissonSampler(len(numbers), len(numbers), seed=seed).drawn(0)
+        left_out = int(np.argmax(order == 0))
+        assert moved(lambda w, e: w @ e, jnp.zeros(64), first_of(numbers[order], 64), left_out) <= LIMIT
+
+
+def dense(params, e):
+    """A matrix at one position, and a bias."""
+    return jnp.sum(e @ params["w"]) + jnp.sum(e[:1] * params["b"])
+
+
+def look_up(table, e):
+    return jnp.sum(table[e[0].astype(jnp.int32)] * e[1])
+
+
+def sequence(w, e):
+    """A dense layer at four positions, whose gradients add up without cancelling."""
+    return jnp.sum(e @ w)
+
+
+def low_rank(params, e):
+    return jnp.sum(e @ (params["a"] @ params["b"]))
+
+
+N = rows(5)
+CASES = {
+    "matrix and bias": (dense, {"w": jnp.zeros((4, 3)), "b": jnp.zeros(1)}, first_of(N / 4, 4)),
+    "table": (look_up, jnp.zeros((3, 2)), np.stack([np.ones_like(N), N / 2], 1)),
+    "positions": (sequence, jnp.zeros((3, 2)), np.stack([first_of(N / 8, 3)] * 4, 1)),
+    "pulled back": (low_rank, {"a": jnp.ones((4, 1)) / 4, "b": jnp.ones((1, 2)) / 2}, first_of(N / 4, 4)),
+}
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 64])
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_contact(case, engine, microbatch_size):
+    loss, params, batch = CASES[case]
+    found = moved(loss, params, batch, engine=engine, microbatch_size=microbatch_size)
+    assert 0.2 < found <= LIMIT
+
+
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
+def test_diagonals_and_offsets(engine):
+    batch = first_of(N, 8)
+    options = dict(engine=engine, scale=jnp.linspace(0.5, 2.0, 8), offset=jnp.full(8, 0.01))
+    assert moved(lambda w, e: w @ e, jnp.zeros(8), batch, **options) <= LIMIT
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 100])
+def test_one_gradient_that_is_not_finite(microbatch_size):
+    """Sends the ghost engine's whole (micro)batch the slow way, one example at a time."""
+    batch = first_of(rows(1), 8)
+    batch[17] = np.nan
+    assert moved(lambda w, e: w @ e, jnp.zeros(8), batch, engine="ghost", microbatch_size=microbatch_size) <= LIMIT
+
+
+def test_gradients_that_exist():
+    x = first_of(N, 2)
+    run = jax.jit(lambda g, m: dpopt.gradients.stacked_grads(g, mask=m).clipped_sum(CLIP)._replace(sensitive=None))
+    everyone = np.ones(len(x), bool)
+    a, b = (exact(run(x, m)) for m in (everyone, everyone & (np.arange(len(x)) > 0)))
+    assert np.linalg.norm(a - b) <= LIMIT
+
+
+def test_federated_rounds():
+    numbers = rows(2)
+    deltas = dpopt.federated.client_deltas(
+        lambda w, x: w @ x, local_steps=1, local_learning_rate=1.0, microbatch_size=1000
+    )
+    run = jax.jit(lambda m: deltas(jnp.zeros(2), first_of(numbers, 2)[:, None], mask=m).clipped_sum(CLIP).sum)
+    everyone = np.ones(len(numbers), bool)
+    a, b = (np.float64(run(m)) for m in (everyone, everyone & (np.arange(len(numbers)) > 0)))
+    assert np.linalg.norm(a - b) <= 1.001
+
+
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
+@pytest.mark.parametrize(("batch", "microbatch_size"), [(64, None), (65, None), (300, None), (700, 100), (1000, 7)])
+def test_the_sum_is_the_sum(engine, batch, microbatch_size):
+    """Blocks, groups, tails and microbatches against NumPy in float64."""
+    rng = np.random.default_rng(batch)
+    x = rng.normal(size=(batch, 5)).astype(np.float32)
+    mask = rng.random(batch) < 0.9
+    clipped = np.float64(x) * np.minimum(1, 1 / np.linalg.norm(np.float64(x), axis=1))[:, None]
+    found = jax.jit(
+        lambda x: dpopt.per_example_grads(lambda w, e: w @ e, engine=engine, microbatch_size=microbatch_size)(
+            jnp.zeros(5), x, mask=mask
+        ).clipped_sum(CLIP)
+    )(x)
+    np.testing.assert_allclose(exact(found), clipped[mask].sum(0), atol=2e-6 * np.sqrt(batch))
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+def test_the_rows_are_adverse(monkeypatch, microbatch_size):
+    """Added up one after another they move the sum by more than C."""
+    monkeypatch.setattr(_sums, "ROWS", 2**30)
+    monkeypatch.setattr(_sums, "_SUM", np.inf)
+    options = dict(engine="ghost", microbatch_size=microbatch_size)
+    assert moved(lambda w, e: w @ e, jnp.zeros(8), first_of(rows(2), 8), **options) > 1.5
+
+
+def test_an_infinite_sum_stays_infinite():
+    a = _sums.Sum(jnp.array([jnp.inf, 3e38, 1.0]), jnp.zeros(3))
+    found = _sums.add(a, _sums.Sum(jnp.array([1.0, 3e38, 2.0**-30])))
+    assert found.value.tolist() == [jnp.inf, jnp.inf, 1.0] and found.remainder.tolist() == [0.0, 0.0, 2.0**-30]
+
+
+def test_pairs_of_floats_lose_next_to_nothing():
+    """Against float64, in a loop as compiled: a compiler that simplified what is lost to zero would show here."""
+    numbers = rows(3)
+    run = jax.jit(
+        lambda x: jax.lax.scan(
+            lambda t, v: (_sums.add(t, _sums.Sum(v)), None), _sums.Sum(jnp.zeros(()), jnp.zeros(())), x
+        )[0]
+    )
+    total = run(numbers)
+    assert abs(np.float64(total.value) + np.float64(total.remainder) - np.float64(numbers).sum()) < 1e-6
+    naive = jax.jit(lambda x: jax.lax.scan(lambda t, v: (t + v, None), jnp.zeros(()), x)[0])
+    assert abs(np.float64(naive(numbers)) - np.float64(numbers).sum()) > 1, "these rows are adverse"
+
+
+def test_what_is_lost_reaches_the_noise():
+    """``hi + (lo + noise)``: noise that cancels the sum leaves what the sum alone had lost."""
+    noise = dpopt.add_gaussian_noise(1.0, jax.random.key(0))
+    total, state = jnp.zeros(3), noise.init(jnp.zeros(3))
+    z, _ = noise.update(total, state)
+    noisy, _ = noise.update(_sums.Sum(-z, jnp.full(3, 2.0**-20)), state)
+    np.testing.assert_allclose(noisy, 2.0**-20, rtol=0.1)
+
+
+def test_rounding_is_paid_for():
+    opt = dpopt.privatize(l2_clip_norm=0.7, noise_multiplier=1.3, expected_batch_size=4, key=jax.random.key(0))
+    assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.3), rel=1e-15)
+    assert _sums.ROUNDING == 1.5 * 2.0**-12
+
+
+@pytest.mark.parametrize("precision", ["default", "tensorfloat32"])
+def test_the_weighted_sum_is_taken_at_full_precision_on_accelerators(precision):
+    """The model's own products may be what they are: here two forward, and one back to the hidden layer."""
+
+    def loss(params, e):
+        hidden = jax.lax.conv_general_dilated(e[None], params["k"], (1, 1), "SAME")
+        return jnp.sum(jnp.tanh(hidden.reshape(4, -1) @ params["w"]) ** 2)
+
+    def clipped(params, batch):
+        return dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None).clipped_sum(CLIP).sum
+
+    params, batch = {"k": jnp.ones((4, 2, 3, 3)), "w": jnp.ones((64, 5))}, jnp.ones((70, 2, 8, 8))
+    with jax.default_matmul_precision(precision):
+        program = jax.export.export(jax.jit(clipped), platforms=["cuda"])(params, batch).mlir_module()
+    products = [x for x in program.splitlines() if "stablehlo.dot_general" in x or "stablehlo.convolution" in x]
+    assert sum("HIGHEST" not in x for x in products) == 3 and len(products) >= 7
