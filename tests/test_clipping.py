@@ -264,10 +264,10 @@ def test_gradients_without_a_batch_axis_are_refused(updates, params, message):
         clip_and_sum(1.0).update(updates, optax.EmptyState(), params)
 
 
-def test_the_state_is_empty_and_extra_arguments_pass():
+def test_the_state_is_empty_and_public_arguments_pass():
     transformation = clip_and_sum(1.0)
     state = transformation.init(jnp.zeros(2))
     assert jax.tree.leaves(state) == []
-    transformation.update(jnp.ones((1, 2)), state, jnp.zeros(2), anything=1)
+    transformation.update(jnp.ones((1, 2)), state, jnp.zeros(2), public_grads=1)
     assert isinstance(transformation, optax.GradientTransformation)
     assert dpopt.clip_and_sum is clip_and_sum
