@@ -54,6 +54,7 @@ def main() -> None:
     audit.add_argument("--only", help="part of an optimizer's name")
     audit.add_argument("--canaries", type=int, default=2_000, help="canaries of the one large run (default 2000)")
     audit.add_argument("--runs", type=int, default=8_000, help="small runs with one canary each (default 8000)")
+    audit.add_argument("--pipeline-runs", type=int, default=6_000, help="runs of the whole pipeline (default 6000)")
     audit.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     report = commands.add_parser("report", help="writes RESULTS.md, its plots, and the figures of README and docs")
     report.add_argument("--tables", type=Path, default=records.LOCAL, help="folder with utility-*.json and others")
@@ -93,7 +94,7 @@ def main() -> None:
     if options.command == "audit":
         from benchmarks.audit import main as attack
 
-        attack(options.out, options.canaries, options.runs, options.only)
+        attack(options.out, options.canaries, options.runs, options.pipeline_runs, options.only)
     if options.command == "scaling":
         from benchmarks.scaling import main as grow
 

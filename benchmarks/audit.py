@@ -15,6 +15,7 @@ comes after the noise hides nothing (Adam with a large eps is linear): the claim
 Canaries point up and down in turn, so that noise that repeats from step to step gives itself away.
 
 The same audit is run against three broken builds: half the noise, no clip, one key for all steps. It must catch them.
+What lies before and between the steps of an optimizer is attacked in `benchmarks.audit_pipeline`.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ import numpy as np
 from scipy import optimize, stats
 
 import dpopt
-from benchmarks import records
+from benchmarks import audit_pipeline, records
 from dpopt.sampling import Poisson
 
 DELTA = 1e-5
@@ -219,8 +220,13 @@ def audit(
     }
 
 
-def main(out: Path, canaries: int, runs: int, only: str | None = None) -> list[dict[str, Any]]:
-    """Audits every optimizer, sound and broken in three ways, prints a table and writes ``audit.json`` to ``out``."""
+def main(
+    out: Path, canaries: int, runs: int, pipeline_runs: int, only: str | None = None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Audits every optimizer, sound and broken in three ways, and the pipeline, sound and with eleven mistakes.
+
+    Prints tables and writes ``audit.json`` to ``out``.
+    """
     rows = []
     print(
         f"{'optimizer':<26}{'fault':<16}{'claimed':>8}{'one run':>10}{'many runs':>11}   (epsilon at delta {DELTA:g})"
@@ -236,7 +242,9 @@ def main(out: Path, canaries: int, runs: int, only: str | None = None) -> list[d
                 f"{name:<26}{broken:<16}{row['claimed_epsilon']:>8.2f}{one:>10.2f}{many:>11.2f}   {verdict}{surprise}",
                 flush=True,
             )
+    pipeline = audit_pipeline.main(pipeline_runs, SIGNIFICANCE)
     settings = {"delta": DELTA, "significance": SIGNIFICANCE, "guessed": GUESSED, "relation": "add or remove one"}
-    records.write_json(out / "audit.json", {"environment": records.environment(), "settings": settings, "audits": rows})
+    record = {"environment": records.environment(), "settings": settings, "audits": rows, "pipeline": pipeline}
+    records.write_json(out / "audit.json", record)
     print(f"Wrote {out / 'audit.json'}.")
-    return rows
+    return rows, pipeline

@@ -112,31 +112,48 @@ def _digits(runs: Sequence[Row]) -> str:
 
 
 def _attacks(results: Path) -> str:
-    audits = _load(results, "audit")["audits"]
-    sound = [a for a in audits if a["fault"] == "none"]
-    broken = [a for a in audits if a["fault"] != "none"]
+    record = _load(results, "audit")
+    sound = [a for a in record["audits"] if a["fault"] == "none"]
+    broken = [a for a in record["audits"] if a["fault"] != "none"]
     claims = sorted({f"{a['claimed_epsilon']:.2f}" for a in sound}, key=float)
     held = sum(not a["exceeds_claim"] for a in sound)
     caught = sum(a["exceeds_claim"] for a in broken)
     strongest = max(max(a["lower_bounds"].values()) / a["claimed_epsilon"] for a in sound)
+    whole = [a for a in record["pipeline"] if a["mistake"] == "none"]
+    planted = [a for a in record["pipeline"] if a["mistake"] != "none"]
     return (
-        f"{held} of {len(sound)} sound builds stay below their claim of {' or '.join(claims)} (the strongest attack "
-        f"shows {100 * strongest:.0f} % of it); {caught} of {len(broken)} builds broken on purpose are caught"
+        f"{held} of {len(sound)} sound optimizers stay below their claim of {' or '.join(claims)} (the strongest "
+        f"attack shows {100 * strongest:.0f} % of it), and {sum(not a['exceeds_claim'] for a in whole)} of "
+        f"{len(whole)} kinds of sound runs; {caught} of {len(broken)} optimizers broken on purpose are caught, and "
+        f"{sum(a['exceeds_claim'] for a in planted)} of {len(planted)} mistakes planted in a run"
     )
 
 
 def audit(results: Path) -> str:
-    """What the attacks showed, in one sentence, and the strongest by kind of fault."""
-    audits = _load(results, "audit")["audits"]
+    """What the attacks showed, in one sentence, the strongest by kind of fault, and what was planted in whole runs."""
+    record = _load(results, "audit")
     rows = []
-    for fault in dict.fromkeys(a["fault"] for a in audits):
-        own = [a for a in audits if a["fault"] == fault]
+    for fault in dict.fromkeys(a["fault"] for a in record["audits"]):
+        own = [a for a in record["audits"] if a["fault"] == fault]
         bounds = [max(a["lower_bounds"].values()) for a in own]
         exceed = sum(a["exceeds_claim"] for a in own)
         name = "none: as it is" if fault == "none" else fault
         rows.append([name, str(len(own)), f"{min(bounds):.2f} to {max(bounds):.2f}", f"{exceed} of {len(own)}"])
     head = ["fault", "optimizers", "lower bound on epsilon", "exceed their claim"]
-    return f"{_attacks(results)}.\n\n" + _table(head, rows, ["---", "---:", "---:", "---:"])
+    optimizers = _table(head, rows, ["---", "---:", "---:", "---:"])
+    lines = [
+        [
+            "none: as it is" if a["mistake"] == "none" else a["mistake"],
+            a["run"],
+            a["attack"],
+            f"{a['delta']:g}",
+            f"{a['claimed_epsilon']:.2f}",
+            f"{a['lower_bound']:.2f}" + (", exceeds" if a["exceeds_claim"] else ""),
+        ]
+        for a in record["pipeline"]
+    ]
+    head = ["mistake", "run", "attack", "delta", "claimed epsilon", "lower bound"]
+    return f"{_attacks(results)}.\n\n{optimizers}\n\n" + _table(head, lines, [*["---"] * 3, *["---:"] * 3])
 
 
 def _utility(rows: Sequence[Row], *, published: bool) -> str:

@@ -12,7 +12,7 @@ pytest.importorskip("scipy")
 
 from runs import ROOT
 
-from benchmarks import audit
+from benchmarks import audit, audit_pipeline
 
 FAULTS = ("half the noise", "no clip", "one key")
 
@@ -78,8 +78,88 @@ def test_every_named_optimizer_is_audited():
     assert {name.split(",")[0] for name in audit.OPTIMIZERS} == {n for n in named if callable(getattr(dpopt, n))}
 
 
+# The mistakes that the audit was asked to catch.
+ELEVEN = {
+    "noise divided by the batch",
+    "same key each step",
+    "clip after the mean",
+    "per-leaf clip passed off as flat",
+    "one leaf without noise",
+    "fixed batches",
+    "shuffled epochs",
+    "padding unmasked",
+    "second query unpaid",
+    "stale state replayed",
+    "one device's noise repeated",
+}
+FAINT = {"fixed batches", "second query unpaid"}  # it takes more runs to see them
+LOUD = {"noise divided by the batch", "clip after the mean"}  # and these, like the optimizers' faults, stand out
+RUNS = {"few loud steps": 2_000, "many steps": 800, "a resumed run": 1_000, "two queries": 800}
+
+
+def test_the_pipeline_is_attacked_with_all_eleven_mistakes():
+    assert set(audit_pipeline.MISTAKES) == ELEVEN
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in FAINT | LOUD else n for n in audit_pipeline.MISTAKES]
+)
+def test_a_mistake_in_the_pipeline_is_caught(name):
+    scene, _ = audit_pipeline.MISTAKES[name]
+    row = audit_pipeline.audit(scene, name, runs=4_000 if name in FAINT else RUNS[scene], significance=1e-3, seed=5)
+    assert row["lower_bound"] > row["claimed_epsilon"], row
+
+
+@pytest.mark.parametrize(
+    "scene", [pytest.param(s, marks=pytest.mark.slow) if s == "two queries" else s for s in audit_pipeline.SCENES]
+)
+def test_a_sound_pipeline_is_not_accused(scene):
+    row = audit_pipeline.audit(scene, "none", runs=RUNS[scene], significance=1e-3, seed=5)
+    assert row["lower_bound"] <= row["claimed_epsilon"], row
+
+
+def test_mistakes_are_undone():
+    import dpopt.entropy
+
+    def in_place():
+        return (
+            dpopt.noise.standard_normal_like,
+            dpopt._trees.next_count,
+            dpopt.clipping.FlatClip.coefficients,
+            dpopt.gradients.PerExampleGrads.clipped_sum,
+            dpopt.gradients._checked_mask,
+            dpopt.sampling.PoissonSampler._rng,
+            dpopt.sampling.PoissonSampler.batch,
+            dpopt.privacy.Privacy.step_event,
+            dpopt.entropy.with_fresh_noise,
+        )
+
+    before = in_place()
+    for name in audit_pipeline.MISTAKES:
+        with audit_pipeline.mistake(name):
+            assert in_place() != before, name
+        assert in_place() == before, name
+
+
+@pytest.mark.parametrize(("right", "wrong", "delta"), [(90, 10, 0.0), (500, 20, 0.1), (0, 0, 0.0), (1000, 0, 0.5)])
+def test_the_bound_on_rates_is_that_of_clopper_and_pearson(right, wrong, delta):
+    """At its bounds, counts as extreme as these have the probability that is allowed, by the binomial itself."""
+    from scipy import stats
+
+    found = audit_pipeline.lower_bound(*audit_pipeline.rates(right, 1_000, wrong, 1_000, 0.01), delta)
+    rates = np.linspace(0, 1, 100_001)
+    least = rates[stats.binom.sf(right - 1, 1_000, rates) <= 0.005].max() if right else 0.0
+    most = rates[stats.binom.cdf(wrong, 1_000, rates) >= 0.005].max()
+    assert found == pytest.approx(max(0.0, math.log((least - delta) / most)) if least > delta else 0.0, abs=0.01)
+
+
 def test_the_recorded_audit_covers_all_and_holds():
     record = json.loads((ROOT / "benchmarks" / "results" / "audit.json").read_text())
+    seen = {(r["run"], r["mistake"]) for r in record["pipeline"]}
+    planted = {(scene, name) for name, (scene, _) in audit_pipeline.MISTAKES.items()}
+    assert seen == planted | {(scene, "none") for scene in audit_pipeline.SCENES}
+    for r in record["pipeline"]:
+        assert (r["lower_bound"] > r["claimed_epsilon"]) == (r["mistake"] != "none"), r
     seen = {(r["optimizer"], r["fault"]) for r in record["audits"]}
     assert seen == {(name, f) for name in audit.OPTIMIZERS for f in ("none", *FAULTS)}
     for r in record["audits"]:
