@@ -150,7 +150,8 @@ def privacy_loss(steps: Steps, delta: float, bound: float) -> float:
     compose = _composed_and_kept if len(steps) > 4 else _composed
     parts = [compose(*sampled_gaussian(event), count, interval) for event, count in steps.items()]
     whole = functools.reduce(lambda a, b: a.compose(b, tail_mass_truncation=_TAIL), parts)
-    return float(whole.get_epsilon_for_delta(delta - slack))
+    with np.errstate(over="ignore", divide="ignore"):  # an epsilon above 700 may come out infinite
+        return float(whole.get_epsilon_for_delta(delta - slack))
 
 
 def _interval(steps: Steps, bound: float) -> float:
