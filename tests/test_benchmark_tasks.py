@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dp_accounting import pld, rdp
+from helpers import paid
 from test_utility import few_reviews, row  # noqa: F401 (few_reviews is a fixture)
 
 from benchmarks import (
@@ -97,7 +98,7 @@ def test_the_toy_regression_has_the_papers_epsilon_and_side_information_helps():
         program = runs.Program(only(utility_synthetic.adadps_toy(), label))
         (found[label],) = program.train([0])
     plain, adadps = found.values()
-    by_hand = spent(rdp.RdpAccountant(), 0.7, 8 / 1_000, 2_250, 1e-3)
+    by_hand = spent(rdp.RdpAccountant(), paid(0.7), 8 / 1_000, 2_250, 1e-3)
     assert plain["epsilon"]["rdp"] == pytest.approx(by_hand, rel=1e-3)
     assert round(by_hand, 2) == 4.13  # as the paper says
     start = float(program.task.score(program.task.init(0)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_identical
+from helpers import assert_identical, paid
 from runs import RDP, fetch, run, start, tiny_plan
 from test_loop import _remember_programs  # noqa: F401
 
@@ -116,7 +116,7 @@ def test_nobody_else_can_read_it(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(noise=2.0), "event.event.noise_multiplier: stored 1.0, now 2.0"),
+        (dict(noise=2.0), f"event.event.noise_multiplier: stored {paid(1.0)}, now {paid(2.0)}"),
         (dict(clip=0.5), r"clip_and_sum\(sensitivity=1.0.*now.*clip_and_sum\(sensitivity=0.5"),
         (dict(rule=optax.sgd(1.0)), r'state.*mu.*: stored "float32\[3\]", now null'),
         (dict(num_examples=60), "num_examples: stored 64, now 60"),
@@ -270,7 +270,7 @@ def test_every_change_to_a_journal_is_found(tmp_path):
     tampered = [
         rows[:1] + rows[2:],  # a step dropped
         rows[:2] + [rows[3], rows[2]],  # two steps swapped
-        rows[:3] + [rows[3].replace('"noise_multiplier": 1.0', '"noise_multiplier": 9.0')],
+        rows[:3] + [rows[3].replace('"noise_multiplier": 0.', '"noise_multiplier": 9.')],
         ["x" + rows[0][1:], *rows[1:]],
         rows[:2] + ["\n"] + rows[2:],
         rows[1:],

@@ -50,7 +50,12 @@ def half_of_a_norm(monkeypatch):
 
 def a_sum_too_large(monkeypatch):
     real = Run.weighted_sum
-    monkeypatch.setattr(Run, "weighted_sum", lambda *a: [t * (1 + (i == 3)) for i, t in enumerate(real(*a))])
+
+    def wrong(*args):
+        total = real(*args)
+        return total._replace(value=[t * (1 + (i == 3)) for i, t in enumerate(total.value)])
+
+    monkeypatch.setattr(Run, "weighted_sum", wrong)
 
 
 def rows_that_mix(monkeypatch):

@@ -9,6 +9,7 @@ from ghost_check import assert_trees_close, check, flat_clip, leaf_clip, plain, 
 from jax import lax
 
 from dpopt import ghost
+from dpopt._sums import Sum
 from dpopt.ghost.run import Run
 
 
@@ -239,7 +240,7 @@ def test_finite_gradients_need_no_slow_path(case, monkeypatch, x64):
     def nothing(self, weigh, mask, *_):
         nan = jnp.asarray(jnp.nan)
         totals = [jnp.broadcast_to(nan.astype(x.dtype), x.shape) for x in self.wide]
-        return totals, [jnp.broadcast_to(nan.astype(x.dtype), mask.shape) for x in self.wide], mask
+        return Sum(totals), [jnp.broadcast_to(nan.astype(x.dtype), mask.shape) for x in self.wide], mask
 
     monkeypatch.setattr(Run, "one_by_one", nothing)
     loss_fn, params, batch = case(ghost_cases.Arrays())
