@@ -108,11 +108,12 @@ def renyi(steps: Steps, relation: Relation) -> Callable[[float], float]:
     wanted = _orders(steps)
     curves = [(_renyi_curve(event, relation, wanted), count) for event, count in steps.items()]
     orders = curves[0][0][0]
-    total = sum(count * curve for (_, curve), count in curves)
+    total = np.sum([count * curve for (_, curve), count in curves], axis=0)
     kept = np.isfinite(total)
     if not kept.any():
         return lambda delta: math.inf
-    return lambda delta: float(rdp.compute_epsilon(orders[kept], total[kept], delta)[0])
+    # dp_accounting annotates sequences, and passes arrays itself.
+    return lambda delta: float(rdp.compute_epsilon(orders[kept], total[kept], delta)[0])  # pyright: ignore[reportArgumentType]
 
 
 def ever_sampled(steps: Steps, delta: float) -> float:

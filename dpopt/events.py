@@ -200,7 +200,9 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
             "this event mixes Poisson samples, which are accounted for under add-or-remove-one, with samples of fixed "
             "size, which are accounted for under replace-one; no accountant takes both."
         )
-    unsampled = [dp.SelfComposedDpEvent(e, n) for e, n in steps.items() if isinstance(e, dp.GaussianDpEvent)]
+    unsampled: list[dp.DpEvent] = [
+        dp.SelfComposedDpEvent(e, n) for e, n in steps.items() if isinstance(e, dp.GaussianDpEvent)
+    ]
     if len(unsampled) > 1:
         steps = Counter({e: n for e, n in steps.items() if not isinstance(e, dp.GaussianDpEvent)})
         steps[merged(dp.ComposedDpEvent(unsampled))] += 1

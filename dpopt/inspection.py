@@ -103,7 +103,8 @@ def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = Non
 
     def run(state, params):
         mask = _flow.private(jnp.ones((_ROWS,), bool), "the batch")
-        shown = PerExampleGrads(_Shown(params if like is None else like, unit, mask), mask)
+        source: Any = _Shown(params if like is None else like, unit, mask)
+        shown = PerExampleGrads(source, mask)
         reports: list[_stages.Stage | Privacy] = []
         with _stages.listening(reports):
             updates, new_state = update(shown, state, params)

@@ -258,5 +258,5 @@ def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> S
             term = jnp.sum(pair[0].inner(other[0]) * pair[1].inner(other[1]))
             total += term if i == j else 2 * term
     lefts, rights = (jnp.concatenate([pair[side].squares() for pair in joined]) for side in (0, 1))
-    lengths = (max(_length(pair[side]) for pair in joined) for side in (0, 1))
-    return squares.of_products(lefts, rights, total, (len(lefts), *lengths))
+    left_length, right_length = (max(_length(pair[side]) for pair in joined) for side in (0, 1))
+    return squares.of_products(lefts, rights, total, (len(lefts), left_length, right_length))

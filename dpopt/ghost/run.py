@@ -178,7 +178,10 @@ class Run:
             diagonal = self._push(leaf, tangent, [contact])[0]
             diagonal = diagonal if factors is None else factors.fold(diagonal)
         if leaf_plan.method != "explicit":
-            return lambda f: norms.square(leaf_plan.method, factors, *f, diagonal), (xs[contact], ys[contact])
+            return lambda f: norms.square(leaf_plan.method, cast(Factors, factors), f[0], f[1], diagonal), (
+                xs[contact],
+                ys[contact],
+            )
 
         one, inputs = forming(contact, xs, ys, kept)
         lost = self._lost(leaf, [contact])
@@ -223,7 +226,10 @@ class Run:
         for members in groups.values():
             c = weights[members[0]]
             mine = [k for k in self.trace.contacts if k.weight.leaves & set(members)]
-            cotangents = [combined(k, recorded[k], c) if k in kept else transposed(k, *recorded[k], c) for k in mine]
+            cotangents = [
+                combined(k, recorded[k], c) if k in kept else transposed(k, recorded[k][0], recorded[k][1], c)
+                for k in mine
+            ]
             for leaf, g in zip(members, self._pull_back(mine, cotangents, members), strict=True):
                 scale, offset = self.scales[leaf], self.offsets[leaf]
                 g = g if scale is None else g * scale
