@@ -89,11 +89,11 @@ class LoopScope(Scope):
         mapped = [v in self.stacked for v in op.inputs]
         if not any(mapped):
             return self.parent.static(op)
-        same_map = len({m for m, v in zip(mapped, op.inputs, strict=True) if v.leaves}) == 1
+        apart = all(m for m, v in zip(mapped, op.inputs, strict=True) if v.leaves)
         outside = []
         for v in op.outputs:
-            # A parameter shared by all steps would be copied to each: no longer entry by entry.
-            v.entry = v.entry._replace(order=None) if v.entry and same_map else None
+            # A parameter shared by all steps (and multiplied by what is not) is copied to each: its entries add up.
+            v.entry = v.entry._replace(order=None) if v.entry and apart else None
             stack = Value((self.length, *v.shape), v.dtype, False, v.leaves, v.entry)
             self.stacked[v] = stack
             outside.append(stack)
