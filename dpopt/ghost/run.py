@@ -21,7 +21,7 @@ from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
 from dpopt.ghost.contacts import along, combined, form, forming, inner, transposed, unfold
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import Square, cancelled, largest, of_entries, shifted, tiny
+from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, sum_squares, tiny
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
 
@@ -106,8 +106,14 @@ class Run:
         def one(inputs):
             formed = [unfold(c, f if c in kept else form(c, *f)) for c, f in zip(contacts, inputs, strict=True)]
             gradients = self._pull_back(contacts, formed, leaves)
-            return [shifted(of_entries(self._affine(i, g), lost), o)
-                    for i, g, lost, o in zip(leaves, gradients, losses, offsets, strict=True)]  # fmt: skip
+            found = [of_entries(self._affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
+            # What is kept, or has one position, is added up over examples as it is.
+            sums = [i for i, c in enumerate(contacts) if c not in kept and c.factors and c.factors.positions > 1]
+            if sums:
+                size = sum((sum_squares(g) for g in formed), jnp.zeros(()))
+                total = sum((norms.mass(cast(Factors, contacts[i].factors), *inputs[i]) for i in sums), jnp.zeros(()))
+                found = [cancelled_before(square, size, total) for square in found]
+            return [shifted(square, o) for square, o in zip(found, offsets, strict=True)]
 
         losses = [self._lost(i, contacts) for i in leaves]
         offsets = [0.0 if o is None else safe_norm(o.reshape(-1), axis=0) for o in (self.offsets[i] for i in leaves)]
@@ -188,9 +194,11 @@ class Run:
 
         def square(f):
             found = of_entries(one(f) if diagonal is None else one(f) * diagonal, lost)
-            if contact in kept or factors is None or factors.positions == 1 or diagonal is not None:
+            if contact in kept or factors is None or factors.positions == 1:
                 return found
-            return found._replace(value=cancelled(found.value, norms.mass(factors, *f)))
+            return cancelled_before(
+                found, found.value if diagonal is None else sum_squares(one(f)), norms.mass(factors, *f)
+            )
 
         return square, inputs
 

@@ -154,4 +154,5 @@ def _contributions(program: Program, grads: Any) -> np.ndarray:
 
 
 def _shrink(bound: float, norms: np.ndarray) -> np.ndarray:
-    return np.minimum(1, bound / np.maximum(norms, 1e-300))
+    shrink = np.minimum(1, bound / np.maximum(norms, 1e-300))
+    return np.where(shrink < np.finfo(np.float32).tiny, 0, shrink)  # what float32 cannot hold contributes nothing

@@ -86,6 +86,14 @@ def _layers(h, w, e):
     return lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), h, w[0])[0]
 
 
+def _shared_layer(h, w, e):  # one layer for all steps, each of which changes it in its own way
+    return lax.scan(lambda h, s: (jnp.tanh(h @ (w[0] * s)), None), h, jnp.arange(1.0, L + 1))[0]
+
+
+def _shared_parts(h, w, e):  # steps read the same part of a stack more than once
+    return lax.scan(lambda h, i: (jnp.tanh(h @ w[0][i]), None), h, jnp.arange(L) // 2)[0]
+
+
 def _recurrent(h, w, e):
     def step(state, x):
         state = jnp.tanh(x @ w[0] + state @ w[1] + w[2])
@@ -222,6 +230,8 @@ KINDS: dict[str, tuple[list[tuple[int, ...]], Callable[[Any, Any, Any], Any]]] =
     "table_over_time": ([TABLE], _table_over_time),
     "layers": ([LAYERS], _layers),
     "counted": ([LAYERS], _counted),
+    "shared_layer": ([SQUARE], _shared_layer),
+    "shared_parts": ([LAYERS], _shared_parts),
     "recurrent": ([SQUARE, SQUARE, (D,)], _recurrent),
     "conv1d": ([(3, D, D)], _conv1d()),
     "conv1d_stride": ([(2, D, D)], _conv1d(stride=2)),
