@@ -26,7 +26,7 @@ def make_plan():
         )
         .clip(1.0)
         .budget(epsilon=3.0, delta=1e-4, accountant="rdp")
-        .then(optax.adam(1e-2))
+        .then(optax.adam(1e-2, eps=1e-3))
         .build()
     )  # fmt: skip
 
