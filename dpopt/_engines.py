@@ -100,7 +100,8 @@ def clip_stacked(grads: Any, mask: jax.Array, scale: Any, offset: Any, clip: Cli
 
         return jax.tree.map(one_leaf, grads, coefficients)
 
-    total = _sums.over_examples(weighted_sum, (grads, row_coefficients(clip, leaf_norms), contributes))
+    rows = grads, row_coefficients(clip, leaf_norms), contributes
+    total = _sums.over_examples(lambda group: _sums.in_blocks(weighted_sum, group), rows)
     return EngineResult(total.value, leaf_norms, None, None, is_finite, total.remainder)
 
 

@@ -3,8 +3,8 @@
 A float32 sum of B rows of norm C that are added up one after another rounds at every step, by up to ``u B C`` with
 ``u = 2**-24``, and one row more or less can turn all of these roundings around: together up to ``u B**2 C``, whole
 multiples of C at B = 28,666 (Casacuberta et al. 2022). Here rows are added up in float32 at most `ROWS` at a time, in
-whatever order the device likes, and a few of these blocks in pairs; beyond that sums are pairs of floats, whose
-rounding is next to nothing. Neighbouring batches differ in one row of one block.
+whatever order the device likes, and four of these blocks one after the other; beyond that sums are pairs of floats,
+whose rounding is next to nothing. Neighbouring batches differ in one row of one block.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import jax.numpy as jnp
 from jax import lax
 
 ROWS = 64  # in a block
-BLOCKS = 4  # added up in floats, in pairs
+BLOCKS = 4  # added up in floats
 
 _U = 2.0**-24
-_SUM = ROWS**2 + 2 * (2 * ROWS + 4 * ROWS)  # in units of u C: see ROUNDING
+_SUM = ROWS**2 + ROWS * (BLOCKS * (BLOCKS + 1) - 2)  # in units of u C: see `zero`
 
-ROUNDING = 1.5 * 2.0**-12
-"""By which part of C one example can move a clipped float32 sum further than C: 3.7e-4, paid for in every event.
+ROUNDING = 1.6875 * 2.0**-12
+"""By which part of C one example can move a clipped float32 sum further than C: 4.1e-4, paid for in every event.
 
-In units of ``u = 2**-24`` these are 6144, of which
+In units of ``u = 2**-24`` these are 6912, of which
 
 * 4096 are for a block of n = 64 rows: the k-th addition in any order (or the k-th step of a matrix product, fused or
   not) rounds a partial sum of norm at most ``k C`` by at most ``u k C`` in L2. All together that is less than
   ``u n**2 / 2``, and the neighbour's block may be rounded the other way: ``u n**2``;
-* 768 are for adding four blocks in pairs: sums of 2 n and of 4 n rows, rounded once each, for both neighbours;
+* 1152 are for adding up four blocks: sums of 2 n, 3 n and 4 n rows, rounded once each, for both neighbours;
 * 1024 are for the norm by which the row was clipped;
-* 256 are for the rest: the diagonal after the sum (128), and the pairs of floats. M of those, of a batch of B, lose
+* 512 are for the diagonal after the sum of four blocks, and 128 for the pairs of floats. M of those, of a batch of B, lose
   less than ``3 u**2 B M``, or 128 u for 400,000 examples in blocks of 256 or 100,000 in blocks of 64. (With fewer rows
   at a time they may lose more: such blocks lose less.)
 
@@ -80,17 +80,32 @@ def _add(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array) -> tu
     return jnp.where(finite, value, total), jnp.where(finite, rest - (value - total), 0)
 
 
-def over_examples(one_block: Callable[[Any], Any], inputs: Any) -> Sum:
-    """``one_block(inputs)``, a pytree of sums over the leading axis of ``inputs``, of at most 64 rows at a time.
+def over_examples(one_group: Callable[[Any], Any], inputs: Any) -> Sum:
+    """``one_group(inputs)``, a pytree of sums over the leading axis of ``inputs``, of four blocks at a time.
 
-    On several devices each adds up its own share of a sharded batch.
+    A group adds up its own rows by `in_blocks`. On several devices each adds up its own share of a sharded batch.
     """
     size = _length(inputs)
     shares = math.gcd(size, jax.device_count())
     if shares == 1 or size <= ROWS:
-        return _in_groups(one_block, inputs)
+        return _in_groups(one_group, inputs)
     split = jax.tree.map(lambda x: x.reshape(shares, size // shares, *x.shape[1:]), inputs)
-    return fold(jax.vmap(lambda share: _in_groups(one_block, share))(split), size // shares)
+    return fold(jax.vmap(lambda share: _in_groups(one_group, share))(split), size // shares)
+
+
+def in_blocks(one_block: Callable[[Any], Any], inputs: Any) -> Any:
+    """``one_block(inputs)``, of at most 64 rows at a time, one after the other: at once, all would be in memory."""
+    size = _length(inputs)
+    whole = size // ROWS
+
+    def block(start: Any, rows: int) -> Any:
+        return one_block(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, rows), inputs))
+
+    if size <= ROWS:
+        return one_block(inputs)
+    total = block(0, ROWS)
+    total = lax.fori_loop(1, whole, lambda i, t: jax.tree.map(jnp.add, t, block(i * ROWS, ROWS)), total)
+    return jax.tree.map(jnp.add, total, block(whole * ROWS, size % ROWS)) if size % ROWS else total
 
 
 def fold(parts: Sum, rows: int) -> Sum:
@@ -109,19 +124,14 @@ def _length(tree: Any) -> int:
     return jax.tree.leaves(tree)[0].shape[0]
 
 
-def _in_groups(one_block: Callable[[Any], Any], inputs: Any) -> Sum:
+def _in_groups(of_group: Callable[[Any], Any], inputs: Any) -> Sum:
     size, group = _length(inputs), BLOCKS * ROWS
 
     def one_group(start: Any, count: int) -> Sum:
-        """Four blocks at most, added up in pairs."""
         rows = inputs
         if count < size:
             rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), inputs)
-        blocks = [one_block(jax.tree.map(lambda x, at=at: x[at : at + ROWS], rows)) for at in range(0, count, ROWS)]
-        while len(blocks) > 1:
-            pairs = [jax.tree.map(jnp.add, *blocks[i : i + 2]) for i in range(0, len(blocks) - 1, 2)]
-            blocks = pairs + blocks[2 * len(pairs) :]
-        return Sum(blocks[0])
+        return Sum(of_group(rows))
 
     if size <= group:
         return one_group(0, size)

@@ -63,7 +63,11 @@ def over_groups(
         rows = [OneHot(z, factors.shape[2]) if factors.one_hot else Dense(z) for z in left]
         return method(Group(rows, right, scale, inner), *more)
 
-    return jax.vmap(one)(left, right, scale, inner, *more)
+    groups = left, right, scale, inner, *more
+    if factors.shape[1] > 1:
+        return jax.vmap(one)(*groups)
+    # One group is not mapped: `_mixed` then sees the batch, which the engine maps.
+    return jax.tree.map(lambda z: z[None], one(*jax.tree.map(lambda z: jnp.squeeze(z, 0), groups)))
 
 
 def square(method: str, factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> Square:
@@ -90,9 +94,9 @@ def rank_one(group: Group) -> Square:
             value += whole * onto
             missing += lost
         else:
-            value += jnp.sum(_mixed(left_squares, jnp.square(group.scale[k])) * right_squares)
-            largest = squares.largest(group.scale[k])
-            missing += largest * lost * largest + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
+            mixed, columns = _mixed(left_squares, jnp.square(group.scale[k]))
+            value += jnp.sum(mixed * right_squares)
+            missing += jnp.max(columns) * lost + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
     return Square(value, missing)
 
 
@@ -100,8 +104,25 @@ def rank_one(group: Group) -> Square:
 _BLOCK = 1024
 
 
-def _mixed(row: jax.Array, matrix: jax.Array) -> jax.Array:
-    """``row @ matrix`` of non-negative numbers, long sums in blocks."""
+@jax.custom_batching.custom_vmap
+def _mixed(row: jax.Array, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``row @ matrix`` of non-negative numbers, and the sums of the matrix's columns."""
+    return _in_blocks(row, matrix), jnp.sum(matrix, axis=0)
+
+
+@_mixed.def_vmap
+def _(size: int, are_mapped: Sequence[bool], rows: jax.Array, matrix: jax.Array) -> tuple[Any, tuple[bool, bool]]:
+    if are_mapped[1]:
+        mapped = jax.vmap(_in_blocks, in_axes=[0 if m else None for m in are_mapped])
+        return (mapped(rows, matrix), jnp.sum(matrix, axis=1)), (True, True)
+    # A diagonal of all examples is read once: its columns are added up by a row of ones beside theirs.
+    rows = jnp.concatenate([rows, jnp.ones((1, rows.shape[1]), rows.dtype)])
+    out = jax.vmap(_in_blocks, in_axes=(0, None))(rows, matrix)
+    return (out[:-1], out[-1]), (True, False)
+
+
+def _in_blocks(row: jax.Array, matrix: jax.Array) -> jax.Array:
+    """``row @ matrix``, long sums in blocks."""
     (a,) = row.shape
     if a <= _BLOCK:
         return einsum("a,ap->p", row, matrix)

@@ -218,15 +218,15 @@ class Run:
         distinct = {id(c): c for c in weights}
         read = [kept[k] if k in kept else (xs[k], ys[k]) for k in self.trace.contacts]
 
-        def one_block(rows):
+        def one_group(rows):
             weights_of = dict(zip(distinct, rows[0], strict=True))
             recorded = dict(zip(self.trace.contacts, rows[1], strict=True))
-            return self._block([weights_of[id(c)] for c in weights], recorded, kept)
+            return self._group([weights_of[id(c)] for c in weights], recorded, kept)
 
-        return _sums.over_examples(one_block, (list(distinct.values()), read))
+        return _sums.over_examples(one_group, (list(distinct.values()), read))
 
-    def _block(self, weights: list, recorded: dict, kept: dict) -> list[jax.Array]:
-        """The weighted sum of so few examples that float32 adds them up closely enough."""
+    def _group(self, weights: list, recorded: dict, kept: dict) -> list[jax.Array]:
+        """The weighted sum of so few examples that float32 adds them up closely enough, block by block."""
         totals: list = [None] * len(weights)
         groups: dict[int, list[int]] = {}
         for leaf, c in enumerate(weights):
@@ -234,10 +234,13 @@ class Run:
         for members in groups.values():
             c = weights[members[0]]
             mine = [k for k in self.trace.contacts if k.weight.leaves & set(members)]
-            cotangents = [
-                combined(k, recorded[k], c) if k in kept else transposed(k, recorded[k][0], recorded[k][1], c)
-                for k in mine
-            ]
+
+            def added(k, c=c):
+                if k in kept:
+                    return _sums.in_blocks(lambda rows: combined(k, *rows), (recorded[k], c))
+                return _sums.in_blocks(lambda rows: transposed(k, *rows), (*recorded[k], c))
+
+            cotangents = [added(k) for k in mine]
             for leaf, g in zip(members, self._pull_back(mine, cotangents, members), strict=True):
                 scale, offset = self.scales[leaf], self.offsets[leaf]
                 g = g if scale is None else g * scale

@@ -227,7 +227,7 @@ def test_what_is_lost_reaches_the_noise():
 def test_rounding_is_paid_for():
     opt = dpopt.privatize(l2_clip_norm=0.7, noise_multiplier=1.3, expected_batch_size=4, key=jax.random.key(0))
     assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.3), rel=1e-15)
-    assert _sums.ROUNDING == 1.5 * 2.0**-12
+    assert _sums.ROUNDING == 1.6875 * 2.0**-12
 
 
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])
