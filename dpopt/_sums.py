@@ -33,9 +33,9 @@ In units of ``u = 2**-24`` these are 6912, of which
   ``u n**2 / 2``, and the neighbour's block may be rounded the other way: ``u n**2``;
 * 1152 are for adding up four blocks: sums of 2 n, 3 n and 4 n rows, rounded once each, for both neighbours;
 * 1024 are for the norm by which the row was clipped;
-* 512 are for the diagonal after the sum of four blocks, and 128 for the pairs of floats. M of those, of a batch of B, lose
-  less than ``3 u**2 B M``, or 128 u for 400,000 examples in blocks of 256 or 100,000 in blocks of 64. (With fewer rows
-  at a time they may lose more: such blocks lose less.)
+* 512 are for the diagonal after the sum of four blocks;
+* 128 are for pairs of floats. M of those, of a batch of B, lose less than ``3 u**2 B M``, or 128 u for 400,000 examples
+  in blocks of 256 or 100,000 in blocks of 64. (With fewer rows at a time they may lose more: such blocks lose less.)
 
 Rows are meant to be vectors of norm C as they enter the sum. A gradient that is itself a sum over positions adds up
 larger terms that cancel: SECURITY.md says what that adds. Float64 sums stay far below all of this.

@@ -81,7 +81,9 @@ def _draws(key: jax.Array, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[An
 
 
 def _keys(key: jax.Array, count: int) -> jax.Array:
-    """As ``split``, which gives other keys where ``jax_threefry_partitionable`` is off."""
+    """As ``split``, which gives other keys where ``jax_threefry_partitionable`` is off. The only one is the key itself."""
+    if count == 1:
+        return key[None]
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))
 
 
@@ -93,8 +95,14 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def _draw_in_rows(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     """A vector, drawn in a loop over at least two rows: else the compiler writes the draw into each reader."""
     width = min(SMALL, max(1, -(-size // 2)))
-    rows = jax.lax.map(lambda row_key: _draw(row_key, (width,), dtype), _keys(key, -(-size // width)))
-    return rows.ravel()
+    rows, words = -(-size // width), _threefry.words_of(key)
+    if words is None:
+        return _draw(key, (rows * width,), dtype)
+
+    def row(counter):
+        return _box_muller.normal_from_words(*_threefry.blocks_at(words, counter), dtype)
+
+    return jax.lax.map(row, _threefry.counters((rows, width))).ravel()
 
 
 def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTransformationExtraArgs:
@@ -154,7 +162,7 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
         def add_noise(updates):
             if is_off:
                 return updates
-            draw = standard_normal_like(jax.random.fold_in(state.key, state.count), updates)
+            draw = standard_normal_like(_threefry.fold_in(state.key, state.count), updates)
             scale = functools.partial(_not_vanishing, stddev, zero_is_meant=not callable(noise_stddev))
             noise = jax.tree.map(lambda z: scale(z.dtype) * z, draw)
             if remainder is not None:  # to the noise first: in the sum it would be rounded away

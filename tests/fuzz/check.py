@@ -20,8 +20,16 @@ SLACK = 2.0**-12
 # The two sums that are compared are rounded, each to its own size.
 ROUNDING = 2.0**-20
 # Small programs are compiled for the check's sake, not for speed.
-_FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-_FULL_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+_FAST_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,  # the older ones compile in two thirds of the time
+}
+_FULL_COMPILE = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_use_fusion_emitters": True,
+}
 
 
 @dataclass
@@ -125,7 +133,9 @@ def _compare(program: Program, outcome: Outcome, function: Any, batch: Any, tame
             outcome.failures.append(f"row {row} moves the sum by {moved / sensitivity:.6g} of its sensitivity")
         if expected is not None and program.is_precise and tame.all():
             error = np.linalg.norm(whole - without - expected[row])
-            if not error <= 1e-2 * np.linalg.norm(expected[row]) + 1e-5 * np.linalg.norm(expected):
+            # Where large terms cancel within an example, two programs of the same arithmetic differ by their rounding.
+            floor = 1e-4 * sensitivity if "cancelling" in program.features else 0
+            if not error <= 1e-2 * np.linalg.norm(expected[row]) + 1e-5 * np.linalg.norm(expected) + floor:
                 outcome.failures.append(f"row {row} contributes something else: off by {error / sensitivity:.3g} C")
 
 
