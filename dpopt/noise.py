@@ -81,7 +81,7 @@ def _draws(key: jax.Array, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[An
 
 
 def _keys(key: jax.Array, count: int) -> jax.Array:
-    """As ``split``, which gives other keys where ``jax_threefry_partitionable`` is off. The only one is the key itself."""
+    """As ``split``, which gives other keys where ``jax_threefry_partitionable`` is off. A single one is the key."""
     if count == 1:
         return key[None]
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))

@@ -53,6 +53,7 @@ def run(plan, **options):
 def script(path, *arguments, devices=1, timeout=300, **environment):
     """Starts a script in a process of its own and returns the JSON of the last line that it prints."""
     flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
         [sys.executable, str(path), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=timeout
