@@ -204,7 +204,7 @@ def test_nan_examples_and_empty_batches():
     opt = adadps(0.1, rule="adam", **privacy_four())
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), tiny_batch())
     # On the engine that drops both in the same way: ghost redoes a batch with NaN by other sums.
-    nan_params, _ = train(opt, batch=spoiled, engine="vmap")
+    nan_params, _ = train(opt, batch=spoiled, mask=jnp.ones(4, bool), engine="vmap")
     masked_params, _ = train(opt, mask=jnp.array([True, False, True, True]), engine="vmap")
     assert_identical(nan_params, masked_params)
     empty, _ = train(opt, mask=jnp.zeros(4, bool))

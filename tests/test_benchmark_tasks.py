@@ -96,14 +96,15 @@ def test_the_toy_regression_has_the_papers_epsilon_and_side_information_helps():
     found = {}
     for label in ("DP-SGD", "AdaDPS, frequencies known"):
         program = runs.Program(only(utility_synthetic.adadps_toy(), label))
-        (found[label],) = program.train([0])
+        several = program.train([0, 1, 2])
+        found[label] = several[0] | {"score": np.mean([run["score"] for run in several])}
     plain, adadps = found.values()
     by_hand = spent(rdp.RdpAccountant(), paid(0.7), 8 / 1_000, 2_250, 1e-3)
     assert plain["epsilon"]["rdp"] == pytest.approx(by_hand, rel=1e-3)
     assert round(by_hand, 2) == 4.13  # as the paper says
     start = float(program.task.score(program.task.init(0)))
     assert adadps["score"] < 0.6 * plain["score"] and plain["score"] < 0.9 * start
-    assert len(plain["curve"]) == program.task.checkpoints and plain["curve"][-1] == [2_250, plain["score"]]
+    assert len(plain["curve"]) == program.task.checkpoints and plain["curve"][-1][0] == 2_250
 
 
 def test_tags_are_synthetic_sparse_and_paid_for():

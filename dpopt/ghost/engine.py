@@ -6,8 +6,8 @@ where ``c_i`` depends on the norms of ``S g_i + o``. The batch's forward and bac
 traced loss's own under ``vmap``, so examples cannot mix. By linearity the weighted sum is, at
 every contact, the transposed primitive fed ``c_i y_i``: one ordinary kernel for the whole batch.
 
-A batch in which some norm is not finite, or not certain enough, is added up one example at a time: slow, rare, and the
-plain definition.
+A batch in which some norm is not finite, or not certain enough, is added up one example at a time, that one by the
+plain definition: slow and rare.
 """
 
 from __future__ import annotations
@@ -137,15 +137,17 @@ def clipped_sum(
 
     weights = weigh(leaf_norms)
     total = run.weighted_sum(weights, xs, ys, kept)
-    certain = [jnp.isfinite(n) for n in leaf_norms]
+    rows = [jnp.isfinite(n) for n in leaf_norms]
     # Squares that vanished may have made a norm uncertain: fine, unless the clip would tell.
-    certain += [c >= (1 - TOLERANCE) * most for c, most in zip(weights, weigh(lower_norms), strict=True)]
-    certain = jnp.all(jnp.stack(certain or [mask]))
+    rows += [c >= (1 - TOLERANCE) * most for c, most in zip(weights, weigh(lower_norms), strict=True)]
+    rows = jnp.all(jnp.stack(rows or [mask]), axis=0)
+    certain = jnp.all(rows)
     init = (certain, total, leaf_norms, mask)
 
     def redo(_) -> tuple:
         in_pairs = total.remainder is not None
-        return (jnp.array(True), *run.one_by_one(weigh, mask, xs, ys, kept, in_pairs))
+        # What is certain stays as it is: else one bad example would change the coefficients of all others.
+        return (jnp.array(True), *run.one_by_one(weigh, mask, (rows, leaf_norms), xs, ys, kept, in_pairs))
 
     # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
     # the loop would be compiled at every call, Python looks for itself.

@@ -248,8 +248,19 @@ class Run:
                 totals[leaf] = totals[leaf].astype(self.wide[leaf].dtype)
         return totals
 
-    def one_by_one(self, weigh: Callable, mask: jax.Array, xs: dict, ys: dict, kept: dict, in_pairs: bool):
+    def one_by_one(
+        self,
+        weigh: Callable,
+        mask: jax.Array,
+        certain: tuple[jax.Array, list[jax.Array]],
+        xs: dict,
+        ys: dict,
+        kept: dict,
+        in_pairs: bool,
+    ) -> tuple[_sums.Sum, list[jax.Array], jax.Array]:
         """Sum, norms and which examples counted, from gradients formed one at a time.
+
+        ``certain``: which rows' norms are known, and these norms.
 
         Tells a gradient that is not finite (contributes zero) from one whose squares overflow (clipped as usual: its
         norm is taken relative to its largest entry). Two sweeps of one loop, the first for the norms and the second
@@ -269,10 +280,11 @@ class Run:
             ]
             return [self._affine(i, g) for i, g in enumerate(self._pull_back(contacts, formed, range(len(zeros))))]
 
-        def add(total, recorded, weights, keep):
-            g = gradient(recorded)
+        def add(total, recorded, weights, keep, certain):
+            g, (is_certain, known) = gradient(recorded), certain
             leaf_norms = [safe_norm(x.reshape(-1), axis=0) for x in g]
             keep &= jnp.all(jnp.isfinite(jnp.stack(leaf_norms)))
+            leaf_norms = [jnp.where(is_certain, n, own) for n, own in zip(known, leaf_norms, strict=True)]
             mine = [jnp.where(keep, x * c, 0) for x, c in zip(g, weights, strict=True)]
             return _sums.add(total, _sums.Sum(mine)), (leaf_norms, keep)
 
@@ -283,7 +295,7 @@ class Run:
         recorded = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
 
         def sweep(state, _):
-            inputs = (recorded, weigh(state[1]), mask)
+            inputs = (recorded, weigh(state[1]), mask, certain)
             nothing = _sums.zero(zeros, together, self.plan.batch_size // together)
             if together == 1:
                 total, seen = lax.scan(lambda total, rows: add(total, *rows), nothing, inputs)

@@ -229,3 +229,24 @@ def test_plans_of_scanned_tables_count_every_group():
         ghost.plan_clipped_sum(loss, jnp.zeros((n, 50, 4)), ids).leaves[0] for n in (1, 8)
     )  # fmt: skip
     assert many.operations >= 7 * one.operations
+
+
+@pytest.mark.parametrize("spoiled_by", [np.nan, 1e-30])
+def test_a_bad_example_leaves_the_coefficients_of_others_alone(spoiled_by):
+    """Found by the fuzzer: with it the batch was added up one by one, and all norms were taken in another way."""
+    rng = np.random.default_rng(0)
+    x, v = rng.normal(size=(2, 8, 2, 5)).astype(np.float32)
+    x[:, 0] *= 1e7
+    x[:, 1], v[:, 1] = x[:, 0], -v[:, 0] + 1e-7  # two positions whose gradients are large and cancel
+    v[0, 0, 0] = spoiled_by
+    if np.isfinite(spoiled_by):  # squares of all its entries vanish, and the clip below would tell
+        x[0], v[0] = spoiled_by, spoiled_by
+    clip = dpopt.NormalizedClip(1.0, gamma=1e-20)
+
+    def clipped(mask):
+        grads = dpopt.per_example_grads(lambda w, e: jnp.sum(e[0] @ w * e[1]), engine="ghost")
+        return grads(jnp.zeros((5, 5)), (jnp.asarray(x), jnp.asarray(v)), mask=mask).clipped_sum(clip).sum
+
+    everyone, others = np.ones(8, bool), np.arange(8) > 0
+    moved = np.linalg.norm(np.float64(jax.jit(clipped)(everyone)) - np.float64(jax.jit(clipped)(others)))
+    assert moved <= 1 + SLACK
