@@ -32,6 +32,7 @@ quickstart.main(Path(sys.argv[1]), seeds=2)
 """
 
 
+@pytest.mark.slow
 def test_quickstart_writes_table_json_and_plot(tmp_path):
     # In a process of its own, since convolutions that are not optimised take longer than optimising them.
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}

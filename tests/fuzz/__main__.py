@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import multiprocessing
 import os
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this program alone and print what it is")
     parser.add_argument("--programs", type=int, default=300)
     parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--compared", type=int, default=1, help="compare one in so many with plain gradients")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path, help="where to write the record, as it grows")
     given = parser.parse_args()
@@ -70,12 +72,13 @@ def main() -> int:
     parts = [range(s, min(s + _TOGETHER, end)) for s in range(given.start, end, _TOGETHER)]
     # Workers are renewed: compiled programs fill the memory.
     with multiprocessing.get_context("spawn").Pool(given.processes, maxtasksperchild=8) as pool:
-        for part in pool.imap(check.several, parts):
+        for part in pool.imap(functools.partial(check.several, compared=given.compared), parts):
             outcomes += part
             for o in part:
                 if o.failures:
                     print(f"--seed {o.seed}: {o.failures[:2]} {o.features}", flush=True)
             record = _record(outcomes, given.start, time.time() - started)
+            record["compared"] = sum(o.seed % given.compared == 0 for o in outcomes)
             if given.json:
                 given.json.write_text(json.dumps(record, indent=1) + "\n")
     shown = ("programs", "exceeding", "worst", "outcomes", "processor_seconds", "seconds")

@@ -66,9 +66,9 @@ def run(seed: int, fast: bool = True, compare: bool = True) -> Outcome:
 OPTIMIZED = 10
 
 
-def several(seeds: range) -> list[Outcome]:
-    """The outcomes of some seeds, one after the other."""
-    outcomes = [run(seed, fast=seed % OPTIMIZED > 0) for seed in seeds]
+def several(seeds: range, compared: int = 1) -> list[Outcome]:
+    """The outcomes of some seeds, one after the other; one in ``compared`` is also compared with plain gradients."""
+    outcomes = [run(seed, fast=seed % OPTIMIZED > 0, compare=seed % compared == 0) for seed in seeds]
     jax.clear_caches()
     return outcomes
 
