@@ -77,6 +77,12 @@ class EngineResult(NamedTuple):
     remainder: Any = None  # what rounding the sum has lost, like params; None: little enough
 
 
+def _finite_rows(grads: Any) -> jax.Array:
+    """``(B,)``: which examples' gradients, leaves ``(B, ...)``, are finite."""
+    finite = [jnp.isfinite(g.reshape(g.shape[0], -1)).all(1) for g in jax.tree.leaves(grads)]
+    return jnp.all(jnp.stack(finite), axis=0)
+
+
 def global_norms(leaf_norms: Any) -> jax.Array:
     """Combines the norms of the leaves, each ``(B,)``, into the norms of the whole gradients, ``(B,)``."""
     return safe_norm(jnp.stack(jax.tree.leaves(leaf_norms)), axis=0)
@@ -149,6 +155,7 @@ class Loss:
     engine: str
     microbatch_size: int | None
     has_aux: bool
+    memory: float | int = ghost.DEFAULT_MEMORY
 
     @property
     def like(self) -> Any:
@@ -195,17 +202,23 @@ class Loss:
         if not any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(self._row_program.jaxpr)):
             return together
         # Examples' filters have gradients that are one grouped convolution, which XLA may turn into one of all with all
-        # and zeros between: 0 * nan then takes every example along. They are computed one by one instead; a loop, since
-        # under vmap `cond` would always do both.
-        finite = jnp.stack([jnp.isfinite(g.reshape(g.shape[0], -1)).all(1) for g in jax.tree.leaves(together[1])])
-        is_fine = jnp.all(jnp.all(finite, axis=0) | ~jnp.asarray(mask))
+        # and zeros between: 0 * nan then takes every example along. So bad examples are found one by one and replaced
+        # by a good one: the others come out as they would without them. A loop, since under vmap `cond` would always do
+        # both.
+        is_fine = jnp.all(_finite_rows(together[1]) | ~jnp.asarray(mask))
 
-        def one_by_one(_):
-            return jnp.array(True), jax.lax.map(self._value_and_grad, batch)
+        def without_bad_ones(_):
+            alone = jax.lax.map(self._value_and_grad, batch)
+            fine = _finite_rows(alone[1])
+            rows = jnp.where(fine, jnp.arange(len(fine)), jnp.argmax(fine))
+            others = jax.vmap(self._value_and_grad)(jax.tree.map(lambda x: x[rows], batch))
+            return jnp.array(True), jax.tree.map(
+                lambda a, b: jnp.where(_trees.per_example(fine, a), a, b), others, alone
+            )
 
         if not isinstance(is_fine, Tracer):  # outside `jit` the loop would be compiled at every call
-            return together if bool(is_fine) else one_by_one(None)[1]
-        return jax.lax.while_loop(lambda state: ~state[0], one_by_one, (is_fine, together))[1]
+            return together if bool(is_fine) else without_bad_ones(None)[1]
+        return jax.lax.while_loop(lambda state: ~state[0], without_bad_ones, (is_fine, together))[1]
 
     def _vmap_engine(self, batch, mask, scale, offset, clip) -> EngineResult:
         values, grads = self._value_and_grads(batch, mask)
@@ -227,13 +240,20 @@ class Loss:
         except ghost.CannotFollow as reason:
             _fallback.to_vmap(reason.primitive, str(reason))
             return size, None
-        if self.engine == "auto" and plan.prefers_vmap:
-            return size, None
         # Outside `jit` a loop over parts would be compiled at every call.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
-        if self.microbatch_size is None and is_traced:
-            size //= plan.parts
-        return size, plan.of(size)
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
+        way = ghost.choose(
+            plan,
+            self.loss_fn,
+            self.params,
+            row,
+            self.has_aux,
+            self.memory,
+            may_split=self.microbatch_size is None and is_traced,
+            may_vmap=self.engine == "auto",
+        )
+        return size // way.parts, way.plan
 
     def _microbatch(self, batch, mask, scale, offset, clip, plan: ghost.Plan | None) -> EngineResult:
         """One microbatch, by the engine that was chosen."""

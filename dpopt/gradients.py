@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt import _engines, _trees, _validate
+from dpopt import _engines, _trees, _validate, ghost
 
 Engine = Literal["auto", "ghost", "vmap"]
 
@@ -186,6 +186,7 @@ def per_example_grads(
     engine: Engine = "auto",
     microbatch_size: int | None = None,
     has_aux: bool = False,
+    memory: float | int = ghost.DEFAULT_MEMORY,
 ) -> Callable[..., PerExampleGrads]:
     """Makes ``f(params, batch, *, mask)``, which promises the gradient of ``loss_fn`` at every example.
 
@@ -199,6 +200,10 @@ def per_example_grads(
             is clipped stays the example. None: all of them, or, with the ghost engine on a CPU and inside ``jit``, as
             many equal parts as are faster than the whole (`dpopt.explain` tells).
         has_aux: whether the loss returns a second value; it comes back per example, in `SensitiveAux`.
+        memory: what the gradient may take at its peak, if it can: a float is a multiple of what the ordinary gradient
+            of the same batch takes (an estimate that knows the loss's own rematerialisation), an integer is bytes.
+            Where what the ghost engine records would take more, it goes over the batch in parts, or twice: for the
+            norms and then for the sum. Records of up to 64 MB are always taken.
 
     Returns:
         A function of ``params`` (floating leaves), ``batch`` (leaves ``(B, ...)``) and ``mask`` (``(B,)`` bool, False
@@ -222,6 +227,7 @@ def per_example_grads(
     _validate.one_of(("auto", "ghost", "vmap"), engine=engine)
     if microbatch_size is not None:
         _validate.positive_int(microbatch_size=microbatch_size)
+    _validate.positive(memory=memory)
 
     @_validate.requires_mask
     def promise(params: Any, batch: Any, *, mask: Any) -> PerExampleGrads:
@@ -231,7 +237,7 @@ def per_example_grads(
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
         _check_loss(loss_fn, params, batch, has_aux)
         return PerExampleGrads(
-            _engines.Loss(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux), mask
+            _engines.Loss(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux, memory), mask
         )
 
     return promise

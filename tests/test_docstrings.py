@@ -90,7 +90,7 @@ def test_the_promised_names_exist():
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("per_example_grads", "(loss_fn, *, engine, microbatch_size, has_aux)"),
+        ("per_example_grads", "(loss_fn, *, engine, microbatch_size, has_aux, memory)"),
         ("clip_and_sum", "(l2_clip_norm)"),
         ("add_gaussian_noise", "(noise_stddev, key)"),
         ("normalize_by", "(expected_batch_size)"),

@@ -5,10 +5,11 @@
                 back; cotangents.py where one tap is enough; failures.py what is said where none of it will do
 * rules.py      one function per primitive: its gradient as a sum of outer products
 * norms.py      per-example squared norms from those factors; standardized.py through normalised filters
-* plan.py       which norm for which parameter, at what cost (costs.py), and in how many parts
+* plan.py       which norm for which parameter, at what cost (costs.py), and in how many parts; memory.py which way fits
 * explain.py    the same as a table
 * engine.py     the clipped sum: forward and backward to the taps, norms, weighted sum
 * run.py        those steps, for one batch; contacts.py at one contact; chunks.py some examples at a time
+* streamed.py   the clipped sum in two passes that record nothing; hooks.py what they do at a contact
 * canonical.py  convolutions in the order that is fast
 """
 
@@ -18,6 +19,8 @@ from dpopt.ghost.engine import plan_clipped_sum as plan_clipped_sum
 from dpopt.ghost.explain import Explanation as Explanation
 from dpopt.ghost.explain import explain as explain
 from dpopt.ghost.failures import CannotFollow as CannotFollow
+from dpopt.ghost.memory import DEFAULT_MEMORY as DEFAULT_MEMORY
+from dpopt.ghost.memory import choose as choose
 from dpopt.ghost.plan import Plan as Plan
 from dpopt.ghost.rules import Factors as Factors
 from dpopt.ghost.rules import Use as Use

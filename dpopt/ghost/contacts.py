@@ -11,6 +11,8 @@ from jax import lax
 
 from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
+from dpopt.ghost.rules import Factors
+from dpopt.ghost.squares import Square, cancelled_before, of_entries, sum_squares
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
@@ -23,6 +25,20 @@ def form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
     if contact.factors is None:
         return y.astype(wide_dtype(y.dtype))
     return norms.explicit(contact.factors, x, y)
+
+
+def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any, lost: Any) -> Square:
+    """``|S * G|^2`` of one example; ``diagonal``: S, like the weight; ``lost``: see `squares.of_entries`."""
+    factors = contact.factors
+    if diagonal is not None and factors is not None:
+        diagonal = factors.fold(diagonal)
+    if method != "explicit":
+        return norms.square(method, cast(Factors, factors), x, y, diagonal)
+    formed = form(contact, x, y)
+    found = of_entries(formed if diagonal is None else formed * diagonal, lost)
+    if factors is None or factors.positions == 1:
+        return found
+    return cancelled_before(found, found.value if diagonal is None else sum_squares(formed), norms.mass(factors, x, y))
 
 
 def forming(contact: Contact, xs: dict, ys: dict, kept: dict) -> tuple[Callable, Any]:

@@ -6,8 +6,8 @@ where ``c_i`` depends on the norms of ``S g_i + o``. The batch's forward and bac
 traced loss's own under ``vmap``, so examples cannot mix. By linearity the weighted sum is, at
 every contact, the transposed primitive fed ``c_i y_i``: one ordinary kernel for the whole batch.
 
-A batch in which some norm is not finite, or not certain enough, is added up one example at a time, that one by the
-plain definition: slow and rare.
+Where some norm is not finite, or not certain enough, that example's gradient is formed, and those that are not finite
+are left out by selection: slow and rare. All else is computed as ever.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from dpopt.ghost import streamed
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
@@ -125,40 +126,68 @@ def clipped_sum(
     mask = jnp.ones(plan.batch_size, bool) if mask is None else jnp.asarray(mask, bool)
     batch = _finite_padding(batch, mask)
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
+
+    def weigh(leaf_norms, mask=mask):
+        given = coefficients(jax.tree.unflatten(tree, leaf_norms))
+        masked: dict[int, jax.Array] = {}  # one array per distinct coefficient: sums are shared
+        return [masked.setdefault(id(c), jnp.where(mask, c, 0)) for c in tree.flatten_up_to(given)]
+
+    def result(total, leaf_norms, losses, aux, ok):
+        aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
+        remainder = None if total.remainder is None else jax.tree.unflatten(tree, total.remainder)
+        value, leaf_norms = jax.tree.unflatten(tree, total.value), jax.tree.unflatten(tree, leaf_norms)
+        return GhostResult(value, leaf_norms, losses, aux, ok, remainder)
+
+    if plan.streamed:
+        return result(*streamed.clipped_sum(run, jax.tree.leaves(batch), weigh, mask))
     losses, aux, xs, ys, outs = run.passes(jax.tree.leaves(batch))
     leaf_norms, lower_norms, kept = run.norms(xs, ys, outs)
     # A loss may compute in fewer bits than its parameters have.
     leaf_norms = [n.astype(x.dtype) for n, x in zip(leaf_norms, run.wide, strict=True)]
 
-    def weigh(leaf_norms):
-        given = coefficients(jax.tree.unflatten(tree, leaf_norms))
-        masked: dict[int, jax.Array] = {}  # one array per distinct coefficient: sums are shared
-        return [masked.setdefault(id(c), jnp.where(mask, c, 0)) for c in tree.flatten_up_to(given)]
-
-    weights = weigh(leaf_norms)
-    total = run.weighted_sum(weights, xs, ys, kept)
     rows = [jnp.isfinite(n) for n in leaf_norms]
     # Squares that vanished may have made a norm uncertain: fine, unless the clip would tell.
-    rows += [c >= (1 - TOLERANCE) * most for c, most in zip(weights, weigh(lower_norms), strict=True)]
-    rows = jnp.all(jnp.stack(rows or [mask]), axis=0)
-    certain = jnp.all(rows)
-    init = (certain, total, leaf_norms, mask)
+    rows += [c >= (1 - TOLERANCE) * most for c, most in zip(weigh(leaf_norms), weigh(lower_norms), strict=True)]
+    certain = jnp.all(jnp.stack(rows or [mask]), axis=0)
 
-    def redo(_) -> tuple:
-        in_pairs = total.remainder is not None
-        # What is certain stays as it is: else one bad example would change the coefficients of all others.
-        return (jnp.array(True), *run.one_by_one(weigh, mask, (rows, leaf_norms), xs, ys, kept, in_pairs))
+    def look_closer(state: tuple) -> tuple:
+        _, leaf_norms, _, recorded = state
+        leaf_norms, ok = run.norms_one_by_one(mask, certain, leaf_norms, recorded, kept)
+        return jnp.array(True), leaf_norms, ok, jax.tree.map(lambda x: _selected(ok, x), recorded)
 
     # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
-    # the loop would be compiled at every call, Python looks for itself.
-    if isinstance(certain, Tracer):
-        _, total, leaf_norms, ok = lax.while_loop(lambda state: ~state[0], redo, init)
-    else:
-        _, total, leaf_norms, ok = init if bool(certain) else redo(init)
-    aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
-    remainder = None if total.remainder is None else jax.tree.unflatten(tree, total.remainder)
-    value, leaf_norms = jax.tree.unflatten(tree, total.value), jax.tree.unflatten(tree, leaf_norms)
-    return GhostResult(value, leaf_norms, losses, aux, ok, remainder)
+    # the loop would be compiled at every call, Python looks for itself. The sum comes after it, the same for all
+    # batches: what an example adds must not depend on whether another one is bad.
+    state = jnp.all(certain), leaf_norms, mask, run.recorded(xs, ys, kept)
+    if isinstance(state[0], Tracer):
+        state = lax.while_loop(lambda state: ~state[0], look_closer, state)
+    elif not bool(state[0]):
+        state = look_closer(state)
+    _, leaf_norms, ok, recorded = state
+    if offset is None:
+        return result(run.weighted_sum(weigh(leaf_norms, ok), recorded, kept), leaf_norms, losses, aux, ok)
+    weights, alone = (
+        weigh(leaf_norms, ok),
+        ok & ~certain,
+    )  # an offset may cancel the gradient: those are added up by themselves
+    total = run.weighted_sum(weigh(leaf_norms, ok & certain), recorded, kept)
+
+    def add(state: tuple) -> tuple:
+        return jnp.array(False), run.add_one_by_one(state[1], weights, alone, recorded, kept)
+
+    state = jnp.any(alone), total
+    if isinstance(state[0], Tracer):
+        state = lax.while_loop(lambda state: state[0], add, state)
+    elif bool(state[0]):
+        state = add(state)
+    return result(state[1], leaf_norms, losses, aux, ok)
+
+
+def _selected(ok: jax.Array, x: jax.Array) -> jax.Array:
+    """x, ``[B, ...]``, with zeros in the rows that do not count: zero times NaN would be NaN."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return jnp.where(ok.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
 def _like(params: Any, tree: Any) -> list:

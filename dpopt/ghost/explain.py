@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.ghost.engine import plan_example
+from dpopt.ghost.memory import DEFAULT_MEMORY, Way, choose
 from dpopt.ghost.plan import Plan
 
 
@@ -18,6 +19,7 @@ class Explanation:
     """What the ghost engine would do; ``print`` it."""
 
     plan: Plan
+    way: Way
 
     def __str__(self) -> str:
         header = ("parameter", "shape", "contacts", "norm", "operations", "extra bytes")
@@ -41,16 +43,26 @@ class Explanation:
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
         plan = self.plan
         ordinary = max(plan.ordinary_cost, 1.0)
-        parts = plan.parts
+        parts = self.way.parts
         in_parts = f", in {parts} parts of {plan.batch_size // parts}" if parts > 1 else ""
         lines += [
             "",
             f"batch of {plan.batch_size}{in_parts}: an ordinary gradient takes {ordinary:.2g} operations, "
             f"ghost {plan.ghost_cost / ordinary:.2f} times as many, "
             f"vmap {plan.vmap_cost / ordinary:.2f} times (memory traffic included)",
-            "engine='auto' would take " + ("vmap" if plan.prefers_vmap else "ghost"),
+            f"engine='auto' would take {self._taken()}",
         ]
         return "\n".join(lines)
+
+    def _taken(self) -> str:
+        if self.way.plan is None:
+            return "vmap"
+        if not self.way.plan.streamed:
+            return "ghost"
+        return (
+            "ghost, in two passes over the batch, for the norms and for the sum: what it records in one would take "
+            "more memory than is allowed, 1.25 times an ordinary gradient's"
+        )
 
     def __repr__(self) -> str:
         # Not the table, which `explain` has printed already where a notebook shows this.
@@ -88,6 +100,8 @@ def explain(
     engine='auto' would take vmap
     """  # noqa: E501
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
-    explanation = Explanation(plan_example(loss_fn, params, example, batch_size, scale, None, has_aux))
+    plan = plan_example(loss_fn, params, example, batch_size, scale, None, has_aux)
+    way = choose(plan, loss_fn, params, example, has_aux, DEFAULT_MEMORY, may_split=True, may_vmap=True)
+    explanation = Explanation(plan, way)
     print(explanation)
     return explanation

@@ -12,8 +12,9 @@ long as all that is kept stays smaller than the activations.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -49,6 +50,8 @@ _KEPT_SHARE = 1.0
 _KEPT_RATIO = 1.0
 # Formed gradients that are not kept live in a buffer of this size: it should fit a cache.
 _CHUNK_BYTES = 1 << 22
+# ... and in two passes of this size: a loop over chunks holds its inputs twice.
+_STREAMED_CHUNK_BYTES = 1 << 26
 # A batch whose forward pass computes less is taken whole: CPUs hold it, and allocators hand out the same memory again.
 _WHOLE_BYTES = 1 << 25
 # Bytes moved in the time that it takes to start one more operation.
@@ -81,6 +84,7 @@ class Plan:
     scaled: Sequence[bool]  # what it was made for: see make_plan
     shifted: bool
     paths: Sequence[str] = ()
+    streamed: Mapping[Contact, str] = dataclasses.field(default_factory=dict)  # contacts with hooks, and their methods
 
     @property
     def pulled_back(self) -> list[tuple[list[Contact], list[int]]]:
@@ -102,11 +106,15 @@ class Plan:
     def chunk(self, contacts: Sequence[Contact]) -> int:
         """How many examples to form gradients for at a time."""
         size = sum(forming_bytes(c) for c in contacts if c.factors)
-        return self._divisor(_CHUNK_BYTES / max(size, 1))
+        return self._divisor(self._chunk_bytes / max(size, 1))
 
     def fitting(self, size: float) -> int:
         """How many examples to take at a time, if all of them need buffers of this many bytes together."""
-        return self._divisor(_CHUNK_BYTES * self.batch_size / max(size, 1))
+        return self._divisor(self._chunk_bytes * self.batch_size / max(size, 1))
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return _STREAMED_CHUNK_BYTES if self.streamed else _CHUNK_BYTES
 
     @property
     def parts(self) -> int:
@@ -128,7 +136,32 @@ class Plan:
 
     def of(self, batch_size: int) -> Plan:
         """The same for another batch size."""
-        return make_plan(self.trace, batch_size, self.scaled, self.shifted, self.paths)
+        plan = make_plan(self.trace, batch_size, self.scaled, self.shifted, self.paths)
+        return plan.streaming() if self.streamed else plan
+
+    def streaming(self) -> Plan:
+        """The same in two passes (streamed.py)."""
+        chosen = {}
+        for leaf in self.leaves:
+            if len(leaf.contacts) == 1 and not self.shifted and is_direct(leaf.contacts[0]):
+                (contact,), one = leaf.contacts, cast(Contact, leaf.contacts[0].of_step)
+                scaling = self.scaled[leaf.leaf] or not cast(Entry, contact.weight.entry).copy
+                if all(is_mapped for _, is_mapped in contact.loops):
+                    methods = _methods(one, scaling)
+                    chosen[contact] = min(methods, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
+        # Contacts that share a tap are recorded together or not at all.
+        groups: dict[Contact, set[Contact]] = {}
+        for contact in self.trace.contacts:
+            groups.setdefault(contact.shares or contact, set()).add(contact)
+        for members in groups.values():
+            if not members <= chosen.keys():
+                chosen = {c: m for c, m in chosen.items() if c not in members}
+        return dataclasses.replace(self, streamed=chosen, kept=frozenset())
+
+    def streamed_chunk(self, contact: Contact) -> int:
+        """How many examples' gradients, or Gram matrices, of one step to form at a time."""
+        one, scaling = cast(Contact, contact.of_step), not cast(Entry, contact.weight.entry).copy
+        return self._divisor(self._chunk_bytes / max(norm_cost(one, self.streamed[contact], scaling)[1], 1))
 
     def _divisor(self, most: float) -> int:
         """The largest divisor of the batch size up to ``most``, at least one."""

@@ -7,7 +7,7 @@ example, and is what the engine maps over the batch. A ``Scope`` is one level of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Scope:
                 self.promoted[value] = self.parent.promote(value)
             else:
                 contact = self.trace.new_contact(value, "identity", value.shape, value.dtype)
+                contact.of_step = contact
                 self.promoted[value] = Value(value.shape, value.dtype, dynamic=True)
                 self.trace.identities.append((contact, self.promoted[value]))
         return self.promoted[value]
@@ -69,7 +70,7 @@ class Scope:
         """``needs``, as the enclosing scope names them."""
         return self.needs()
 
-    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
+    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
         for op in self.ops:
             op.evaluate(env, taps, record)
 
@@ -82,6 +83,11 @@ class LoopScope(Scope):
     def __init__(self, parent: Scope, trace: Trace, length: int):
         super().__init__(parent, trace)
         self.length = length
+        self.depth = 0  # how many loops are around this one
+        scope: Scope | None = parent
+        while scope is not None:
+            self.depth += isinstance(scope, LoopScope)
+            scope = scope.parent
         self.stacked: dict[Value, Value] = {}
 
     def static(self, op):
@@ -132,19 +138,21 @@ class Remat(Block):
 
     options: dict
 
-    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
+    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
         contacts = self.scope.contacts()
-        tapped = [c for c in contacts if not c.shares]
+        tapped = [c for c in contacts if c in taps]
         reads = [v for v in self.scope.reads() if v in env]
 
         def body(values, own_taps):
             local, own_record = dict(zip(reads, values, strict=True)), {}
-            self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own_record)
-            return read(local, self.scope.results), [own_record[c] for c in contacts]
+            own = own_record if record is not None else None
+            self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own)
+            return read(local, self.scope.results), [own_record.get(c, (None, None)) for c in contacts]
 
         outs, recorded = jax.checkpoint(body, **self.options)(read(env, reads), [taps[c] for c in tapped])
         env.update(zip(self.outputs, outs, strict=True))
-        record.update(zip(contacts, recorded, strict=True))
+        if record is not None:
+            record.update(zip(contacts, recorded, strict=True))
 
 
 @dataclass(eq=False, slots=True)
@@ -155,27 +163,36 @@ class Loop(Block):
     carries: list[Value]  # inside, at the start of a step
     options: dict
 
-    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
+    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
         contacts = self.scope.contacts()
-        tapped = [c for c in contacts if not c.shares]
+        tapped = [c for c in contacts if c in taps]
         needed = self.scope.needs()
         scanned = {v: env[s] for v, s in self.scope.stacked.items() if v in needed}
         steps = list(scanned)
         count = len(self.carries)
+        split = {c: _split(taps[c], c.loops[self.scope.depth][1]) for c in tapped}
 
         def body(carry, x):
             values, own_taps = x
+            own_taps = [join(own) for own, (_, join) in zip(own_taps, split.values(), strict=True)]
             local, own_record = dict(env), {}
             local.update(zip(self.carries, carry, strict=True))
             local.update(zip(steps, values, strict=True))
-            self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own_record)
+            own = own_record if record is not None else None
+            self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own)
             results = read(local, self.scope.results)
-            return results[:count], (results[count:], [own_record[c] for c in contacts])
+            return results[:count], (results[count:], [own_record.get(c, (None, None)) for c in contacts])
 
-        xs = ([scanned[v] for v in steps], [taps[c] for c in tapped])
+        xs = ([scanned[v] for v in steps], [scanned_tap for scanned_tap, _ in split.values()])
         carry, (ys, recorded) = lax.scan(body, read(env, self.inputs), xs, **self.options)
         env.update(zip(self.outputs, [*carry, *ys], strict=True))
-        record.update(zip(contacts, recorded, strict=True))
+        if record is not None:
+            record.update(zip(contacts, recorded, strict=True))
+
+
+def _split(given: Any, is_mapped: bool) -> tuple[Any, Callable]:
+    """A tap's part for each step of a loop, and how a step's tap is made of it."""
+    return given.split(is_mapped) if hasattr(given, "split") else (given, lambda own: own)
 
 
 @dataclass(eq=False)
@@ -204,12 +221,18 @@ class Trace:
             env.update(zip(op.outputs, outs, strict=True))
         return env
 
-    def run_body(self, static: dict, example: Sequence[jax.Array], taps: dict[Contact, jax.Array]):
-        """Loss, auxiliary leaves and the recorded inputs and outputs (None where not needed), for one example."""
+    def run_body(self, static: dict, example: Sequence[jax.Array], taps: dict[Contact, Any], records: bool = True):
+        """Loss, auxiliary leaves and the recorded inputs and outputs (None where not needed), for one example.
+
+        A tap is an array, added to the contact's output for differentiation, or a hook (hooks.py)."""
         env = {**static, **dict(zip(self.example, example, strict=True))}
         for contact, value in self.identities:
-            env[value] = tap(env[contact.weight], taps[contact])
+            weight, given = env[contact.weight], taps.get(contact)
+            if hasattr(given, "attach"):
+                env[value] = given.attach(contact.of_step, lambda w: w, [weight], None)
+            else:
+                env[value] = weight if given is None else tap(weight, given)
         record: dict[Contact, tuple] = {}
-        self.body.evaluate(env, taps, record)
+        self.body.evaluate(env, taps, record if records else None)
         loss, *aux = read(env, self.results)
         return loss, aux, [record.get(c, (None, None)) for c in self.contacts]

@@ -1,13 +1,14 @@
 """One batch through the plan: the passes with taps, the norms at the contacts, and the weighted sum.
 
 Nothing here forms the gradients of single examples unless the plan says that it is cheap, or some norm is not finite:
-then they are formed one at a time from what the passes recorded (`Run.one_by_one`), which is slow and rare.
+then they are formed one at a time from what the passes recorded (`Run.norms_one_by_one`), which is slow and rare.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,7 +19,8 @@ from dpopt import _sums
 from dpopt._norms import safe_norm
 from dpopt.ghost import norms
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
-from dpopt.ghost.contacts import along, combined, form, forming, inner, transposed, unfold
+from dpopt.ghost.contacts import along, combined, form, forming, inner, square_of_one, transposed, unfold
+from dpopt.ghost.hooks import NormHook
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, sum_squares, tiny
@@ -37,37 +39,42 @@ class Run:
     def __init__(self, plan: Plan, leaves: list, scales: list, offsets: list):
         self.plan, self.trace, self.leaves = plan, plan.trace, leaves
         # Of a table S multiplies what is looked up in it: no pass over the whole table is needed.
+        # (A hook is given the table's own diagonal.)
         self.row_scales = {i: s for i, s in enumerate(scales) if s is not None and s.size > 1 and self._is_table(i)}
         self.scales = [None if i in self.row_scales else s for i, s in enumerate(scales)]
         self.offsets = offsets
         self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
 
-    def passes(self, batch: Sequence[jax.Array]):
+    def passes(self, batch: Sequence[jax.Array], hooks: Mapping[Contact, NormHook] | None = None):
         """Losses, aux, and per contact the recorded (input x, output) and the tap's cotangent y, all [B, ...].
 
-        Cotangents of rows of a table come scaled."""
-        static, contacts = self.trace.run_prologue(self.leaves), self.trace.contacts
+        Cotangents of rows of a table come scaled. At contacts with hooks (hooks.py) nothing is recorded: of those the
+        cotangent is the hook's."""
+        static, hooks = self.trace.run_prologue(self.leaves), hooks or {}
+        contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
 
         def one(example):
-            def loss(taps):
-                value, aux, recorded = self.trace.run_body(static, example, dict(zip(tapped, taps, strict=True)))
-                return value, (aux, recorded)
+            def loss(taps, bounds):
+                given = dict(zip(tapped, taps, strict=True))
+                given |= {c: dataclasses.replace(h, bounds=b) for (c, h), b in zip(hooks.items(), bounds, strict=True)}
+                value, aux, recorded = self.trace.run_body(static, example, given)
+                return value, (aux, [recorded[c.index] for c in contacts])
 
-            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped]
-            (value, (aux, recorded)), cotangents = jax.value_and_grad(loss, has_aux=True)(taps)
+            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped], [h.bounds for h in hooks.values()]
+            (value, (aux, recorded)), cotangents = jax.value_and_grad(loss, (0, 1), has_aux=True)(*taps)
             return value, aux, recorded, cotangents
 
-        losses, aux, recorded, cotangents = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
+        losses, aux, recorded, (cotangents, bounds) = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
         own = dict(zip(tapped, cotangents, strict=True))
         xs, outs = ({c: r[i] for c, r in zip(contacts, recorded, strict=True)} for i in (0, 1))
-        ys = {c: own[c.shares or c] for c in contacts}
-        return losses, aux, xs, {c: self._with_row_scale(c, xs[c], y) for c, y in ys.items()}, outs
+        ys = {c: self._with_row_scale(c, xs[c], own[c.shares or c]) for c in contacts}
+        return losses, aux, xs, ys | dict(zip(hooks, bounds, strict=True)), outs
 
     def _is_table(self, leaf: int) -> bool:
         contacts = self.plan.leaves[leaf].contacts
-        return all(
+        return not self.plan.streamed.keys() & set(contacts) and all(
             is_direct(k) and cast(Entry, k.weight.entry).copy and k.factors and k.factors.one_hot for k in contacts
         )
 
@@ -80,13 +87,16 @@ class Run:
         diagonal = self._push(leaf, table, [contact])[0]
         return y * jax.vmap(lambda row: along(contact, diagonal, row))(x)
 
-    def norms(self, xs: dict, ys: dict, outs: dict) -> tuple[list[jax.Array], list[jax.Array], dict[Contact, Any]]:
+    def norms(
+        self, xs: dict, ys: dict, outs: dict, known: Mapping[int, tuple[jax.Array, jax.Array]] | None = None
+    ) -> tuple[list[jax.Array], list[jax.Array], dict[Contact, Any]]:
         """Per-example norms of ``S g + o`` per parameter, no smaller than they are; the same without what is added for
-        squares that vanished (squares.py); and the gradients that were kept."""
-        kept = {c: self._kept(c, xs[c], ys[c]) for c in self.plan.kept}
-        found: list[Any] = [None] * len(self.leaves)
+        squares that vanished (squares.py); and the gradients that were kept. ``known`` norms are taken as they are."""
+        kept = {c: self._kept(c, xs[c], ys[c]) for c in self.plan.kept if c in xs}
+        known = known or {}
+        found: list[Any] = [known.get(leaf) for leaf in range(len(self.leaves))]
         for leaf_plan in self.plan.leaves:
-            if leaf_plan.method != "pulled_back":
+            if leaf_plan.method != "pulled_back" and leaf_plan.leaf not in known:
                 found[leaf_plan.leaf] = self._norm(leaf_plan, xs, ys, outs, kept)
         for contacts, leaves in self.plan.pulled_back:
             for leaf, square in zip(leaves, self._pulled(contacts, leaves, xs, ys, kept), strict=True):
@@ -138,7 +148,7 @@ class Run:
         leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
         scale, offset = self.scales[leaf], self.offsets[leaf]
         shape = self.trace.leaves[leaf].shape
-        number = scale if scale is not None and scale.size == 1 else None
+        number = self.number(leaf)
         if method == "none":
             zero = jnp.zeros(shape, self.wide[leaf].dtype)
             alone = jnp.broadcast_to(safe_norm(self._affine(leaf, zero).reshape(-1), axis=0), (self.plan.batch_size,))
@@ -163,7 +173,7 @@ class Run:
             square = in_chunks(jax.vmap(one), inputs, self.plan.batch_size, chunk)
         upper, lower = _roots(square)
         if number is not None:  # its square may be out of range
-            upper, lower = (x * jnp.abs(number.reshape(())) for x in (upper, lower))
+            upper, lower = (x * jnp.abs(number) for x in (upper, lower))
         if offset is None:
             return upper, lower
         # |S g + o|^2 = |S g|^2 + 2 <g, S o> + |o|^2, and <g, S o> is a directional derivative.
@@ -176,31 +186,25 @@ class Run:
 
     def _direct(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, kept) -> tuple[Callable, Any]:
         """One example's squared norm, and what it is a function of, where the weight's entries stay apart."""
-        leaf, (contact,), factors = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.contacts[0].factors
-        diagonal = None
-        if scale is not None or not cast(Entry, contact.weight.entry).copy:
-            tangent = jnp.ones(self.trace.leaves[leaf].shape, self.wide[leaf].dtype)
-            tangent = tangent if scale is None else tangent * scale
-            diagonal = self._push(leaf, tangent, [contact])[0]
-            diagonal = diagonal if factors is None else factors.fold(diagonal)
-        if leaf_plan.method != "explicit":
-            return lambda f: norms.square(leaf_plan.method, cast(Factors, factors), f[0], f[1], diagonal), (
-                xs[contact],
-                ys[contact],
-            )
+        leaf, (contact,) = leaf_plan.leaf, leaf_plan.contacts
+        diagonal, lost = self.diagonal(leaf, contact, scale), self._lost(leaf, [contact])
+        if contact not in kept:
+            return lambda f: square_of_one(contact, leaf_plan.method, *f, diagonal, lost), (xs[contact], ys[contact])
+        if diagonal is not None and contact.factors is not None:
+            diagonal = contact.factors.fold(diagonal)
+        return lambda formed: of_entries(formed if diagonal is None else formed * diagonal, lost), kept[contact]
 
-        one, inputs = forming(contact, xs, ys, kept)
-        lost = self._lost(leaf, [contact])
+    def number(self, leaf: int) -> jax.Array | None:
+        """The diagonal of a parameter, if it is a mere number."""
+        scale = self.scales[leaf]
+        return scale.reshape(()) if scale is not None and scale.size == 1 else None
 
-        def square(f):
-            found = of_entries(one(f) if diagonal is None else one(f) * diagonal, lost)
-            if contact in kept or factors is None or factors.positions == 1:
-                return found
-            return cancelled_before(
-                found, found.value if diagonal is None else sum_squares(one(f)), norms.mass(factors, *f)
-            )
-
-        return square, inputs
+    def diagonal(self, leaf: int, contact: Contact, scale: jax.Array | None) -> jax.Array | None:
+        """What multiplies the gradient at a contact, like its weight, where the weight's entries stay apart."""
+        if scale is None and cast(Entry, contact.weight.entry).copy:
+            return None
+        tangent = jnp.ones(self.trace.leaves[leaf].shape, self.wide[leaf].dtype)
+        return self._push(leaf, tangent if scale is None else tangent * scale, [contact])[0]
 
     def _standardized(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, outs, kept) -> tuple[Callable, Any]:
         """The same, where filters are normalised on the way to the contact."""
@@ -213,34 +217,46 @@ class Run:
         one, inputs = forming(contact, xs, ys, kept)
         return lambda f: norms.standardized_explicit(one(f), deviation, diagonal, coefficients), inputs
 
-    def weighted_sum(self, weights: list, xs: dict, ys: dict, kept: dict) -> _sums.Sum:
-        """``sum_i c_i (S g_i + o)`` per parameter; ``weights`` holds c, zero for masked examples."""
+    def recorded(self, xs: dict, ys: dict, kept: dict) -> list:
+        """What sums are computed from: at each contact the kept gradients, or input and cotangent."""
+        return [kept[k] if k in kept else (xs[k], ys[k]) for k in self.trace.contacts]
+
+    def weighted_sum(self, weights: list, recorded: list, kept: dict) -> _sums.Sum:
+        """``sum_i c_i (S g_i + o)`` per parameter; ``weights`` holds c, zero for examples that do not count."""
         distinct = {id(c): c for c in weights}
-        read = [kept[k] if k in kept else (xs[k], ys[k]) for k in self.trace.contacts]
 
         def one_group(rows):
             weights_of = dict(zip(distinct, rows[0], strict=True))
             recorded = dict(zip(self.trace.contacts, rows[1], strict=True))
             return self._group([weights_of[id(c)] for c in weights], recorded, kept)
 
-        return _sums.over_examples(one_group, (list(distinct.values()), read))
+        return _sums.over_examples(one_group, (list(distinct.values()), recorded))
 
     def _group(self, weights: list, recorded: dict, kept: dict) -> list[jax.Array]:
         """The weighted sum of so few examples that float32 adds them up closely enough, block by block."""
-        totals: list = [None] * len(weights)
-        groups: dict[int, list[int]] = {}
-        for leaf, c in enumerate(weights):
-            groups.setdefault(id(c), []).append(leaf)
-        for members in groups.values():
-            c = weights[members[0]]
+
+        def added(contact, group):
+            if contact in kept:
+                rows = recorded[contact], distinct[group]
+                return _sums.in_blocks(lambda rows: combined(contact, *rows), rows)
+            return _sums.in_blocks(lambda rows: transposed(contact, *rows), (*recorded[contact], distinct[group]))
+
+        numbers = {id(c): i for i, c in enumerate({id(c): c for c in weights}.values())}
+        distinct = list({id(c): c for c in weights}.values())
+        return self.pulled_to_leaves([numbers[id(c)] for c in weights], distinct, added)
+
+    def pulled_to_leaves(self, groups: Sequence[int], coefficients: Sequence[jax.Array], added: Callable) -> list:
+        """``sum_i c_i (S g_i + o)`` per parameter, from sums at the contacts.
+
+        Args:
+            groups: which of ``coefficients``, ``[B]`` each, is each parameter's.
+            added: ``added(contact, group)`` is the contact's ``sum_i c_i G_i``.
+        """
+        totals: list = [None] * len(groups)
+        for group, c in enumerate(coefficients):
+            members = [leaf for leaf, g in enumerate(groups) if g == group]
             mine = [k for k in self.trace.contacts if k.weight.leaves & set(members)]
-
-            def added(k, c=c):
-                if k in kept:
-                    return _sums.in_blocks(lambda rows: combined(k, *rows), (recorded[k], c))
-                return _sums.in_blocks(lambda rows: transposed(k, *rows), (*recorded[k], c))
-
-            cotangents = [added(k) for k in mine]
+            cotangents = [added(k, group) for k in mine]
             for leaf, g in zip(members, self._pull_back(mine, cotangents, members), strict=True):
                 scale, offset = self.scales[leaf], self.offsets[leaf]
                 g = g if scale is None else g * scale
@@ -248,68 +264,64 @@ class Run:
                 totals[leaf] = totals[leaf].astype(self.wide[leaf].dtype)
         return totals
 
-    def one_by_one(
-        self,
-        weigh: Callable,
-        mask: jax.Array,
-        certain: tuple[jax.Array, list[jax.Array]],
-        xs: dict,
-        ys: dict,
-        kept: dict,
-        in_pairs: bool,
-    ) -> tuple[_sums.Sum, list[jax.Array], jax.Array]:
-        """Sum, norms and which examples counted, from gradients formed one at a time.
-
-        ``certain``: which rows' norms are known, and these norms.
+    def norms_one_by_one(
+        self, mask: jax.Array, certain: jax.Array, leaf_norms: list[jax.Array], recorded: list, kept: dict
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Norms of the gradients themselves where they are not certain, and which examples count.
 
         Tells a gradient that is not finite (contributes zero) from one whose squares overflow (clipped as usual: its
-        norm is taken relative to its largest entry). Two sweeps of one loop, the first for the norms and the second
-        for the sum, so that it is compiled once. As many examples as there are devices go together, so that each
-        device visits its own share of a sharded batch. The sum comes with a remainder if ``in_pairs``.
+        norm is taken relative to its largest entry). Gradients are formed one at a time.
         """
+
+        def one(rows):
+            recorded, is_certain, known, keep = rows
+            own = [safe_norm(g.reshape(-1), axis=0) for g in self._gradient(recorded, kept)]
+            keep &= is_certain | jnp.all(jnp.isfinite(jnp.stack(own)))
+            return [jnp.where(is_certain, n, o.astype(n.dtype)) for n, o in zip(known, own, strict=True)], keep
+
+        rows = recorded, certain, leaf_norms, mask
+        together = self._together()
+        if together == 1:
+            return lax.map(one, rows)
+        several = lax.map(jax.vmap(one), jax.tree.map(lambda x: split_rows(x, together), rows))
+        return jax.tree.map(join_rows, several)
+
+    def add_one_by_one(
+        self, total: _sums.Sum, weights: list, chosen: jax.Array, recorded: list, kept: dict
+    ) -> _sums.Sum:
+        """``total`` and ``c_i (S g_i + o)`` of the ``chosen`` examples, formed one at a time.
+
+        For those whose offset cancels the gradient: in the weighted sum the two are added up apart.
+        """
+        together = self._together()
+
+        def one(rows):
+            recorded, weights, keep = rows
+            gradient = self._gradient(recorded, kept)
+            return [jnp.where(keep, g * c, 0).astype(x.dtype)
+                    for g, c, x in zip(gradient, weights, self.wide, strict=True)]  # fmt: skip
+
+        def add(total, rows):
+            return _sums.add(total, _sums.Sum([jnp.sum(x, axis=0) for x in jax.vmap(one)(rows)])), None
+
+        rows = jax.tree.map(lambda x: split_rows(x, together), (recorded, weights, chosen))
+        return lax.scan(add, total, rows)[0]
+
+    def _together(self) -> int:
+        """How many examples go together where one would do: each device visits its own share of a sharded batch."""
+        return math.gcd(self.plan.batch_size, jax.device_count())
+
+    def _gradient(self, recorded: list, kept: dict) -> list[jax.Array]:
+        """One example's ``S g + o``, formed."""
         contacts = self.trace.contacts
-        together = math.gcd(self.plan.batch_size, jax.device_count())
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in self.wide]
-
-        def gradient(recorded):
-            batches_of_one = jax.tree.map(lambda x: x[None], recorded)
-            # The primitives transposed: few operations, hence quick to compile.
-            formed = [
-                unfold(c, r) if c in kept else transposed(c, alone[0], alone[1], jnp.ones(1))
-                for c, r, alone in zip(contacts, recorded, batches_of_one, strict=True)
-            ]
-            return [self._affine(i, g) for i, g in enumerate(self._pull_back(contacts, formed, range(len(zeros))))]
-
-        def add(total, recorded, weights, keep, certain):
-            g, (is_certain, known) = gradient(recorded), certain
-            leaf_norms = [safe_norm(x.reshape(-1), axis=0) for x in g]
-            keep &= jnp.all(jnp.isfinite(jnp.stack(leaf_norms)))
-            leaf_norms = [jnp.where(is_certain, n, own) for n, own in zip(known, leaf_norms, strict=True)]
-            mine = [jnp.where(keep, x * c, 0) for x, c in zip(g, weights, strict=True)]
-            return _sums.add(total, _sums.Sum(mine)), (leaf_norms, keep)
-
-        def add_several(total, inputs):
-            parts, seen = jax.vmap(lambda rows: add(_sums.Sum(zeros), *rows))(inputs)
-            return _sums.add(total, _sums.fold(parts, 1)), seen
-
-        recorded = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
-
-        def sweep(state, _):
-            inputs = (recorded, weigh(state[1]), mask, certain)
-            nothing = _sums.zero(zeros, together, self.plan.batch_size // together)
-            if together == 1:
-                total, seen = lax.scan(lambda total, rows: add(total, *rows), nothing, inputs)
-            else:
-                total, seen = lax.scan(add_several, nothing, jax.tree.map(lambda x: split_rows(x, together), inputs))
-                seen = jax.tree.map(join_rows, seen)
-            return (_sums.Sum(total.value, total.remainder if in_pairs else None), *seen), None
-
-        start = (
-            _sums.Sum(zeros, zeros if in_pairs else None),
-            [jnp.zeros(mask.shape, x.dtype) for x in self.wide],
-            mask,
-        )
-        return lax.scan(sweep, start, length=2)[0]
+        batches_of_one = jax.tree.map(lambda x: x[None], recorded)
+        # The primitives transposed: few operations, hence quick to compile.
+        formed = [
+            unfold(c, r) if c in kept else transposed(c, alone[0], alone[1], jnp.ones(1))
+            for c, r, alone in zip(contacts, recorded, batches_of_one, strict=True)
+        ]
+        gradients = self._pull_back(contacts, formed, range(len(self.leaves)))
+        return [self._affine(i, g) for i, g in enumerate(gradients)]
 
     def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable:
         """The contacts' weights as a function of some of the parameters."""

@@ -38,7 +38,7 @@ from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import ELEMENTWISE, pulls_sums
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
-from dpopt.ghost.values import LAYOUT, ContactOp, Entry, Op, Value, is_narrow
+from dpopt.ghost.values import LAYOUT, Contact, ContactOp, Entry, Op, Value, is_narrow
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = {"remat", "remat2", "checkpoint"}
@@ -214,12 +214,15 @@ def _factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int
     located, loops = scope.locate(weight)
     steps = tuple(length for length, _ in loops)
     apply = _wide_apply(eqn, position, moving[0], fixed)
+    of_step = Contact(
+        -1, weight, eqn.primitive.name, out.shape, out.dtype, factors, apply, x.shape, x.dtype, _is_precise(eqn)
+    )
     for length, mapped in reversed(loops):
         factors = rules.lift(factors, length, mapped)
         apply = jax.vmap(apply, in_axes=(0 if mapped else None, 0))
     contact = scope.trace.new_contact(
         located, eqn.primitive.name, (*steps, *out.shape), out.dtype, factors, apply,
-        (*steps, *x.shape), x.dtype, _is_precise(eqn),
+        (*steps, *x.shape), x.dtype, _is_precise(eqn), loops=loops, of_step=of_step,
     )  # fmt: skip
     return ContactOp(contact, _differentiated(eqn, moving), inputs, outputs, moving[0])
 

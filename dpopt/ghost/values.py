@@ -53,7 +53,7 @@ class Op:
     outputs: list[Value]
     params: dict[str, Any] | None = None  # the equation's, unless a loop made it one for all steps
 
-    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
+    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
         del taps, record
         env.update(zip(self.outputs, self.run(*read(env, self.inputs)), strict=True))
 
@@ -105,6 +105,10 @@ class Contact:
     is_precise: bool = False  # the output is computed in its own dtype's full precision
     output_read: bool = False  # set by the planner: the output is recorded as well
     shares: Contact | None = None  # another contact whose output has the same cotangent: this one needs no tap
+    loops: tuple[
+        tuple[int, bool], ...
+    ] = ()  # around it, from outside: length, and whether each step has its own weight
+    of_step: Contact | None = None  # the same in one step
 
 
 @dataclass(eq=False, slots=True)
@@ -115,11 +119,17 @@ class ContactOp:
     outputs: list[Value]
     input_position: int
 
-    def evaluate(self, env: dict, taps: dict, record: dict) -> None:
-        values = read(env, self.inputs)
-        (out,) = self.run(*values)
-        record[self.contact] = values[self.input_position], out if self.contact.output_read else None
-        env[self.outputs[0]] = out if self.contact.shares else tap(out, taps[self.contact])
+    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
+        contact, values = self.contact, read(env, self.inputs)
+        given = taps.get(contact)
+        if hasattr(given, "attach"):
+            out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, self.input_position)
+        else:
+            (out,) = self.run(*values)
+            if record is not None:
+                record[contact] = values[self.input_position], out if contact.output_read else None
+            out = out if given is None else tap(out, given)
+        env[self.outputs[0]] = out
 
 
 @jax.custom_jvp

@@ -63,7 +63,18 @@ def random_like(params, seed, low=0.5):
     return jax.tree.map(lambda p: jnp.asarray(low + rng.uniform(size=p.shape), jnp.float64).astype(p.dtype), params)
 
 
-def check(loss_fn, params, batch, *, scale=None, offset=None, rtol=1e-9, atol=1e-12, clips=(flat_clip, leaf_clip)):
+def check(
+    loss_fn,
+    params,
+    batch,
+    *,
+    scale=None,
+    offset=None,
+    rtol=1e-9,
+    atol=1e-12,
+    clips=(flat_clip, leaf_clip),
+    two_passes=False,
+):
     """Asserts that ghost equals the plain definition, whole and masked, flat and per parameter.
 
     ``atol`` is for parameters whose true gradient is zero, such as a key bias under softmax.
@@ -75,8 +86,10 @@ def check(loss_fn, params, batch, *, scale=None, offset=None, rtol=1e-9, atol=1e
         out = []
         for clip in clips:
             coefficients = clip(0.7)
+            plan = ghost.plan_clipped_sum(loss_fn, params, batch, scale=scale, offset=offset)
+            plan = plan.streaming() if two_passes else plan
             got = ghost.clipped_sum(
-                loss_fn, params, batch, coefficients=coefficients, mask=mask, scale=scale, offset=offset
+                loss_fn, params, batch, coefficients=coefficients, mask=mask, scale=scale, offset=offset, plan=plan
             )
             want = plain(loss_fn, params, batch, coefficients, mask, scale, offset)
             losses = jax.vmap(loss_fn, (None, 0))(params, batch)

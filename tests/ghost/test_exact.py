@@ -52,6 +52,16 @@ def test_equals_vmap_in_float32(case):
         check(loss_fn, params, batch, rtol=1e-5, atol=1e-5, clips=(flat_clip,))
 
 
+@KINDS
+@pytest.mark.parametrize("diagonal", [False, True], ids=["plain", "diagonal"])
+def test_two_passes_equal_vmap(case, diagonal, x64):
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    scale = random_like(params, 1) if diagonal else None
+    with jax.numpy_rank_promotion("allow"):
+        clip = leaf_clip if diagonal else flat_clip
+        check(loss_fn, params, batch, scale=scale, clips=(clip,), two_passes=True)
+
+
 @pytest.mark.parametrize("case", [ghost_cases.dense, ghost_cases.conv2d, ghost_cases.tied_embedding])
 def test_scales_and_offsets_broadcast(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())

@@ -1,0 +1,170 @@
+"""Hooks: what is computed at a contact where its cotangent comes by, so that nothing is recorded.
+
+A hook is an input that the forward pass ignores. What it asks for (the norms of the examples' gradients, or their
+weighted sum) leaves the backward pass as that input's cotangent, so autodiff carries it out of scans and rematerialised
+blocks by itself. The engine maps examples by ``vmap``, through which `_batched` sees all of them at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpopt.ghost.chunks import in_chunks
+from dpopt.ghost.contacts import square_of_one, transposed
+from dpopt.ghost.squares import largest, tiny
+from dpopt.ghost.values import Contact, wide_dtype
+
+
+def _hook(*, static: Sequence[str] = ()) -> Callable:
+    """A frozen dataclass that is a pytree, all but its ``static`` fields."""
+
+    def register(cls: type) -> type:
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        arrays = [f.name for f in dataclasses.fields(cls) if f.name not in static]
+        return jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=list(static))
+
+    return register
+
+
+@_hook(static=("method", "chunk"))
+class NormHook:
+    """Takes the norms of a contact's gradients on the way: the cotangent of ``bounds``."""
+
+    bounds: jax.Array  # (*steps, 2) zeros: an upper and a lower bound on the norm of each step's gradient
+    diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient first
+    method: str
+    chunk: int  # examples at a time
+
+    def split(self, is_mapped: bool) -> tuple[NormHook, Callable]:
+        """What each step of a loop gets of it, and how its own is made of that."""
+        assert is_mapped  # else steps have cross terms, and the contact is recorded
+        return self, lambda own: own
+
+    def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
+        """The contact's output, watched; see `_watched`."""
+
+        def taken(x, y, diagonal):
+            bounds = _norm_of_one(contact, self.method, x, y, diagonal)
+            return jnp.stack(bounds).astype(self.bounds.dtype)
+
+        def of_batch(x, y, diagonal):
+            several = jax.vmap(lambda rows: taken(*rows, diagonal))
+            return in_chunks(several, (x, y), y.shape[0], self.chunk)
+
+        def backward(hook, x, y):
+            bounds = _batched(taken, of_batch, True)((x, y), hook.diagonal)
+            return dataclasses.replace(hook, bounds=bounds, diagonal=None)
+
+        return _watched(self, run, values, at, backward)
+
+
+@_hook()
+class SumHook:
+    """Adds up a contact's gradients on the way: the cotangents of ``totals``, of the whole batch together."""
+
+    totals: list[jax.Array]  # zeros, like the weight, at least float32; several where its parameters' clips differ
+    coefficients: list[jax.Array]  # (): this example's, for each; 0 leaves it out, whatever it holds
+
+    def split(self, is_mapped: bool) -> tuple[Any, Callable]:
+        """What each step of a loop gets of it, and how its own is made of that."""
+        if is_mapped:
+            return self.totals, lambda totals: SumHook(totals, self.coefficients)
+        return None, lambda _: self
+
+    def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
+        """The contact's output, watched; see `_watched`."""
+
+        def of_batch(x, y, coefficients, _):
+            def kept(z, c):
+                if z is None or not jnp.issubdtype(z.dtype, jnp.inexact):
+                    return z
+                return jnp.where(c.reshape(-1, *[1] * (z.ndim - 1)) != 0, z, 0)
+
+            return [
+                transposed(contact, kept(x, c), kept(y, c), c).astype(t.dtype)
+                for c, t in zip(coefficients, self.totals, strict=True)
+            ]
+
+        def of_one(x, y, coefficients, _):
+            return of_batch(*jax.tree.map(lambda z: z[None], (x, y, coefficients)), None)
+
+        def backward(hook, x, y):
+            totals = _batched(of_one, of_batch, False)((x, y, hook.coefficients), None)
+            return SumHook(totals, [None] * len(totals))
+
+        return _watched(self, run, values, at, backward)
+
+
+def _watched(hook: Any, run: Callable, values: list, at: int | None, backward: Callable) -> jax.Array:
+    """``run(*values)``, whose backward pass also gives the hook its cotangent, ``backward(hook, x, y)``.
+
+    ``at``: which of the values depends on the example, x; None where the only one is the weight itself.
+    """
+
+    @jax.custom_vjp
+    def watched(hook, values):
+        del hook
+        return run(*values)
+
+    def forward(hook, values):
+        return run(*values), (hook, values)
+
+    def back(saved, y):
+        hook, values = saved
+        x = None if at is None else values[at]
+        cotangents: list = [None] * len(values)
+        if at is not None and jnp.issubdtype(x.dtype, jnp.inexact):
+            of_x = lambda x: run(*values[:at], x, *values[at + 1 :])  # noqa: E731
+            (cotangents[at],) = jax.vjp(of_x, x)[1](y)
+        return backward(hook, x, y), cotangents
+
+    watched.defvjp(forward, back)
+    return watched(hook, values)
+
+
+def _batched(of_one: Callable, of_batch: Callable, is_per_example: bool) -> Callable:
+    """``of_one(*rows, shared)``, or ``of_batch`` of all rows at once where the engine maps it over the batch.
+
+    What is not per example is the batch's own: the engine's ``vmap`` returns it as it is.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def function(rows, shared):
+        return of_one(*rows, shared)
+
+    @function.def_vmap
+    def _(size, are_mapped, rows, shared):
+        def filled(x, is_mapped):
+            return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+        out = of_batch(*jax.tree.map(filled, rows, are_mapped[0]), shared)
+        return out, jax.tree.map(lambda _: is_per_example, out)
+
+    return function
+
+
+def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any) -> tuple[jax.Array, jax.Array]:
+    """Upper and lower bounds on the norm of one example's gradient at a contact, of one step.
+
+    The factors are scaled to 1 first, since there is no second look at squares that vanish or overflow.
+    """
+    y, y_unit = _scaled(y)
+    x, x_unit = (x, jnp.ones(())) if x is None or not jnp.issubdtype(x.dtype, jnp.inexact) else _scaled(x)
+    terms = 1 if contact.factors is None else contact.factors.positions
+    lost = terms * tiny(y.dtype) * (1.0 if diagonal is None else largest(diagonal))
+    square = square_of_one(contact, method, x, y, diagonal, lost)
+    return tuple(y_unit * x_unit * jnp.sqrt(s) for s in (square.value + square.missing, square.value))
+
+
+def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x in at least float32 with its largest entry between 1 and 2, and the power of two that takes it back."""
+    x = x.astype(wide_dtype(x.dtype))
+    largest = jnp.max(jnp.abs(x), initial=0)
+    usable = jnp.isfinite(largest) & (largest > 0)
+    _, exponent = jnp.frexp(jnp.where(usable, largest, 1))
+    return jnp.ldexp(x, 1 - exponent), jnp.ldexp(jnp.ones((), x.dtype), exponent - 1)

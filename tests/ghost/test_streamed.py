@@ -1,0 +1,168 @@
+"""Two passes that record nothing: what they leave out, what memory they take, and when they are chosen.
+
+That they equal the plain definition is tested with the other ways, in test_exact.py.
+"""
+
+import ghost_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ghost_check import flat_clip, leaf_clip
+from jax import lax
+
+import dpopt
+from dpopt import ghost
+from dpopt.ghost import memory
+
+
+def two_passes(loss_fn, params, batch, mask=None, clip=flat_clip, scale=None):
+    def run(params, batch, mask):
+        plan = ghost.plan_clipped_sum(loss_fn, params, batch, scale=scale).streaming()
+        return ghost.clipped_sum(loss_fn, params, batch, coefficients=clip(0.7), mask=mask, scale=scale, plan=plan)
+
+    size = jax.tree.leaves(batch)[0].shape[0]
+    return jax.jit(run)(params, batch, jnp.ones(size, bool) if mask is None else mask)
+
+
+def spoiled(batch, row, value):
+    """The same with one entry of a row of every floating leaf replaced."""
+
+    def spoil(x):
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return x.at[(row, *[0] * (x.ndim - 1))].set(value) if floating else x
+
+    return jax.tree.map(spoil, batch)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ghost_cases.dense, ghost_cases.conv2d, ghost_cases.tied_embedding, ghost_cases.lstm,
+        ghost_cases.scanned_layers, ghost_cases.weight_standardized, ghost_cases.attention,
+    ],
+    ids=lambda case: case.__name__,
+)  # fmt: skip
+def test_a_bad_example_changes_nothing_about_the_others(case, value):
+    loss_fn, params, batch = case(ghost_cases.Arrays())
+    if not any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(batch)):
+        inner, ids = loss_fn, batch
+        loss_fn = lambda p, e: e["u"] * inner(p, e["ids"])  # noqa: E731
+        batch = {"ids": ids, "u": jnp.ones(jax.tree.leaves(ids)[0].shape[0])}
+    size = jax.tree.leaves(batch)[0].shape[0]
+    with jax.numpy_rank_promotion("allow"):
+        bad = two_passes(loss_fn, params, spoiled(batch, 1, value))
+        without = two_passes(loss_fn, params, batch, jnp.arange(size) != 1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), bad.sum, without.sum)
+    np.testing.assert_array_equal(bad.ok, np.arange(size) != 1)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1e12, 1e25])
+def test_norms_whose_squares_float32_cannot_hold(size):
+    x = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32)
+    y = np.random.default_rng(1).normal(size=(4, 3, 6)).astype(np.float32) * np.float32(size)
+    got = two_passes(lambda w, e: jnp.sum((e[0] @ w) * e[1]), jnp.zeros((5, 6)), (x, y))
+    exact = np.linalg.norm(np.einsum("bta,btp->bap", np.float64(x), np.float64(y)).reshape(4, -1), axis=1)
+    np.testing.assert_allclose(got.leaf_norms, exact, rtol=1e-5)
+
+
+def layers(remat):
+    def block(h, w):
+        return h + jnp.tanh(h @ w["in"]) @ w["out"], None
+
+    def loss(params, x):
+        h = lax.scan(jax.checkpoint(block) if remat else block, x, params)[0]
+        return jnp.mean(h**2)
+
+    params = {
+        "in": jax.ShapeDtypeStruct((16, 64, 256), "float32"),
+        "out": jax.ShapeDtypeStruct((16, 256, 64), "float32"),
+    }
+    return loss, params, jax.ShapeDtypeStruct((8, 128, 64), "float32")
+
+
+def scratch(function, *args):
+    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_rematerialised_layers_take_the_memory_of_an_ordinary_gradient():
+    loss, params, batch = layers(remat=True)
+
+    def clipped(streams):
+        def run(params, batch):
+            plan = ghost.plan_clipped_sum(loss, params, batch)
+            plan = plan.streaming() if streams else plan
+            return ghost.clipped_sum(loss, params, batch, coefficients=flat_clip(0.7), plan=plan).sum
+
+        return run
+
+    def ordinary(params, batch):
+        return jax.grad(lambda p: jnp.sum(jax.vmap(loss, (None, 0))(p, batch)))(params)
+
+    own = scratch(ordinary, params, batch)
+    assert scratch(clipped(True), params, batch) < 1.25 * own
+    assert scratch(clipped(False), params, batch) > 3 * own  # what it is worth
+
+
+@pytest.fixture
+def no_batch_is_small(monkeypatch):
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
+
+
+def chosen(remat, allowed, may_split=False, may_vmap=False):
+    loss, params, batch = layers(remat)
+    plan = ghost.plan_clipped_sum(loss, params, batch)
+    row = jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
+    return ghost.choose(plan, loss, params, row, False, allowed, may_split=may_split, may_vmap=may_vmap), plan
+
+
+def test_two_passes_are_chosen_where_records_would_take_too_much(no_batch_is_small):
+    assert chosen(True, 1.25)[0].plan.streamed
+    assert not chosen(True, 100.0)[0].plan.streamed
+    assert not chosen(True, 1 << 40)[0].plan.streamed
+    assert chosen(True, 1 << 20)[0].plan.streamed
+    assert not chosen(False, 1.5)[0].plan.streamed  # of inputs, which are kept anyway, no second copy
+
+
+def test_small_batches_are_recorded_whatever_they_take():
+    assert not chosen(True, 0.01)[0].plan.streamed
+
+
+def test_estimates_of_memory_are_those_of_the_compiler():
+    for remat in (False, True):
+        loss, params, batch = layers(remat)
+        plan = ghost.plan_clipped_sum(loss, params, batch)
+        row = jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
+        found = memory.estimate(plan, loss, params, row, False)
+        ordinary = scratch(
+            lambda p, x, loss=loss: jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, x).sum())(p), params, batch
+        )
+        assert 0.4 < (found.ordinary - 2 * found.weights) / ordinary < 2.5
+
+
+def test_a_promise_in_two_passes_gives_the_same_sum(no_batch_is_small):
+    loss, shapes, _ = layers(remat=True)
+    params = jax.tree.map(lambda s: 0.1 * jax.random.normal(jax.random.key(0), (3, *s.shape[1:])), shapes)
+    batch = jax.random.normal(jax.random.key(1), (6, 4, 64))
+
+    def total(allowed, engine="ghost"):
+        grads = dpopt.per_example_grads(loss, engine=engine, memory=allowed)(params, batch, mask=jnp.arange(6) != 2)
+        return grads.clipped_sum(dpopt.FlatClip(1e-3)).sum
+
+    streamed, recorded, plain = (jax.jit(lambda i=i: total(*i))() for i in ((1,), (1e9,), (1e9, "vmap")))
+    for other in (recorded, plain):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-8), streamed, other)
+
+
+def test_the_clip_of_every_parameter_is_its_own():
+    loss_fn, params, batch = ghost_cases.dense(ghost_cases.Arrays())
+    with jax.numpy_rank_promotion("allow"):
+        got = two_passes(loss_fn, params, batch, clip=leaf_clip)
+        want = ghost.clipped_sum(loss_fn, params, batch, coefficients=leaf_clip(0.7))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got.sum, want.sum)
+
+
+def test_memory_must_be_a_positive_number():
+    with pytest.raises(ValueError, match="memory"):
+        dpopt.per_example_grads(lambda w, x: w * x, memory=0)
