@@ -20,6 +20,7 @@ from dpopt.ghost.explain import Explanation as Explanation
 from dpopt.ghost.explain import explain as explain
 from dpopt.ghost.failures import CannotFollow as CannotFollow
 from dpopt.ghost.memory import DEFAULT_MEMORY as DEFAULT_MEMORY
+from dpopt.ghost.memory import Way as Way
 from dpopt.ghost.memory import choose as choose
 from dpopt.ghost.plan import Plan as Plan
 from dpopt.ghost.rules import Factors as Factors

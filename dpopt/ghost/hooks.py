@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import square_of_one, transposed
-from dpopt.ghost.squares import largest, tiny
+from dpopt.ghost.squares import tiny
 from dpopt.ghost.values import Contact, wide_dtype
 
 
@@ -41,8 +41,10 @@ class NormHook:
     chunk: int  # examples at a time
 
     def split(self, is_mapped: bool) -> tuple[NormHook, Callable]:
-        """What each step of a loop gets of it, and how its own is made of that."""
-        assert is_mapped  # else steps have cross terms, and the contact is recorded
+        """What each step of a loop gets of it, and how its own is made of that.
+
+        (The weight is each step's own, ``is_mapped``: else steps have cross terms, and the contact is recorded.)"""
+        del is_mapped
         return self, lambda own: own
 
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
@@ -156,15 +158,17 @@ def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: 
     y, y_unit = _scaled(y)
     x, x_unit = (x, jnp.ones(())) if x is None or not jnp.issubdtype(x.dtype, jnp.inexact) else _scaled(x)
     terms = 1 if contact.factors is None else contact.factors.positions
-    lost = terms * tiny(y.dtype) * (1.0 if diagonal is None else largest(diagonal))
+    lost, unit = terms * tiny(y.dtype), jnp.ones(())
+    if diagonal is not None:  # its entries are below 2 then
+        (diagonal, unit), lost = _scaled(diagonal), 2 * lost
     square = square_of_one(contact, method, x, y, diagonal, lost)
-    return tuple(y_unit * x_unit * jnp.sqrt(s) for s in (square.value + square.missing, square.value))
+    roots = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
+    return tuple(unit * (y_unit * (x_unit * root)) for root in roots)
 
 
 def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x in at least float32 with its largest entry between 1 and 2, and the power of two that takes it back."""
     x = x.astype(wide_dtype(x.dtype))
-    largest = jnp.max(jnp.abs(x), initial=0)
-    usable = jnp.isfinite(largest) & (largest > 0)
-    _, exponent = jnp.frexp(jnp.where(usable, largest, 1))
+    most = jnp.max(jnp.abs(x), initial=0)
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(most) & (most > 0), most, 1))
     return jnp.ldexp(x, 1 - exponent), jnp.ldexp(jnp.ones((), x.dtype), exponent - 1)

@@ -7,6 +7,7 @@ parameters and their gradients.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def estimate(plan: Plan, loss_fn: Callable, params: Any, example: Any, has_aux: 
 
 def allowed(memory: float | int, ordinary: float) -> float:
     """The bytes that ``memory`` stands for: an integer is bytes, a float a multiple of the ordinary gradient's."""
-    return memory if isinstance(memory, int) else memory * ordinary
+    return memory if isinstance(memory, numbers.Integral) else memory * ordinary
 
 
 class Way(NamedTuple):

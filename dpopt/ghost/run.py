@@ -39,7 +39,7 @@ class Run:
     def __init__(self, plan: Plan, leaves: list, scales: list, offsets: list):
         self.plan, self.trace, self.leaves = plan, plan.trace, leaves
         # Of a table S multiplies what is looked up in it: no pass over the whole table is needed.
-        # (A hook is given the table's own diagonal.)
+        # (Not in two passes: the second adds up gradients that are not scaled yet.)
         self.row_scales = {i: s for i, s in enumerate(scales) if s is not None and s.size > 1 and self._is_table(i)}
         self.scales = [None if i in self.row_scales else s for i, s in enumerate(scales)]
         self.offsets = offsets
@@ -74,7 +74,7 @@ class Run:
 
     def _is_table(self, leaf: int) -> bool:
         contacts = self.plan.leaves[leaf].contacts
-        return not self.plan.streamed.keys() & set(contacts) and all(
+        return not self.plan.streamed and all(
             is_direct(k) and cast(Entry, k.weight.entry).copy and k.factors and k.factors.one_hot for k in contacts
         )
 
@@ -255,7 +255,7 @@ class Run:
         totals: list = [None] * len(groups)
         for group, c in enumerate(coefficients):
             members = [leaf for leaf, g in enumerate(groups) if g == group]
-            mine = [k for k in self.trace.contacts if k.weight.leaves & set(members)]
+            mine = self.contacts_of(members)
             cotangents = [added(k, group) for k in mine]
             for leaf, g in zip(members, self._pull_back(mine, cotangents, members), strict=True):
                 scale, offset = self.scales[leaf], self.offsets[leaf]
@@ -265,9 +265,17 @@ class Run:
         return totals
 
     def norms_one_by_one(
-        self, mask: jax.Array, certain: jax.Array, leaf_norms: list[jax.Array], recorded: list, kept: dict
+        self,
+        mask: jax.Array,
+        certain: jax.Array,
+        leaf_norms: list[jax.Array],
+        recorded: list,
+        kept: dict,
+        leaves: Sequence[int] | None = None,
     ) -> tuple[list[jax.Array], jax.Array]:
         """Norms of the gradients themselves where they are not certain, and which examples count.
+
+        Of some ``leaves`` only: then ``recorded`` is of their contacts, and ``leaf_norms`` theirs.
 
         Tells a gradient that is not finite (contributes zero) from one whose squares overflow (clipped as usual: its
         norm is taken relative to its largest entry). Gradients are formed one at a time.
@@ -275,7 +283,7 @@ class Run:
 
         def one(rows):
             recorded, is_certain, known, keep = rows
-            own = [safe_norm(g.reshape(-1), axis=0) for g in self._gradient(recorded, kept)]
+            own = [safe_norm(g.reshape(-1), axis=0) for g in self._gradient(recorded, kept, leaves)]
             keep &= is_certain | jnp.all(jnp.isfinite(jnp.stack(own)))
             return [jnp.where(is_certain, n, o.astype(n.dtype)) for n, o in zip(known, own, strict=True)], keep
 
@@ -311,17 +319,21 @@ class Run:
         """How many examples go together where one would do: each device visits its own share of a sharded batch."""
         return math.gcd(self.plan.batch_size, jax.device_count())
 
-    def _gradient(self, recorded: list, kept: dict) -> list[jax.Array]:
+    def contacts_of(self, leaves: Sequence[int]) -> list[Contact]:
+        """The contacts that some parameters take part in."""
+        return [k for k in self.trace.contacts if k.weight.leaves & set(leaves)]
+
+    def _gradient(self, recorded: list, kept: dict, leaves: Sequence[int] | None = None) -> list[jax.Array]:
         """One example's ``S g + o``, formed."""
-        contacts = self.trace.contacts
+        contacts = self.trace.contacts if leaves is None else self.contacts_of(leaves)
+        leaves = range(len(self.leaves)) if leaves is None else leaves
         batches_of_one = jax.tree.map(lambda x: x[None], recorded)
         # The primitives transposed: few operations, hence quick to compile.
         formed = [
             unfold(c, r) if c in kept else transposed(c, alone[0], alone[1], jnp.ones(1))
             for c, r, alone in zip(contacts, recorded, batches_of_one, strict=True)
         ]
-        gradients = self._pull_back(contacts, formed, range(len(self.leaves)))
-        return [self._affine(i, g) for i, g in enumerate(gradients)]
+        return [self._affine(i, g) for i, g in zip(leaves, self._pull_back(contacts, formed, leaves), strict=True)]
 
     def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable:
         """The contacts' weights as a function of some of the parameters."""

@@ -8,8 +8,8 @@ costs an ordinary gradient once more; the memory stays that of an ordinary one.
 A parameter with several contacts has cross terms, which no contact sees alone, as has one that the steps of a scan
 share: those are recorded in the first pass, as ever.
 
-What is not finite is left out by selection, contact by contact, so there is no slow way to compile. Nor is there one
-for squares that vanish: hooks scale their factors first, and what is still missing is taken for present.
+What is not finite is left out by selection, contact by contact. Squares neither vanish nor overflow, since hooks scale
+their factors first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
 
 from dpopt import _sums
 from dpopt._norms import safe_norm
 from dpopt.ghost.hooks import NormHook, SumHook
 from dpopt.ghost.run import Run
+from dpopt.ghost.squares import TOLERANCE
 from dpopt.ghost.values import Contact, wide_dtype
 
 
@@ -48,12 +51,12 @@ def clipped_sum(run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax
         number = run.number(leaf)
         found = (safe_norm(ys[contact][..., i].reshape(plan.batch_size, -1), axis=1) for i in (0, 1))
         known[leaf] = tuple(n if number is None else n * jnp.abs(number) for n in found)
-    upper, _, _ = run.norms(xs, ys, outs, known)
-    upper = [n.astype(x.dtype) for n, x in zip(upper, run.wide, strict=True)]
-    ok = mask & jnp.all(jnp.stack([jnp.isfinite(n) for n in upper] or [mask]), axis=0)
+    upper, lower, _ = run.norms(xs, ys, outs, known)
+    upper, lower = ([n.astype(x.dtype) for n, x in zip(bounds, run.wide, strict=True)] for bounds in (upper, lower))
+    upper = _looked_at(run, upper, lower, weigh, mask, xs, ys, [i for i in range(len(upper)) if i not in known])
+    ok = mask & _finite(upper, mask)
     weights = weigh(upper, ok)
     distinct = {id(c): c for c in weights}
-
     leaf_groups = [list(distinct).index(id(c)) for c in weights]
 
     def one_group(rows):
@@ -61,6 +64,32 @@ def clipped_sum(run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax
 
     total = _sums.over_examples(one_group, (list(distinct.values()), list(batch)))
     return Streamed(total, upper, losses, aux, ok)
+
+
+def _finite(leaf_norms: list[jax.Array], mask: jax.Array) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.isfinite(n) for n in leaf_norms] or [mask]), axis=0)
+
+
+def _looked_at(run: Run, upper, lower, weigh, mask, xs, ys, leaves: list[int]) -> list[jax.Array]:
+    """Norms, of the recorded ``leaves`` from formed gradients where squares vanish or overflow and the clip would tell.
+
+    (As in engine.py. What is streamed is scaled before it is squared.)"""
+    if not leaves:
+        return upper
+    certain = [c >= (1 - TOLERANCE) * most for c, most in zip(weigh(upper), weigh(lower), strict=True)]
+    certain = jnp.all(jnp.stack([*certain, *(jnp.isfinite(upper[i]) for i in leaves)]), axis=0)
+    recorded = [(xs[k], ys[k]) for k in run.contacts_of(leaves)]
+
+    def look_closer(state: tuple) -> tuple:
+        return jnp.array(True), run.norms_one_by_one(mask, certain, state[1], recorded, {}, leaves)[0]
+
+    state = jnp.all(certain), [upper[i] for i in leaves]
+    if isinstance(state[0], Tracer):
+        state = lax.while_loop(lambda state: ~state[0], look_closer, state)
+    elif not bool(state[0]):
+        state = look_closer(state)
+    found = dict(zip(leaves, state[1], strict=True))
+    return [found.get(i, n) for i, n in enumerate(upper)]
 
 
 def _norm_hooks(run: Run) -> dict[Contact, NormHook]:

@@ -166,3 +166,24 @@ def test_the_clip_of_every_parameter_is_its_own():
 def test_memory_must_be_a_positive_number():
     with pytest.raises(ValueError, match="memory"):
         dpopt.per_example_grads(lambda w, x: w * x, memory=0)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e21, 1e-20])
+def test_a_table_that_steps_share_under_a_diagonal(size):
+    """It is recorded in the first pass, and not in the second. (Found by the fuzzer.)"""
+
+    def loss(params, e):
+        step = lambda h, x: (h + jnp.tanh(params["table"][x[0]] @ params["w"]) * x[1], None)  # noqa: E731
+        return jnp.sum(lax.scan(step, jnp.zeros(3), e)[0])
+
+    rng = np.random.default_rng(0)
+    params = {"table": rng.normal(size=(5, 4)).astype(np.float32), "w": rng.normal(size=(4, 3)).astype(np.float32)}
+    batch = rng.integers(0, 5, size=(4, 6)), rng.normal(size=(4, 6)).astype(np.float32)
+    scale = {k: (size * rng.uniform(0.5, 2, size=w.shape)).astype(np.float32) for k, w in params.items()}
+    got = two_passes(loss, params, batch, scale=scale)
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+    rows = np.concatenate([(np.float64(grads[k]) * scale[k]).reshape(4, -1) for k in sorted(grads)], axis=1)
+    want = (np.minimum(1, 0.7 / np.linalg.norm(rows, axis=1))[:, None] * rows).sum(0)
+    np.testing.assert_allclose(
+        np.concatenate([got.sum[k].ravel() for k in sorted(got.sum)]), want, rtol=1e-4, atol=1e-5 * np.abs(want).max()
+    )
