@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import time
 import warnings
 from collections.abc import Iterator
@@ -26,13 +27,13 @@ ROUNDING = 2.0**-20
 _FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,  # the older ones compile in two thirds of the time
 }
 _FULL_COMPILE = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
-    "xla_cpu_use_fusion_emitters": True,
 }
+if importlib.metadata.version("jaxlib").split(".")[:2] < ["0", "12"]:  # which know older emitters, that compile faster
+    _FAST_COMPILE["xla_cpu_use_fusion_emitters"], _FULL_COMPILE["xla_cpu_use_fusion_emitters"] = False, True
 
 
 @dataclass
