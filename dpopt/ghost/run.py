@@ -313,7 +313,9 @@ class Run:
             return _sums.add(total, _sums.Sum([jnp.sum(x, axis=0) for x in jax.vmap(one)(rows)])), None
 
         rows = jax.tree.map(lambda x: split_rows(x, together), (recorded, weights, chosen))
-        return lax.scan(add, total, rows)[0]
+        # By themselves, in pairs of floats if there are many: one after the other onto the total, each would round all.
+        nothing = _sums.zero([jnp.zeros_like(x) for x in self.wide], together, self.plan.batch_size // together)
+        return _sums.add(total, lax.scan(add, nothing, rows)[0])
 
     def _together(self) -> int:
         """How many examples go together where one would do: each device visits its own share of a sharded batch."""

@@ -12,8 +12,8 @@ missing from it:
   enlarges at most ``max |S|`` times: ``n (T tiny max |S|)^2`` of the square.
 
 The engine takes coefficients from ``value + missing``; where those from ``value`` alone would be larger by more than
-`TOLERANCE`, what is missing matters, and the batch is computed by the plain definition, whose norms are scaled before
-they are squared. Under a clip norm of 1 and in a parameter of a million entries that takes a factor of 1e16.
+`TOLERANCE`, what is missing matters, and that example's gradient is formed, whose norm is scaled before it is squared.
+Under a clip norm of 1 and in a parameter of a million entries that takes a factor of 1e16.
 
 Sums of squares cannot cancel, and XLA adds long ones up in a tree: they are off by 2^-20 at most, by 2^-15 in JAX
 0.10.0 (measured for up to 2^24 terms, tests/faults/test_norms.py). Products of matrices are added up in some registers
