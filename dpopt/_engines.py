@@ -93,8 +93,8 @@ def clip_stacked(grads: Any, mask: jax.Array, scale: Any, offset: Any, clip: Cli
 
     ``grads`` has leaves ``(B, ...)``. A masked or non-finite row is dropped by selection, since ``0 * nan`` is not 0.
     """
-    grads = affine(_trees.upcast(grads), scale, offset)
-    leaf_norms = jax.tree.map(lambda g: safe_norm(g.reshape(g.shape[0], -1), axis=1), grads)
+    grads, fine = _settled(affine(_trees.upcast(grads), scale, offset))
+    leaf_norms = jax.tree.map(lambda g: jnp.where(fine, safe_norm(g.reshape(g.shape[0], -1), axis=1), jnp.nan), grads)
     is_finite = jnp.isfinite(global_norms(leaf_norms))
     contributes = is_finite & mask
 
@@ -109,6 +109,24 @@ def clip_stacked(grads: Any, mask: jax.Array, scale: Any, offset: Any, clip: Cli
     rows = grads, row_coefficients(clip, leaf_norms), contributes
     total = _sums.over_examples(lambda group: _sums.in_blocks(weighted_sum, group), rows)
     return EngineResult(total.value, leaf_norms, None, None, is_finite, total.remainder)
+
+
+def _settled(grads: Any) -> tuple[Any, jax.Array]:
+    """The gradients with zeros for rows that are not finite, and which rows are, ``(B,)``.
+
+    Computed here and nowhere else. XLA may compute what has several uses once for each of them, rounded another way:
+    where a gradient is what rounding has left of larger terms, the sum's would not be the one that was clipped. What a
+    loop takes along it has to settle, also if the loop ordinarily takes no step.
+    """
+    fine = _finite_rows(grads)
+
+    def without_bad_ones(state: tuple) -> tuple:
+        return jnp.array(True), jax.tree.map(lambda g: jnp.where(_trees.per_example(fine, g), g, 0), state[1])
+
+    state = jnp.all(fine), grads
+    if isinstance(state[0], Tracer):
+        return jax.lax.while_loop(lambda state: ~state[0], without_bad_ones, state)[1], fine
+    return (grads if bool(state[0]) else without_bad_ones(state)[1]), fine
 
 
 def affine(grads: Any, scale: Any, offset: Any) -> Any:

@@ -12,7 +12,7 @@ from jax import lax
 from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import Square, cancelled_before, of_entries, sum_squares
+from dpopt.ghost.squares import Square, cancelled_before, of_entries, size_behind, sum_squares
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
@@ -38,7 +38,11 @@ def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal:
     found = of_entries(formed if diagonal is None else formed * diagonal, lost)
     if factors is None or factors.positions == 1:
         return found
-    return cancelled_before(found, found.value if diagonal is None else sum_squares(formed), norms.mass(factors, x, y))
+    total = norms.mass(factors, x, y)
+    if diagonal is None:
+        return cancelled_before(found, total)
+    size, typical = jnp.sqrt(sum_squares(formed)), jnp.sqrt(jnp.mean(jnp.square(diagonal)))
+    return cancelled_before(found, size_behind(jnp.sqrt(found.value), size, total, typical))
 
 
 def forming(contact: Contact, xs: dict, ys: dict, kept: dict) -> tuple[Callable, Any]:

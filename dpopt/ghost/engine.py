@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from dpopt.ghost import streamed
+from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
@@ -152,7 +152,7 @@ def clipped_sum(
 
     def look_closer(state: tuple) -> tuple:
         _, leaf_norms, _, recorded = state
-        leaf_norms, ok = run.norms_one_by_one(mask, certain, leaf_norms, recorded, kept)
+        leaf_norms, ok = one_by_one.norms(run, mask, certain, leaf_norms, recorded, kept, range(len(leaves)))
         return jnp.array(True), leaf_norms, ok, jax.tree.map(lambda x: _selected(ok, x), recorded)
 
     # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
@@ -166,14 +166,12 @@ def clipped_sum(
     _, leaf_norms, ok, recorded = state
     if offset is None:
         return result(run.weighted_sum(weigh(leaf_norms, ok), recorded, kept), leaf_norms, losses, aux, ok)
-    weights, alone = (
-        weigh(leaf_norms, ok),
-        ok & ~certain,
-    )  # an offset may cancel the gradient: those are added up by themselves
+    # An offset may cancel the gradient: those examples are added up by themselves.
+    weights, alone = weigh(leaf_norms, ok), ok & ~certain
     total = run.weighted_sum(weigh(leaf_norms, ok & certain), recorded, kept)
 
     def add(state: tuple) -> tuple:
-        return jnp.array(False), run.add_one_by_one(state[1], weights, alone, recorded, kept)
+        return jnp.array(False), one_by_one.add(run, state[1], weights, alone, recorded, kept)
 
     state = jnp.any(alone), total
     if isinstance(state[0], Tracer):

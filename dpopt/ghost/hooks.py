@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import square_of_one, transposed
-from dpopt.ghost.squares import tiny
-from dpopt.ghost.values import Contact, wide_dtype
+from dpopt.ghost.squares import tiny, to_one
+from dpopt.ghost.values import Contact
 
 
 def _hook(*, static: Sequence[str] = ()) -> Callable:
@@ -155,20 +155,11 @@ def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: 
 
     The factors are scaled to 1 first, since there is no second look at squares that vanish or overflow.
     """
-    y, y_unit = _scaled(y)
-    x, x_unit = (x, jnp.ones(())) if x is None or not jnp.issubdtype(x.dtype, jnp.inexact) else _scaled(x)
+    (x, x_unit), (y, y_unit) = to_one(x), to_one(y)
     terms = 1 if contact.factors is None else contact.factors.positions
     lost, unit = terms * tiny(y.dtype), jnp.ones(())
     if diagonal is not None:  # its entries are below 2 then
-        (diagonal, unit), lost = _scaled(diagonal), 2 * lost
+        (diagonal, unit), lost = to_one(diagonal), 2 * lost
     square = square_of_one(contact, method, x, y, diagonal, lost)
     roots = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
     return tuple(unit * (y_unit * (x_unit * root)) for root in roots)
-
-
-def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x in at least float32 with its largest entry between 1 and 2, and the power of two that takes it back."""
-    x = x.astype(wide_dtype(x.dtype))
-    most = jnp.max(jnp.abs(x), initial=0)
-    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(most) & (most > 0), most, 1))
-    return jnp.ldexp(x, 1 - exponent), jnp.ldexp(jnp.ones((), x.dtype), exponent - 1)

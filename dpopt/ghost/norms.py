@@ -246,15 +246,22 @@ def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Arr
     return jax.tree.map(jnp.sum, groups)
 
 
-def standardized_explicit(formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients) -> Square:
-    """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but c's are folded to ``[K, N, a, p]``."""
+def standardized_explicit(
+    formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients, terms: jax.Array | None = None
+) -> Square:
+    """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but c's are folded to ``[K, N, a, p]``.
+
+    ``terms``: the `mass` of what G was added up from, if it was."""
     total, along = (jnp.sum(z, axis=(0, 2)) for z in (formed, formed * deviation))
     p, q = (z[None, :, None] for z in c.per_filter.pulled(along, total))
     parts = [formed * c.per_filter.slope[None, :, None], jnp.broadcast_to(p, formed.shape), q * deviation]
     parts = parts if scale is None else [part * scale for part in parts]
     found = squares.of_entries(cast(jax.Array, sum(parts)))
-    sizes = cast(jax.Array, sum(jnp.sqrt(squares.sum_squares(part)) for part in parts))
-    return found._replace(value=squares.cancelled(found.value, sizes))
+    total = cast(jax.Array, sum(jnp.sqrt(squares.sum_squares(part)) for part in parts))
+    if terms is not None:
+        size, typical = jnp.sqrt(squares.sum_squares(formed)), jnp.sqrt(jnp.mean(jnp.square(c.per_filter.slope)))
+        total = squares.size_behind(total, size, terms, typical)
+    return squares.cancelled_before(found, total)
 
 
 def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> Square:

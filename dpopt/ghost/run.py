@@ -1,29 +1,29 @@
 """One batch through the plan: the passes with taps, the norms at the contacts, and the weighted sum.
 
-Nothing here forms the gradients of single examples unless the plan says that it is cheap, or some norm is not finite:
-then they are formed one at a time from what the passes recorded (`Run.norms_one_by_one`), which is slow and rare.
+Nothing here forms the gradients of single examples unless the plan says that it is cheap. Where a norm is not finite,
+or not certain, they are formed one at a time (one_by_one.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from dpopt import _sums
 from dpopt._norms import safe_norm
 from dpopt.ghost import norms
-from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
+from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import along, combined, form, forming, inner, square_of_one, transposed, unfold
 from dpopt.ghost.hooks import NormHook
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
+from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, sum_squares, tiny
+from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, size_behind, tiny, to_one
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
 
@@ -45,6 +45,7 @@ class Run:
         self.offsets = offsets
         self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
+        self.pull_back = PullBack(self.trace, self.wide)
 
     def passes(self, batch: Sequence[jax.Array], hooks: Mapping[Contact, NormHook] | None = None):
         """Losses, aux, and per contact the recorded (input x, output) and the tap's cotangent y, all [B, ...].
@@ -84,7 +85,7 @@ class Run:
             return y
         (leaf,) = leaves
         table = jnp.broadcast_to(self.row_scales[leaf], self.wide[leaf].shape).astype(self.wide[leaf].dtype)
-        diagonal = self._push(leaf, table, [contact])[0]
+        diagonal = self.pull_back.push(leaf, table, [contact])[0]
         return y * jax.vmap(lambda row: along(contact, diagonal, row))(x)
 
     def norms(
@@ -115,27 +116,55 @@ class Run:
 
         def one(inputs):
             formed = [unfold(c, f if c in kept else form(c, *f)) for c, f in zip(contacts, inputs, strict=True)]
-            gradients = self._pull_back(contacts, formed, leaves)
-            found = [of_entries(self._affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
-            # What is kept, or has one position, is added up over examples as it is.
-            sums = [i for i, c in enumerate(contacts) if c not in kept and c.factors and c.factors.positions > 1]
-            if sums:
-                size = sum((sum_squares(g) for g in formed), jnp.zeros(()))
-                total = sum((norms.mass(cast(Factors, contacts[i].factors), *inputs[i]) for i in sums), jnp.zeros(()))
-                found = [cancelled_before(square, size, total) for square in found]
+            gradients = self.pull_back(contacts, formed, leaves)
+            found = [of_entries(self.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
+            totals = self.roundings(gains, contacts, formed, inputs, kept)
+            found = [cancelled_before(square, total) for square, total in zip(found, totals, strict=True)]
             return [shifted(square, o) for square, o in zip(found, offsets, strict=True)]
 
+        gains = self.gains(contacts, leaves)
         losses = [self._lost(i, contacts) for i in leaves]
         offsets = [0.0 if o is None else safe_norm(o.reshape(-1), axis=0) for o in (self.offsets[i] for i in leaves)]
 
         inputs = [kept[c] if c in kept else (xs[c], ys[c]) for c in contacts]
         return in_chunks(jax.vmap(one), inputs, self.plan.batch_size, self.plan.chunk(contacts))
 
-    def _affine(self, leaf: int, gradient: jax.Array) -> jax.Array:
+    def affine(self, leaf: int, gradient: jax.Array) -> jax.Array:
         """``S g + o`` for one parameter and one gradient."""
         scale, offset = self.scales[leaf], self.offsets[leaf]
         gradient = gradient if scale is None else gradient * scale
         return gradient if offset is None else gradient + offset
+
+    def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[list[jax.Array]]:
+        """Per parameter and contact: how much the entries of the contact's gradient count in ``S g``, about."""
+        return [self.pull_back.gains(leaf, self.scales[leaf], contacts) for leaf in leaves]
+
+    def roundings(self, gains: list, contacts: Sequence[Contact], formed: list, recorded: list, kept: dict) -> list:
+        """Per parameter, how large the terms are that one example's ``S g`` was added up from.
+
+        Args:
+            gains: from `gains`.
+            formed: its gradients at the contacts.
+            recorded: what they were formed from.
+            kept: the contacts with kept gradients.
+        """
+        sizes = [safe_norm(jnp.abs(g).reshape(-1), axis=0) for g in formed]
+
+        def total(contact, rows, size):
+            # What is kept, or has one position, is added up over examples as it is.
+            if contact in kept or contact.factors is None or contact.factors.positions == 1:
+                return size
+            (x, x_unit), (y, y_unit) = (to_one(z) for z in rows)
+            return y_unit * (x_unit * norms.mass(contact.factors, x, y))
+
+        totals = [total(*of) for of in zip(contacts, recorded, sizes, strict=True)]
+
+        def behind(gain, g, size, total):
+            mapped = safe_norm((gain * jnp.abs(g)).reshape(-1), axis=0)
+            return size_behind(mapped, size, total, safe_norm(gain.reshape(-1), axis=0) / max(gain.size, 1) ** 0.5)
+
+        each = [[behind(*of) for of in zip(own, formed, sizes, totals, strict=True)] for own in gains]
+        return [functools.reduce(jnp.hypot, own, jnp.zeros(())) for own in each]
 
     def _lost(self, leaf: int, contacts: Sequence[Contact]) -> jax.Array | float:
         """What an entry of ``S g`` may have lost to products that vanish when g is formed."""
@@ -151,7 +180,7 @@ class Run:
         number = self.number(leaf)
         if method == "none":
             zero = jnp.zeros(shape, self.wide[leaf].dtype)
-            alone = jnp.broadcast_to(safe_norm(self._affine(leaf, zero).reshape(-1), axis=0), (self.plan.batch_size,))
+            alone = jnp.broadcast_to(safe_norm(self.affine(leaf, zero).reshape(-1), axis=0), (self.plan.batch_size,))
             return alone, alone
         if method == "shared_gram":
             base = orientation(contacts[0])
@@ -180,7 +209,7 @@ class Run:
         offset = jnp.broadcast_to(offset, shape)
         direction = offset if scale is None else offset * scale
         mixed: Any = 0.0
-        for c, v in zip(contacts, self._push(leaf, direction, contacts), strict=True):
+        for c, v in zip(contacts, self.pull_back.push(leaf, direction, contacts), strict=True):
             mixed += jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(xs[c], ys[c])
         return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0))
 
@@ -204,7 +233,7 @@ class Run:
         if scale is None and cast(Entry, contact.weight.entry).copy:
             return None
         tangent = jnp.ones(self.trace.leaves[leaf].shape, self.wide[leaf].dtype)
-        return self._push(leaf, tangent if scale is None else tangent * scale, [contact])[0]
+        return self.pull_back.push(leaf, tangent if scale is None else tangent * scale, [contact])[0]
 
     def _standardized(self, leaf_plan: LeafPlan, scale: jax.Array | None, xs, ys, outs, kept) -> tuple[Callable, Any]:
         """The same, where filters are normalised on the way to the contact."""
@@ -215,7 +244,12 @@ class Run:
             return lambda f: norms.standardized_gram(factors, f[0], f[1], f[2], coefficients), inputs
         deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
         one, inputs = forming(contact, xs, ys, kept)
-        return lambda f: norms.standardized_explicit(one(f), deviation, diagonal, coefficients), inputs
+
+        def square(f):
+            terms = None if contact in kept else norms.mass(factors, *f)
+            return norms.standardized_explicit(one(f), deviation, diagonal, coefficients, terms)
+
+        return square, inputs
 
     def recorded(self, xs: dict, ys: dict, kept: dict) -> list:
         """What sums are computed from: at each contact the kept gradients, or input and cotangent."""
@@ -257,104 +291,13 @@ class Run:
             members = [leaf for leaf, g in enumerate(groups) if g == group]
             mine = self.contacts_of(members)
             cotangents = [added(k, group) for k in mine]
-            for leaf, g in zip(members, self._pull_back(mine, cotangents, members), strict=True):
+            for leaf, g in zip(members, self.pull_back(mine, cotangents, members), strict=True):
                 scale, offset = self.scales[leaf], self.offsets[leaf]
                 g = g if scale is None else g * scale
                 totals[leaf] = g if offset is None else g + jnp.sum(c) * offset
                 totals[leaf] = totals[leaf].astype(self.wide[leaf].dtype)
         return totals
 
-    def norms_one_by_one(
-        self,
-        mask: jax.Array,
-        certain: jax.Array,
-        leaf_norms: list[jax.Array],
-        recorded: list,
-        kept: dict,
-        leaves: Sequence[int] | None = None,
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Norms of the gradients themselves where they are not certain, and which examples count.
-
-        Of some ``leaves`` only: then ``recorded`` is of their contacts, and ``leaf_norms`` theirs.
-
-        Tells a gradient that is not finite (contributes zero) from one whose squares overflow (clipped as usual: its
-        norm is taken relative to its largest entry). Gradients are formed one at a time.
-        """
-
-        def one(rows):
-            recorded, is_certain, known, keep = rows
-            own = [safe_norm(g.reshape(-1), axis=0) for g in self._gradient(recorded, kept, leaves)]
-            keep &= is_certain | jnp.all(jnp.isfinite(jnp.stack(own)))
-            return [jnp.where(is_certain, n, o.astype(n.dtype)) for n, o in zip(known, own, strict=True)], keep
-
-        rows = recorded, certain, leaf_norms, mask
-        together = self._together()
-        if together == 1:
-            return lax.map(one, rows)
-        several = lax.map(jax.vmap(one), jax.tree.map(lambda x: split_rows(x, together), rows))
-        return jax.tree.map(join_rows, several)
-
-    def add_one_by_one(
-        self, total: _sums.Sum, weights: list, chosen: jax.Array, recorded: list, kept: dict
-    ) -> _sums.Sum:
-        """``total`` and ``c_i (S g_i + o)`` of the ``chosen`` examples, formed one at a time.
-
-        For those whose offset cancels the gradient: in the weighted sum the two are added up apart.
-        """
-        together = self._together()
-
-        def one(rows):
-            recorded, weights, keep = rows
-            gradient = self._gradient(recorded, kept)
-            return [jnp.where(keep, g * c, 0).astype(x.dtype)
-                    for g, c, x in zip(gradient, weights, self.wide, strict=True)]  # fmt: skip
-
-        def add(total, rows):
-            return _sums.add(total, _sums.Sum([jnp.sum(x, axis=0) for x in jax.vmap(one)(rows)])), None
-
-        rows = jax.tree.map(lambda x: split_rows(x, together), (recorded, weights, chosen))
-        # By themselves, in pairs of floats if there are many: one after the other onto the total, each would round all.
-        nothing = _sums.zero([jnp.zeros_like(x) for x in self.wide], together, self.plan.batch_size // together)
-        return _sums.add(total, lax.scan(add, nothing, rows)[0])
-
-    def _together(self) -> int:
-        """How many examples go together where one would do: each device visits its own share of a sharded batch."""
-        return math.gcd(self.plan.batch_size, jax.device_count())
-
     def contacts_of(self, leaves: Sequence[int]) -> list[Contact]:
         """The contacts that some parameters take part in."""
         return [k for k in self.trace.contacts if k.weight.leaves & set(leaves)]
-
-    def _gradient(self, recorded: list, kept: dict, leaves: Sequence[int] | None = None) -> list[jax.Array]:
-        """One example's ``S g + o``, formed."""
-        contacts = self.trace.contacts if leaves is None else self.contacts_of(leaves)
-        leaves = range(len(self.leaves)) if leaves is None else leaves
-        batches_of_one = jax.tree.map(lambda x: x[None], recorded)
-        # The primitives transposed: few operations, hence quick to compile.
-        formed = [
-            unfold(c, r) if c in kept else transposed(c, alone[0], alone[1], jnp.ones(1))
-            for c, r, alone in zip(contacts, recorded, batches_of_one, strict=True)
-        ]
-        return [self._affine(i, g) for i, g in zip(leaves, self._pull_back(contacts, formed, leaves), strict=True)]
-
-    def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable:
-        """The contacts' weights as a function of some of the parameters."""
-
-        def function(chosen):
-            wide = list(self.wide)
-            for leaf, x in zip(leaves, chosen, strict=True):
-                wide[leaf] = x
-            env = self.trace.run_prologue(wide, wide=True)
-            return [env[c.weight] for c in contacts]
-
-        return function
-
-    def _pull_back(self, contacts: Sequence[Contact], cotangents: list, leaves: Sequence[int]) -> list:
-        """Gradients with respect to the contacts' weights, taken to the parameters."""
-        function = self._weights(contacts, leaves)
-        values, pull = jax.vjp(function, [self.wide[i] for i in leaves])
-        return pull([g.astype(v.dtype) for g, v in zip(cotangents, values, strict=True)])[0]
-
-    def _push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
-        function = self._weights(contacts, [leaf])
-        return jax.jvp(function, ([self.wide[leaf]],), ([tangent],))[1]

@@ -23,7 +23,7 @@ hence `cancelled`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,18 @@ class Square(NamedTuple):
 
 def tiny(dtype: jax.typing.DTypeLike) -> float:
     return float(jnp.finfo(dtype).tiny)
+
+
+def to_one(x: Any) -> tuple[Any, jax.Array]:
+    """x in at least float32 with its largest entry between 1 and 2, and the power of two that takes it back.
+
+    None and integers stay as they are."""
+    if x is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x, jnp.ones(())
+    x = wide(x)
+    most = jnp.max(jnp.abs(x), initial=0)
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(most) & (most > 0), most, 1))
+    return jnp.ldexp(x, 1 - exponent), jnp.ldexp(jnp.ones((), x.dtype), exponent - 1)
 
 
 def sum_squares(x: jax.Array) -> jax.Array:
@@ -99,7 +111,26 @@ def cancelled(value: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.maximum(value, 0) + _ROUNDINGS * jnp.finfo(value.dtype).eps * jnp.square(total)
 
 
-def cancelled_before(square: Square, formed: jax.Array, total: jax.Array) -> Square:
-    """The same for a linear map of a sum whose square is ``formed``: it enlarges roundings as it does the sum."""
-    gain = jnp.where(formed > 0, square.value / formed, 1)
-    return square._replace(value=cancelled(square.value, jnp.sqrt(gain) * total))
+def cancelled_before(square: Square, total: jax.Array) -> Square:
+    """The same for terms that were added up before a linear map; ``total`` is their size behind it (`size_behind`)."""
+    return square._replace(value=cancelled(square.value, total))
+
+
+def size_behind(mapped: jax.Array, size: jax.Array, total: jax.Array, typical: jax.Array | float) -> jax.Array:
+    """How large terms are, and so their roundings, behind a linear map of their sum.
+
+    The map enlarges roundings, entry by entry, as it does the sum, were it not for what cancels in the map itself.
+
+    Args:
+      mapped: norm of the sum's entries, each times the norm of the map's column for it: nothing cancels in that.
+      size: norm of the sum.
+      total: sum of the terms' norms.
+      typical: what the map makes of a norm of 1 on average, for sums of which nothing is left.
+    """
+    anything = size > 2.0**-20 * total
+    return jnp.where(anything, mapped * (total / jnp.where(anything, size, 1)), typical * total)
+
+
+def with_roundings(norm: jax.Array, total: jax.Array) -> jax.Array:
+    """`cancelled` for a norm that is not squared."""
+    return jnp.hypot(norm, (_ROUNDINGS * jnp.finfo(norm.dtype).eps) ** 0.5 * total)

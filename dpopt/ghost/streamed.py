@@ -24,6 +24,7 @@ from jax.core import Tracer
 
 from dpopt import _sums
 from dpopt._norms import safe_norm
+from dpopt.ghost import one_by_one
 from dpopt.ghost.hooks import NormHook, SumHook
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import TOLERANCE
@@ -81,7 +82,7 @@ def _looked_at(run: Run, upper, lower, weigh, mask, xs, ys, leaves: list[int]) -
     recorded = [(xs[k], ys[k]) for k in run.contacts_of(leaves)]
 
     def look_closer(state: tuple) -> tuple:
-        return jnp.array(True), run.norms_one_by_one(mask, certain, state[1], recorded, {}, leaves)[0]
+        return jnp.array(True), one_by_one.norms(run, mask, certain, state[1], recorded, {}, leaves)[0]
 
     state = jnp.all(certain), [upper[i] for i in leaves]
     if isinstance(state[0], Tracer):

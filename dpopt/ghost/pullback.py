@@ -1,0 +1,74 @@
+"""From the contacts' weights back to the parameters that they are computed from.
+
+What lies between is linear in the cotangent and shared by all examples, so a weighted sum is taken through it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dpopt.ghost.program import Trace
+from dpopt.ghost.values import Contact
+
+_PROBES = 4
+
+
+class PullBack:
+    """Between the parameters ``wide``, in at least float32, and what the loss makes of them before it sees data."""
+
+    def __init__(self, trace: Trace, wide: Sequence[jax.Array]):
+        self.trace, self.wide = trace, wide
+
+    def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable:
+        """The contacts' weights as a function of some of the parameters."""
+
+        def function(chosen):
+            wide = list(self.wide)
+            for leaf, x in zip(leaves, chosen, strict=True):
+                wide[leaf] = x
+            env = self.trace.run_prologue(wide, wide=True)
+            return [env[c.weight] for c in contacts]
+
+        return function
+
+    def __call__(self, contacts: Sequence[Contact], cotangents: list, leaves: Sequence[int]) -> list:
+        """Gradients with respect to the contacts' weights, taken to the parameters."""
+        function = self._weights(contacts, leaves)
+        values, pull = jax.vjp(function, [self.wide[i] for i in leaves])
+        return pull([g.astype(v.dtype) for g, v in zip(cotangents, values, strict=True)])[0]
+
+    def push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
+        """The other way: what a change of one parameter makes of the weights."""
+        function = self._weights(contacts, [leaf])
+        return jax.jvp(function, ([self.wide[leaf]],), ([tangent],))[1]
+
+    def gains(self, leaf: int, scale: jax.Array | None, contacts: Sequence[Contact]) -> list[jax.Array]:
+        """How much each entry of the contacts' weights counts in ``S g``, about: column norms of the map between them.
+
+        What S and the transpose make of random signs has them as its root mean square.
+        """
+
+        scaling = 1 if scale is None else scale
+
+        def probe(i: jax.Array, found: list) -> list:
+            tangent = (_signs(self.wide[leaf].shape, i) * scaling).astype(self.wide[leaf].dtype)
+            return [jnp.hypot(f, jnp.abs(p)) for f, p in zip(found, self.push(leaf, tangent, contacts), strict=True)]
+
+        weights = jax.eval_shape(self._weights(contacts, [leaf]), [self.wide[leaf]])
+        nothing = [jnp.zeros(w.shape, jnp.finfo(w.dtype).dtype) for w in weights]
+        return [f / _PROBES**0.5 for f in lax.fori_loop(0, _PROBES, probe, nothing)]
+
+
+def _signs(shape: Sequence[int], number: jax.Array) -> jax.Array:
+    """-1 and 1, as good as random: a bit of a hash of the index. (Random bits take XLA longer to compile.)"""
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, length in enumerate(shape):
+        index = index * np.uint32(length) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    for multiplier in (0x7FEB352D, 0x846CA68B):
+        index = (index ^ (index >> 16)) * np.uint32(multiplier)
+    return 1 - 2 * ((index >> (16 + number.astype(jnp.uint32))) & 1).astype(jnp.int32)
