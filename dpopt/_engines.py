@@ -50,6 +50,8 @@ def row_coefficients(clip: ClipFunction, leaf_norms: Any) -> Any:
 
     A clip that looked at the whole batch (at a median, say) would let one example move the weights of all others.
     """
+    # A gradient that is not finite counts as infinite: it contributes zero, and so does what is clipped with it.
+    leaf_norms = jax.tree.map(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), leaf_norms)
     if type(clip) in _takes_rows:
         return clip.coefficients(leaf_norms)
 
@@ -63,7 +65,21 @@ def row_coefficients(clip: ClipFunction, leaf_norms: Any) -> Any:
             )
         return coefficients
 
-    return jax.vmap(of_one)(leaf_norms)
+    return jax.tree.map(lambda c, n: jnp.where(jnp.isfinite(n), c, 0), jax.vmap(of_one)(leaf_norms), leaf_norms)
+
+
+def layer_axes(clip: ClipFunction, params: Any) -> list[int]:
+    """How many leading axes of each parameter number layers, whose norms the clip takes one by one."""
+    if hasattr(clip, "layer_axes"):
+        return clip.layer_axes(params)
+    return [0] * len(jax.tree.leaves(params))
+
+
+def own_clip_norms(clip: ClipFunction, params: Any) -> list:
+    """What each parameter is scaled down to if its coefficient depends on its own norm alone, else None."""
+    if hasattr(clip, "own_clip_norms"):
+        return clip.own_clip_norms(params)
+    return [None] * len(jax.tree.leaves(params))
 
 
 class EngineResult(NamedTuple):
@@ -79,51 +95,58 @@ class EngineResult(NamedTuple):
 
 def _finite_rows(grads: Any) -> jax.Array:
     """``(B,)``: which examples' gradients, leaves ``(B, ...)``, are finite."""
-    finite = [jnp.isfinite(g.reshape(g.shape[0], -1)).all(1) for g in jax.tree.leaves(grads)]
+    finite = [_finite(g) for g in jax.tree.leaves(grads)]
     return jnp.all(jnp.stack(finite), axis=0)
 
 
+def _finite(grad: jax.Array, axes: int = 1) -> jax.Array:
+    """Of one parameter, along its first ``axes`` axes."""
+    return jnp.isfinite(grad.reshape(*grad.shape[:axes], -1)).all(-1)
+
+
 def global_norms(leaf_norms: Any) -> jax.Array:
-    """Combines the norms of the leaves, each ``(B,)``, into the norms of the whole gradients, ``(B,)``."""
-    return safe_norm(jnp.stack(jax.tree.leaves(leaf_norms)), axis=0)
+    """Combines the norms of the leaves, ``(B,)`` or ``(B, layers)`` each, into those of whole gradients, ``(B,)``."""
+    norms = [safe_norm(n, axis=1) if n.ndim > 1 else n for n in jax.tree.leaves(leaf_norms)]
+    return safe_norm(jnp.stack(norms), axis=0)
 
 
 def clip_stacked(grads: Any, mask: jax.Array, scale: Any, offset: Any, clip: ClipFunction) -> EngineResult:
     """Clips and adds gradients that exist: ``sum_i c_i (S g_i + o)`` over real, finite examples.
 
-    ``grads`` has leaves ``(B, ...)``. A masked or non-finite row is dropped by selection, since ``0 * nan`` is not 0.
+    ``grads`` has leaves ``(B, ...)``. What is not finite is dropped by selection, since ``0 * nan`` is not 0.
     """
-    grads, fine = _settled(affine(_trees.upcast(grads), scale, offset))
-    leaf_norms = jax.tree.map(lambda g: jnp.where(fine, safe_norm(g.reshape(g.shape[0], -1), axis=1), jnp.nan), grads)
-    is_finite = jnp.isfinite(global_norms(leaf_norms))
-    contributes = is_finite & mask
+    axes = [1 + k for k in layer_axes(clip, jax.tree.map(lambda g: g[0], grads))]
+    grads, tree = jax.tree.flatten(affine(_trees.upcast(grads), scale, offset))
+    grads, fine = _settled(grads, axes)
+    norms = [safe_norm(g.reshape(*g.shape[:k], -1), axis=k) for g, k in zip(grads, axes, strict=True)]
+    norms = [jnp.where(f, n, jnp.nan) for f, n in zip(fine, norms, strict=True)]
+    leaf_norms = tree.unflatten(norms)
+    coefficients = tree.flatten_up_to(row_coefficients(clip, leaf_norms))
+    coefficients = [jnp.where(_trees.per_example(mask, c), c, 0) for c in coefficients]
 
     def weighted_sum(rows):
-        grads, coefficients, contributes = rows
+        return [jnp.sum(_trees.per_example(c, g) * g, axis=0) for g, c in zip(*rows, strict=True)]
 
-        def one_leaf(g, c):
-            return jnp.sum(jnp.where(_trees.per_example(contributes, g), _trees.per_example(c, g) * g, 0), axis=0)
-
-        return jax.tree.map(one_leaf, grads, coefficients)
-
-    rows = grads, row_coefficients(clip, leaf_norms), contributes
-    total = _sums.over_examples(lambda group: _sums.in_blocks(weighted_sum, group), rows)
-    return EngineResult(total.value, leaf_norms, None, None, is_finite, total.remainder)
+    total = _sums.over_examples(lambda group: _sums.in_blocks(weighted_sum, group), (grads, coefficients))
+    rest = None if total.remainder is None else tree.unflatten(total.remainder)
+    return EngineResult(
+        tree.unflatten(total.value), leaf_norms, None, None, jnp.isfinite(global_norms(leaf_norms)), rest
+    )
 
 
-def _settled(grads: Any) -> tuple[Any, jax.Array]:
-    """The gradients with zeros for rows that are not finite, and which rows are, ``(B,)``.
+def _settled(grads: list[jax.Array], axes: list[int]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The gradients with zeros where they are not finite, and where they are, along each one's first ``axes`` axes.
 
     Computed here and nowhere else. XLA may compute what has several uses once for each of them, rounded another way:
     where a gradient is what rounding has left of larger terms, the sum's would not be the one that was clipped. What a
     loop takes along it has to settle, also if the loop ordinarily takes no step.
     """
-    fine = _finite_rows(grads)
+    fine = [_finite(g, k) for g, k in zip(grads, axes, strict=True)]
 
     def without_bad_ones(state: tuple) -> tuple:
-        return jnp.array(True), jax.tree.map(lambda g: jnp.where(_trees.per_example(fine, g), g, 0), state[1])
+        return jnp.array(True), [jnp.where(_trees.per_example(f, g), g, 0) for f, g in zip(fine, state[1], strict=True)]
 
-    state = jnp.all(fine), grads
+    state = jnp.all(jnp.stack([jnp.all(f) for f in fine])), grads
     if isinstance(state[0], Tracer):
         return jax.lax.while_loop(lambda state: ~state[0], without_bad_ones, state)[1], fine
     return (grads if bool(state[0]) else without_bad_ones(state)[1]), fine

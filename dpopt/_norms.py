@@ -1,4 +1,6 @@
-"""The norm that both engines bound sensitivities with, where gradients exist."""
+"""The norm that both engines bound sensitivities with, where gradients exist, and what scales it down."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,3 +15,16 @@ def safe_norm(x: jax.Array, axis: int) -> jax.Array:
     bound = 2.0 ** (jnp.finfo(x.dtype).maxexp - 28)
     unit = jnp.where(jnp.isfinite(largest), jnp.clip(largest, 1 / bound, bound), 1)
     return jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(x / unit), axis=axis))
+
+
+def shrink_to(l2_clip_norm: Any, norms: jax.Array) -> jax.Array:
+    """``min(1, C / norm)``; 0 for an infinite norm."""
+    # Not min(1, C / norm): 0 / 0 would spoil an example without gradient, inf / inf one under an infinite clip.
+    shrunk = jnp.where(jnp.isinf(norms), 0, without_denormals(l2_clip_norm / norms, norms.dtype))
+    return jnp.where((norms > l2_clip_norm) | jnp.isinf(norms), shrunk, jnp.ones_like(norms))
+
+
+def without_denormals(coefficients: jax.Array, dtype: Any) -> jax.Array:
+    """Zero for a denormal factor, which has lost digits and may be too large for the bound by a per mille."""
+    coefficients = coefficients.astype(dtype)
+    return jnp.where(coefficients < jnp.finfo(dtype).tiny, 0, coefficients)

@@ -65,5 +65,5 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> Any:
 
 
 def per_example(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Reshapes a ``[B]`` vector so that it broadcasts against ``like`` of shape ``[B, ...]``."""
-    return vector.reshape(vector.shape + (1,) * (like.ndim - 1))
+    """Reshapes a ``[B]`` vector, or ``[B, layers]``, so that it broadcasts against ``like`` of shape ``[B, ...]``."""
+    return vector.reshape(vector.shape + (1,) * (like.ndim - vector.ndim))

@@ -5,6 +5,7 @@ of the resulting sum. It sees one example at a time. `clip_and_sum` is the Optax
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _engines, _flow, _stages, _validate
+from dpopt import _engines, _flow, _stages, _trees, _validate
+from dpopt._norms import shrink_to, without_denormals
 from dpopt.gradients import PerExampleGrads, stacked_grads
 
 # The least clip norm and gamma. Float32 flushes numbers below 2^-126 to zero: this far above, what a norm near the
@@ -51,7 +53,7 @@ class FlatClip:
 
     def coefficients(self, leaf_norms: Any) -> Any:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
-        c = _shrink_to(self.l2_clip_norm, _engines.global_norms(leaf_norms))
+        c = shrink_to(self.l2_clip_norm, _engines.global_norms(leaf_norms))
         return jax.tree.map(lambda _: c, leaf_norms)
 
 
@@ -94,17 +96,100 @@ class GroupClip:
     def coefficients(self, leaf_norms: Any) -> Any:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape."""
 
-        def one_group(c, group):
-            shrink = _shrink_to(c, _engines.global_norms(group))
+        def one_group(c: Any, group: Any) -> Any:
+            shrink = shrink_to(c, _engines.global_norms(group))
             return jax.tree.map(lambda _: shrink, group)
 
+        return self._mapped(one_group, leaf_norms)
+
+    def own_clip_norms(self, params: Any) -> list:
+        """C_k of the parameters that are groups of their own, None for others: these can be clipped as they come."""
+
+        def one_group(c: Any, group: Any) -> list:
+            size = len(jax.tree.leaves(group))
+            return [c if size == 1 else None] * size
+
+        lists = self._mapped(one_group, params)
+        return jax.tree.leaves(lists, is_leaf=lambda x: x is None)
+
+    def _mapped(self, one_group: Callable, tree: Any) -> Any:
         try:
-            return jax.tree.map(one_group, self.l2_clip_norms, leaf_norms)
+            return jax.tree.map(one_group, self.l2_clip_norms, tree)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 "l2_clip_norms must be a prefix of the parameters' tree; got "
-                f"{jax.tree.structure(self.l2_clip_norms)} for parameters {jax.tree.structure(leaf_norms)}."
+                f"{jax.tree.structure(self.l2_clip_norms)} for parameters {jax.tree.structure(tree)}."
             ) from error
+
+
+@_engines.takes_rows
+@dataclasses.dataclass(frozen=True)
+class LayerwiseClip:
+    r"""Clips every parameter on its own, and every layer of those that a scan stacks.
+
+    All K of them get the same share of the clip norm: :math:`c_{i,k} = \min(1, C / (\sqrt{K} \|g_{i,k}\|_2))`. A
+    parameter's coefficient is known as soon as its gradient is, so the ghost engine clips within the one backward pass:
+    the way to train the largest models privately, at the time and memory of ordinary training. Flat clipping, which
+    keeps the direction of every gradient, is often the more accurate for the same C.
+
+    Args:
+        l2_clip_norm: C, of the whole gradient, positive and finite.
+        scanned: which parameters hold a layer in each entry of their first axis, as ``jax.lax.scan`` and ``nn.scan``
+            take them: a pytree of booleans that is a prefix of the parameters, such as ``{"layers": True, "embed":
+            False}``.
+
+    Raises:
+        ValueError, TypeError: if C is not a positive, finite number, or below 2^-100; when clipping, if ``scanned`` is
+            no prefix of the parameters, or True for a scalar.
+
+    *Privacy*: sensitivity C under add/remove-one. An example whose gradient is not finite contributes zero to the
+    parameters concerned.
+
+    Reference: McMahan, Ramage, Talwar and Zhang (2018), per-layer clipping; He et al. (2023), group-wise clipping.
+
+    >>> clip = LayerwiseClip(2.0, scanned={"layers": True, "head": False})
+    >>> clip.coefficients({"layers": jnp.array([1.0, 2.0, 4.0]), "head": jnp.array(0.5)})["layers"].tolist()
+    [1.0, 0.5, 0.25]
+    """
+
+    l2_clip_norm: Any
+    scanned: Any = False
+
+    def __post_init__(self):
+        _validate.positive(l2_clip_norm=self.l2_clip_norm)
+        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm)
+        for path, entry in jax.tree_util.tree_leaves_with_path(self.scanned):
+            if not isinstance(entry, bool):
+                where = jax.tree_util.keystr(path)
+                raise TypeError(f"scanned{where} must be True or False, got {entry!r}.")
+
+    @property
+    def sensitivity(self) -> Any:
+        """L2 sensitivity of the clipped sum to adding or removing one example."""
+        return self.l2_clip_norm
+
+    def coefficients(self, leaf_norms: Any) -> Any:
+        """Maps norms, a pytree of ``(B,)``, or ``(B, layers)`` where scanned, to coefficients of the same shapes."""
+        is_scanned = _trees.broadcast_prefix(self.scanned, leaf_norms, "scanned")
+        norms, tree = jax.tree.flatten(leaf_norms)
+        counts = [n.shape[-1] if s else 1 for n, s in zip(norms, jax.tree.leaves(is_scanned), strict=True)]
+        return tree.unflatten([shrink_to(self._share(counts), n) for n in norms])
+
+    def layer_axes(self, params: Any) -> list[int]:
+        """How many leading axes of each parameter number layers: 1 or 0."""
+        is_scanned = jax.tree.leaves(_trees.broadcast_prefix(self.scanned, params, "scanned"))
+        if any(s and jnp.ndim(p) == 0 for s, p in zip(is_scanned, jax.tree.leaves(params), strict=True)):
+            raise ValueError("scanned is True for a parameter that is a scalar: it has no axis of layers.")
+        return [int(s) for s in is_scanned]
+
+    def own_clip_norms(self, params: Any) -> list:
+        """What each parameter, and each layer, is scaled down to."""
+        axes = self.layer_axes(params)
+        counts = [jnp.shape(p)[0] if axis else 1 for p, axis in zip(jax.tree.leaves(params), axes, strict=True)]
+        return [self._share(counts)] * len(counts)
+
+    def _share(self, counts: list[int]) -> Any:
+        return self.l2_clip_norm / sum(counts) ** 0.5
 
 
 @_engines.takes_rows
@@ -147,20 +232,8 @@ class NormalizedClip:
     def coefficients(self, leaf_norms: Any) -> Any:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
         norms = _engines.global_norms(leaf_norms)
-        c = _without_denormals(self.l2_clip_norm / (norms + self.gamma), norms.dtype)
+        c = without_denormals(self.l2_clip_norm / (norms + self.gamma), norms.dtype)
         return jax.tree.map(lambda _: c, leaf_norms)
-
-
-def _shrink_to(l2_clip_norm: Any, norms: jax.Array) -> jax.Array:
-    # Not min(1, C / norm): 0 / 0 would spoil an example without gradient, inf / inf one under an infinite clip.
-    shrunk = _without_denormals(l2_clip_norm / norms, norms.dtype)
-    return jnp.where(norms > l2_clip_norm, shrunk, jnp.ones_like(norms))
-
-
-def _without_denormals(coefficients: jax.Array, dtype: Any) -> jax.Array:
-    # A denormal factor has lost digits and may be too large for the bound by a per mille; 0 keeps it.
-    coefficients = coefficients.astype(dtype)
-    return jnp.where(coefficients < jnp.finfo(dtype).tiny, 0, coefficients)
 
 
 def as_clip_function(l2_clip_norm: Any) -> _engines.ClipFunction:

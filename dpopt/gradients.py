@@ -122,8 +122,8 @@ class PerExampleGrads:
         else:
             ran = self._source.run(self._mask, self._scale, self._offset, clip)
             norms = _engines.global_norms(ran.leaf_norms)
-            coefficients = jnp.stack(jax.tree.leaves(_engines.row_coefficients(clip, ran.leaf_norms)))
-            was_clipped = jnp.any(coefficients < 1, axis=0)
+            coefficients = jax.tree.leaves(_engines.row_coefficients(clip, ran.leaf_norms))
+            was_clipped = jnp.any(jnp.stack([(c < 1).reshape(len(c), -1).any(1) for c in coefficients]), axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
             result = ClippedSum(ran.sum, aux, ran.remainder)
         self._observed.append(result)

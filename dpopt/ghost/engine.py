@@ -6,8 +6,8 @@ where ``c_i`` depends on the norms of ``S g_i + o``. The batch's forward and bac
 traced loss's own under ``vmap``, so examples cannot mix. By linearity the weighted sum is, at
 every contact, the transposed primitive fed ``c_i y_i``: one ordinary kernel for the whole batch.
 
-Where some norm is not finite, or not certain enough, that example's gradient is formed, and those that are not finite
-are left out by selection: slow and rare. All else is computed as ever.
+Where some norm is not finite, or not certain enough, that example's gradient is formed and added by itself: slow and
+rare. All else is computed as ever.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
+from dpopt.ghost.selection import finite, selected
 from dpopt.ghost.squares import TOLERANCE
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.values import wide_dtype
@@ -95,8 +96,8 @@ def clipped_sum(
       loss_fn: ``loss_fn(params, example) -> scalar``, or ``(scalar, aux)`` with ``has_aux``.
       params: pytree of arrays.
       batch: pytree whose leaves have a leading axis of B examples.
-      coefficients: maps per-example norms (like params, leaves ``[B]``) to clip coefficients (like
-        params, leaves ``[B]``). Returning one array for several parameters saves work.
+      coefficients: maps per-example norms (like params, leaves ``[B]``, infinite where a gradient is not finite) to
+        clip coefficients (like params, leaves ``[B]``). Returning one array for several parameters saves work.
       mask: ``[B]`` bool; a False example contributes exactly zero.
       scale: S, like params, each leaf of a shape that broadcasts to its parameter's.
       offset: o, likewise.
@@ -128,9 +129,11 @@ def clipped_sum(
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
     def weigh(leaf_norms, mask=mask):
+        # What is not finite counts as infinite, so that it contributes zero, and so does what is clipped with it.
+        leaf_norms = [jnp.where(jnp.isfinite(n), n, jnp.inf) for n in leaf_norms]
         given = coefficients(jax.tree.unflatten(tree, leaf_norms))
         masked: dict[int, jax.Array] = {}  # one array per distinct coefficient: sums are shared
-        return [masked.setdefault(id(c), jnp.where(mask, c, 0)) for c in tree.flatten_up_to(given)]
+        return [masked.setdefault(id(c), jnp.where(mask & (c > 0), c, 0)) for c in tree.flatten_up_to(given)]
 
     def result(total, leaf_norms, losses, aux, ok):
         aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
@@ -150,42 +153,40 @@ def clipped_sum(
     rows += [c >= (1 - TOLERANCE) * most for c, most in zip(weigh(leaf_norms), weigh(lower_norms), strict=True)]
     certain = jnp.all(jnp.stack(rows or [mask]), axis=0)
 
-    def look_closer(state: tuple) -> tuple:
-        _, leaf_norms, _, recorded = state
-        leaf_norms, ok = one_by_one.norms(run, mask, certain, leaf_norms, recorded, kept, range(len(leaves)))
-        return jnp.array(True), leaf_norms, ok, jax.tree.map(lambda x: _selected(ok, x), recorded)
+    # What is not finite is left out by selection, contact by contact, and whoever is not certain computed alone. Both
+    # ordinarily take zero iterations. Loops rather than `cond`, which under vmap would run both sides. The sum between
+    # them is the same for all batches: what an example adds must not depend on whether another one is bad.
+    recorded = run.recorded(xs, ys, kept)
+    fine = [jnp.ones(plan.batch_size, bool) for _ in recorded]
 
-    # Ordinarily zero iterations. A loop rather than `cond`, which under vmap would run both sides; outside `jit`, where
-    # the loop would be compiled at every call, Python looks for itself. The sum comes after it, the same for all
-    # batches: what an example adds must not depend on whether another one is bad.
-    state = jnp.all(certain), leaf_norms, mask, run.recorded(xs, ys, kept)
-    if isinstance(state[0], Tracer):
-        state = lax.while_loop(lambda state: ~state[0], look_closer, state)
-    elif not bool(state[0]):
-        state = look_closer(state)
-    _, leaf_norms, ok, recorded = state
-    if offset is None:
-        return result(run.weighted_sum(weigh(leaf_norms, ok), recorded, kept), leaf_norms, losses, aux, ok)
-    # An offset may cancel the gradient: those examples are added up by themselves.
-    weights, alone = weigh(leaf_norms, ok), ok & ~certain
-    total = run.weighted_sum(weigh(leaf_norms, ok & certain), recorded, kept)
+    def without_bad_rows(recorded, fine):
+        fine = [_finite_rows(r, f) for r, f in zip(recorded, fine, strict=True)]
+        return [jax.tree.map(lambda x, f=f: selected(f, x), r) for r, f in zip(recorded, fine, strict=True)], fine
 
-    def add(state: tuple) -> tuple:
-        return jnp.array(False), one_by_one.add(run, state[1], weights, alone, recorded, kept)
+    recorded, fine = _once(~finite([*leaf_norms, mask]), without_bad_rows, recorded, fine)
+    total = run.weighted_sum(weigh(leaf_norms, mask & certain), recorded, kept)
 
-    state = jnp.any(alone), total
-    if isinstance(state[0], Tracer):
-        state = lax.while_loop(lambda state: state[0], add, state)
-    elif bool(state[0]):
-        state = add(state)
-    return result(state[1], leaf_norms, losses, aux, ok)
+    def with_uncertain_ones(total, leaf_norms):
+        return one_by_one.add(run, total, lambda n: weigh(n, True), mask & ~certain, leaf_norms, recorded, fine, kept)
+
+    total, leaf_norms = _once(mask & ~certain, with_uncertain_ones, total, leaf_norms)
+    return result(total, leaf_norms, losses, aux, mask & finite([*leaf_norms, mask]))
 
 
-def _selected(ok: jax.Array, x: jax.Array) -> jax.Array:
-    """x, ``[B, ...]``, with zeros in the rows that do not count: zero times NaN would be NaN."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return jnp.where(ok.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+def _once(rows: jax.Array, step: Callable, *state: Any) -> tuple:
+    """``step(*state)`` if any of ``rows`` holds, else the state as it is."""
+    wanted = jnp.any(rows)
+    if not isinstance(wanted, Tracer):  # outside `jit` a loop would be compiled at every call
+        return tuple(step(*state)) if bool(wanted) else state
+    return lax.while_loop(lambda s: s[0], lambda s: (jnp.array(False), tuple(step(*s[1]))), (wanted, state))[1]
+
+
+def _finite_rows(recorded: Any, fine: jax.Array) -> jax.Array:
+    """``[B]``: where ``fine``, and all that is ``recorded`` of an example is finite."""
+    for x in jax.tree.leaves(recorded):
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            fine &= jnp.isfinite(x.reshape(len(x), -1)).all(1)
+    return fine
 
 
 def _like(params: Any, tree: Any) -> list:

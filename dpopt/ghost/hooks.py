@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import square_of_one, transposed
+from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import tiny, to_one
 from dpopt.ghost.values import Contact
 
@@ -82,13 +83,8 @@ class SumHook:
         """The contact's output, watched; see `_watched`."""
 
         def of_batch(x, y, coefficients, _):
-            def kept(z, c):
-                if z is None or not jnp.issubdtype(z.dtype, jnp.inexact):
-                    return z
-                return jnp.where(c.reshape(-1, *[1] * (z.ndim - 1)) != 0, z, 0)
-
             return [
-                transposed(contact, kept(x, c), kept(y, c), c).astype(t.dtype)
+                transposed(contact, selected(c != 0, x), selected(c != 0, y), c).astype(t.dtype)
                 for c, t in zip(coefficients, self.totals, strict=True)
             ]
 

@@ -6,7 +6,7 @@ For examples whose norm float32 could not tell otherwise, or whose offset cancel
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,13 @@ from dpopt.ghost.values import Contact
 
 def norms(
     run: Run,
-    mask: jax.Array,
     certain: jax.Array,
     leaf_norms: list[jax.Array],
     recorded: list,
     kept: dict,
     leaves: Sequence[int],
-) -> tuple[list[jax.Array], jax.Array]:
-    """Norms of the gradients themselves where they are not certain, and which examples count.
-
-    Tells a gradient that is not finite (contributes zero) from one whose squares overflow (clipped as usual: its norm
-    is taken relative to its largest entry).
+) -> list[jax.Array]:
+    """Norms of the gradients themselves where they are not certain, for a sum that is computed in another way.
 
     Args:
         leaf_norms: of ``leaves``, as is what is returned.
@@ -43,15 +39,14 @@ def norms(
     gains = run.gains(contacts, leaves)
 
     def one(rows):
-        recorded, is_certain, known, keep = rows
+        recorded, is_certain, known = rows
         formed = _formed(contacts, recorded, kept)
         own = [safe_norm(g.reshape(-1), axis=0) for g in _gradient(run, contacts, formed, leaves)]
         totals = run.roundings(gains, contacts, formed, recorded, kept)
         own = [with_roundings(n, t) for n, t in zip(own, totals, strict=True)]
-        keep &= is_certain | jnp.all(jnp.isfinite(jnp.stack(own)))
-        return [jnp.where(is_certain, n, o.astype(n.dtype)) for n, o in zip(known, own, strict=True)], keep
+        return [jnp.where(is_certain, n, o.astype(n.dtype)) for n, o in zip(known, own, strict=True)]
 
-    rows = recorded, certain, leaf_norms, mask
+    rows = recorded, certain, leaf_norms
     together = _together(run)
     if together == 1:
         return lax.map(one, rows)
@@ -59,25 +54,61 @@ def norms(
     return jax.tree.map(join_rows, several)
 
 
-def add(run: Run, total: _sums.Sum, weights: list, chosen: jax.Array, recorded: list, kept: dict) -> _sums.Sum:
-    """``total`` and ``c_i (S g_i + o)`` of the ``chosen`` examples.
+def add(
+    run: Run,
+    total: _sums.Sum,
+    weigh: Callable[[list[jax.Array]], list[jax.Array]],
+    chosen: jax.Array,
+    leaf_norms: list[jax.Array],
+    recorded: list,
+    fine: list[jax.Array],
+    kept: dict,
+) -> tuple[_sums.Sum, list[jax.Array]]:
+    """``total`` and ``c_i (S g_i + o)`` of the ``chosen`` examples, and the norms, theirs of the gradients themselves.
 
-    For those whose offset cancels the gradient: in the weighted sum the two are added up apart.
+    Tells a gradient that is not finite (contributes zero) from one whose squares overflow (clipped as usual: its norm
+    is taken relative to its largest entry).
+
+    Args:
+        weigh: coefficients for norms, ``[1]`` each.
+        fine: at each contact, whether what is recorded of an example was finite.
     """
-    together, contacts = _together(run), run.trace.contacts
+    together, contacts, leaves = _together(run), run.trace.contacts, range(len(run.leaves))
 
     def one(rows):
-        recorded, weights, keep = rows
-        gradient = _gradient(run, contacts, _formed(contacts, recorded, kept), range(len(run.leaves)))
-        return [jnp.where(keep, g * c, 0).astype(x.dtype) for g, c, x in zip(gradient, weights, run.wide, strict=True)]
+        recorded, fine, known, is_chosen = rows
+        gradient = _gradient(run, contacts, _formed(contacts, recorded, kept), leaves)
+        good = [jnp.all(jnp.isfinite(g)) for g in gradient]
+        for contact, is_fine in zip(contacts, fine, strict=True):
+            for leaf in contact.weight.leaves:
+                good[leaf] &= is_fine
+        gradient = _settled(gradient, good)
+        own = [jnp.where(f, safe_norm(g.reshape(-1), axis=0), jnp.nan).astype(n.dtype)
+               for f, g, n in zip(good, gradient, known, strict=True)]  # fmt: skip
+        weights = [c[0] for c in weigh([n[None] for n in own])]
+        parts = [jnp.where(is_chosen, g * c, 0).astype(x.dtype)
+                 for g, c, x in zip(gradient, weights, run.wide, strict=True)]  # fmt: skip
+        return parts, [jnp.where(is_chosen, o, n) for o, n in zip(own, known, strict=True)]
 
     def several(total, rows):
-        return _sums.add(total, _sums.Sum([jnp.sum(x, axis=0) for x in jax.vmap(one)(rows)])), None
+        parts, norms = jax.vmap(one)(rows)
+        return _sums.add(total, _sums.Sum([jnp.sum(x, axis=0) for x in parts])), norms
 
-    rows = jax.tree.map(lambda x: split_rows(x, together), (recorded, weights, chosen))
+    rows = jax.tree.map(lambda x: split_rows(x, together), (recorded, fine, leaf_norms, chosen))
     # By themselves, in pairs of floats if there are many: one after the other onto the total, each would round all.
     nothing = _sums.zero([jnp.zeros_like(x) for x in run.wide], together, run.plan.batch_size // together)
-    return _sums.add(total, lax.scan(several, nothing, rows)[0])
+    more, norms = lax.scan(several, nothing, rows)
+    return _sums.add(total, more), jax.tree.map(join_rows, norms)
+
+
+def _settled(gradient: list[jax.Array], good: list[jax.Array]) -> list[jax.Array]:
+    """Zeros for what is not finite, computed once for the norm and for the sum: XLA might do so for each of them."""
+
+    def without_bad_ones(state):
+        return jnp.array(True), [jnp.where(f, g, 0) for f, g in zip(good, state[1], strict=True)]
+
+    state = jnp.all(jnp.stack([jnp.array(True), *good])), gradient
+    return lax.while_loop(lambda state: ~state[0], without_bad_ones, state)[1]
 
 
 def _together(run: Run) -> int:

@@ -23,7 +23,7 @@ from dpopt.ghost.hooks import NormHook
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, size_behind, tiny, to_one
+from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, size_behind, tiny
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
 
@@ -135,9 +135,19 @@ class Run:
         gradient = gradient if scale is None else gradient * scale
         return gradient if offset is None else gradient + offset
 
-    def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[list[jax.Array]]:
-        """Per parameter and contact: how much the entries of the contact's gradient count in ``S g``, about."""
-        return [self.pull_back.gains(leaf, self.scales[leaf], contacts) for leaf in leaves]
+    def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[dict[int, jax.Array | None]]:
+        """Per parameter and contact of its own: how much entries of the contact's gradient count in ``S g``, about.
+
+        None: as they are."""
+
+        def of_leaf(leaf):
+            own = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}
+            copies = all(is_direct(c) and cast(Entry, c.weight.entry).copy for c in own.values())
+            if copies and self.scales[leaf] is None:
+                return dict.fromkeys(own)
+            return dict(zip(own, self.pull_back.gains(leaf, self.scales[leaf], list(own.values())), strict=True))
+
+        return [of_leaf(leaf) for leaf in leaves]
 
     def roundings(self, gains: list, contacts: Sequence[Contact], formed: list, recorded: list, kept: dict) -> list:
         """Per parameter, how large the terms are that one example's ``S g`` was added up from.
@@ -148,23 +158,31 @@ class Run:
             recorded: what they were formed from.
             kept: the contacts with kept gradients.
         """
-        sizes = [safe_norm(jnp.abs(g).reshape(-1), axis=0) for g in formed]
 
-        def total(contact, rows, size):
-            # What is kept, or has one position, is added up over examples as it is.
-            if contact in kept or contact.factors is None or contact.factors.positions == 1:
-                return size
-            (x, x_unit), (y, y_unit) = (to_one(z) for z in rows)
-            return y_unit * (x_unit * norms.mass(contact.factors, x, y))
+        def added_up(contact):  # what is kept, or has one position, is added up over examples as it is
+            return contact not in kept and contact.factors is not None and contact.factors.positions > 1
 
-        totals = [total(*of) for of in zip(contacts, recorded, sizes, strict=True)]
+        def total(contact, rows):
+            x, y = rows
+            factors, right = contact.factors, safe_norm(y.reshape(-1), axis=0)
+            if factors.one_hot:
+                return factors.positions**0.5 * right
+            return factors.shape[0] ** 0.5 * safe_norm(x.reshape(-1), axis=0) * right
 
-        def behind(gain, g, size, total):
-            mapped = safe_norm((gain * jnp.abs(g)).reshape(-1), axis=0)
-            return size_behind(mapped, size, total, safe_norm(gain.reshape(-1), axis=0) / max(gain.size, 1) ** 0.5)
+        totals = {i: total(c, r) for i, (c, r) in enumerate(zip(contacts, recorded, strict=True)) if added_up(c)}
+        formed = [jnp.abs(g) for g in formed]
+        sizes = [safe_norm(g.reshape(-1), axis=0) for g in formed]
 
-        each = [[behind(*of) for of in zip(own, formed, sizes, totals, strict=True)] for own in gains]
-        return [functools.reduce(jnp.hypot, own, jnp.zeros(())) for own in each]
+        def behind(i, gain):
+            if gain is None:
+                return totals.get(i, sizes[i])
+            mapped = safe_norm((gain * formed[i]).reshape(-1), axis=0)
+            if i not in totals:
+                return mapped
+            typical = safe_norm(gain.reshape(-1), axis=0) / max(gain.size, 1) ** 0.5
+            return size_behind(mapped, sizes[i], totals[i], typical)
+
+        return [functools.reduce(jnp.hypot, (behind(*of) for of in own.items()), jnp.zeros(())) for own in gains]
 
     def _lost(self, leaf: int, contacts: Sequence[Contact]) -> jax.Array | float:
         """What an entry of ``S g`` may have lost to products that vanish when g is formed."""

@@ -27,6 +27,7 @@ from dpopt._norms import safe_norm
 from dpopt.ghost import one_by_one
 from dpopt.ghost.hooks import NormHook, SumHook
 from dpopt.ghost.run import Run
+from dpopt.ghost.selection import finite
 from dpopt.ghost.squares import TOLERANCE
 from dpopt.ghost.values import Contact, wide_dtype
 
@@ -54,9 +55,9 @@ def clipped_sum(run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax
         known[leaf] = tuple(n if number is None else n * jnp.abs(number) for n in found)
     upper, lower, _ = run.norms(xs, ys, outs, known)
     upper, lower = ([n.astype(x.dtype) for n, x in zip(bounds, run.wide, strict=True)] for bounds in (upper, lower))
-    upper = _looked_at(run, upper, lower, weigh, mask, xs, ys, [i for i in range(len(upper)) if i not in known])
-    ok = mask & _finite(upper, mask)
-    weights = weigh(upper, ok)
+    upper = _looked_at(run, upper, lower, weigh, xs, ys, [i for i in range(len(upper)) if i not in known])
+    ok = mask & finite(upper) if upper else mask
+    weights = weigh(upper)
     distinct = {id(c): c for c in weights}
     leaf_groups = [list(distinct).index(id(c)) for c in weights]
 
@@ -67,11 +68,7 @@ def clipped_sum(run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax
     return Streamed(total, upper, losses, aux, ok)
 
 
-def _finite(leaf_norms: list[jax.Array], mask: jax.Array) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.isfinite(n) for n in leaf_norms] or [mask]), axis=0)
-
-
-def _looked_at(run: Run, upper, lower, weigh, mask, xs, ys, leaves: list[int]) -> list[jax.Array]:
+def _looked_at(run: Run, upper, lower, weigh, xs, ys, leaves: list[int]) -> list[jax.Array]:
     """Norms, of the recorded ``leaves`` from formed gradients where squares vanish or overflow and the clip would tell.
 
     (As in engine.py. What is streamed is scaled before it is squared.)"""
@@ -82,7 +79,7 @@ def _looked_at(run: Run, upper, lower, weigh, mask, xs, ys, leaves: list[int]) -
     recorded = [(xs[k], ys[k]) for k in run.contacts_of(leaves)]
 
     def look_closer(state: tuple) -> tuple:
-        return jnp.array(True), one_by_one.norms(run, mask, certain, state[1], recorded, {}, leaves)[0]
+        return jnp.array(True), one_by_one.norms(run, certain, state[1], recorded, {}, leaves)
 
     state = jnp.all(certain), [upper[i] for i in leaves]
     if isinstance(state[0], Tracer):
