@@ -23,6 +23,7 @@ from dpopt.verification import verify as verify
 # How is its influence bounded?
 from dpopt.clipping import FlatClip as FlatClip
 from dpopt.clipping import GroupClip as GroupClip
+from dpopt.clipping import LayerwiseClip as LayerwiseClip
 from dpopt.clipping import NormalizedClip as NormalizedClip
 from dpopt.clipping import clip_and_sum as clip_and_sum
 

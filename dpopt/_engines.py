@@ -266,7 +266,7 @@ class Loss:
         losses, aux = values if self.has_aux else (values, None)
         return clip_stacked(grads, mask, scale, offset, clip)._replace(losses=losses, aux=aux)
 
-    def _choose(self, scale, offset) -> tuple[int, ghost.Plan | None]:
+    def _choose(self, scale, offset, clip) -> tuple[int, ghost.Plan | None]:
         """How many examples to take at a time, and the ghost engine's plan for that many.
 
         No plan means ``vmap``: because it is asked for, or all that is left, or faster.
@@ -274,26 +274,28 @@ class Loss:
         size = min(self.microbatch_size or self.batch_size, self.batch_size)
         if self.engine == "vmap" or batched_by_hand(self._row_program):
             return size, None
+        # Outside `jit` a loop over parts would be compiled at every call.
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
         try:
             plan = ghost.plan_clipped_sum(
                 self.loss_fn, self.params, self.batch, scale=scale, offset=offset, has_aux=self.has_aux
             ).of(size)
+            way = ghost.choose(
+                plan,
+                self.loss_fn,
+                self.params,
+                row,
+                self.has_aux,
+                self.memory,
+                may_split=self.microbatch_size is None and is_traced,
+                may_vmap=self.engine == "auto",
+                limits=own_clip_norms(clip, self.params),
+                layer_axes=layer_axes(clip, self.params),
+            )
         except ghost.CannotFollow as reason:
             _fallback.to_vmap(reason.primitive, str(reason))
             return size, None
-        # Outside `jit` a loop over parts would be compiled at every call.
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
-        way = ghost.choose(
-            plan,
-            self.loss_fn,
-            self.params,
-            row,
-            self.has_aux,
-            self.memory,
-            may_split=self.microbatch_size is None and is_traced,
-            may_vmap=self.engine == "auto",
-        )
         return size // way.parts, way.plan
 
     def _microbatch(self, batch, mask, scale, offset, clip, plan: ghost.Plan | None) -> EngineResult:
@@ -311,6 +313,8 @@ class Loss:
                 offset=offset,
                 has_aux=self.has_aux,
                 plan=plan,
+                limits=own_clip_norms(clip, self.params),
+                layer_axes=layer_axes(clip, self.params),
             )
         except jax.errors.JaxRuntimeError:  # out of memory, say: the other engine would need more
             raise
@@ -326,7 +330,7 @@ class Loss:
     def run(self, mask, scale, offset, clip) -> EngineResult:
         """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
         check_rows_are_independent(self._row_program)
-        size, plan = self._choose(scale, offset)
+        size, plan = self._choose(scale, offset, clip)
         if size == self.batch_size:
             return self._microbatch(self.batch, mask, scale, offset, clip, plan)
 

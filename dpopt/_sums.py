@@ -80,6 +80,15 @@ def _add(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array) -> tu
     return jnp.where(finite, value, total), jnp.where(finite, rest - (value - total), 0)
 
 
+def needs_remainder(size: int) -> bool:
+    """Whether `over_examples` of so many examples gives pairs of floats."""
+    total = jax.eval_shape(
+        lambda x: over_examples(lambda group: in_blocks(lambda rows: jnp.sum(rows), group), x),
+        jax.ShapeDtypeStruct((size,), jnp.float32),
+    )
+    return total.remainder is not None
+
+
 def over_examples(one_group: Callable[[Any], Any], inputs: Any) -> Sum:
     """``one_group(inputs)``, a pytree of sums over the leading axis of ``inputs``, of four blocks at a time.
 

@@ -22,6 +22,7 @@ from dpopt.ghost.failures import CannotFollow as CannotFollow
 from dpopt.ghost.memory import DEFAULT_MEMORY as DEFAULT_MEMORY
 from dpopt.ghost.memory import Way as Way
 from dpopt.ghost.memory import choose as choose
+from dpopt.ghost.memory import single_parameters as single_parameters
 from dpopt.ghost.plan import Plan as Plan
 from dpopt.ghost.rules import Factors as Factors
 from dpopt.ghost.rules import Use as Use

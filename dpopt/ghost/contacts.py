@@ -81,7 +81,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
 
 
 def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
-    return x * c.reshape(-1, *[1] * (x.ndim - 1)).astype(wide_dtype(x.dtype))
+    return x * c.reshape(*c.shape, *[1] * (x.ndim - c.ndim)).astype(wide_dtype(x.dtype))
 
 
 def along(contact: Contact, direction: jax.Array, x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ rare. All else is computed as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,6 +89,8 @@ def clipped_sum(
     offset: Any = None,
     has_aux: bool = False,
     plan: Plan | None = None,
+    limits: Sequence[Any] = (),
+    layer_axes: Sequence[int] = (),
 ) -> GhostResult:
     """Sum over examples of ``c_i (S g_i + o)``, without forming the gradients ``g_i``.
 
@@ -103,6 +105,9 @@ def clipped_sum(
       offset: o, likewise.
       has_aux: whether ``loss_fn`` also returns auxiliary data.
       plan: a plan from :func:`plan_clipped_sum` for the same arguments, to save a second trace.
+      limits: per parameter, what its gradient is scaled down to, for those of ``plan.single``: ``coefficients`` has to
+        give ``min(1, limit / norm)`` for them.
+      layer_axes: per parameter, how many axes number layers that are clipped one by one (norms are ``[B, layers]``).
 
     Returns:
       A :class:`GhostResult`.
@@ -133,7 +138,7 @@ def clipped_sum(
         leaf_norms = [jnp.where(jnp.isfinite(n), n, jnp.inf) for n in leaf_norms]
         given = coefficients(jax.tree.unflatten(tree, leaf_norms))
         masked: dict[int, jax.Array] = {}  # one array per distinct coefficient: sums are shared
-        return [masked.setdefault(id(c), jnp.where(mask & (c > 0), c, 0)) for c in tree.flatten_up_to(given)]
+        return [masked.setdefault(id(c), _masked(c, mask)) for c in tree.flatten_up_to(given)]
 
     def result(total, leaf_norms, losses, aux, ok):
         aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
@@ -142,7 +147,9 @@ def clipped_sum(
         return GhostResult(value, leaf_norms, losses, aux, ok, remainder)
 
     if plan.streamed:
-        return result(*streamed.clipped_sum(run, jax.tree.leaves(batch), weigh, mask))
+        return result(
+            *streamed.clipped_sum(run, jax.tree.leaves(batch), weigh, mask, limits, layer_axes or [0] * len(leaves))
+        )
     losses, aux, xs, ys, outs = run.passes(jax.tree.leaves(batch))
     leaf_norms, lower_norms, kept = run.norms(xs, ys, outs)
     # A loss may compute in fewer bits than its parameters have.
@@ -171,6 +178,12 @@ def clipped_sum(
 
     total, leaf_norms = _once(mask & ~certain, with_uncertain_ones, total, leaf_norms)
     return result(total, leaf_norms, losses, aux, mask & finite([*leaf_norms, mask]))
+
+
+def _masked(c: jax.Array, mask: jax.Array | bool) -> jax.Array:
+    """Coefficients, ``[B]`` or ``[B, layers]``, of rows that count."""
+    keep = jnp.reshape(mask, (-1, *[1] * (c.ndim - 1)))
+    return jnp.where(keep & (c > 0), c, 0)
 
 
 def _once(rows: jax.Array, step: Callable, *state: Any) -> tuple:

@@ -8,12 +8,15 @@ blocks by itself. The engine maps examples by ``vmap``, through which `_batched`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dpopt import _sums
+from dpopt._norms import shrink_to
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import square_of_one, transposed
 from dpopt.ghost.selection import selected
@@ -41,6 +44,18 @@ class NormHook:
     method: str
     chunk: int  # examples at a time
 
+    asked_axes = 0
+
+    @property
+    def asked(self) -> Any:
+        """The inputs whose cotangents are wanted; `asked_axes`: where those have the batch's axis."""
+        return self.bounds
+
+    def asking(self, asked: Any, keep: jax.Array) -> NormHook:
+        """With ``asked`` for its own, for an example that counts if ``keep`` is not 0."""
+        del keep
+        return dataclasses.replace(self, bounds=asked)
+
     def split(self, is_mapped: bool) -> tuple[NormHook, Callable]:
         """What each step of a loop gets of it, and how its own is made of that.
 
@@ -51,19 +66,82 @@ class NormHook:
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
         """The contact's output, watched; see `_watched`."""
 
-        def taken(x, y, diagonal):
-            bounds = _norm_of_one(contact, self.method, x, y, diagonal)
-            return jnp.stack(bounds).astype(self.bounds.dtype)
-
-        def of_batch(x, y, diagonal):
-            several = jax.vmap(lambda rows: taken(*rows, diagonal))
-            return in_chunks(several, (x, y), y.shape[0], self.chunk)
-
         def backward(hook, x, y):
-            bounds = _batched(taken, of_batch, True)((x, y), hook.diagonal)
+            of_one = functools.partial(_bounds_of_one, contact, self)
+            bounds = _batched(of_one, functools.partial(_bounds, contact, self), True)((x, y), hook.diagonal)
             return dataclasses.replace(hook, bounds=bounds, diagonal=None)
 
         return _watched(self, run, values, at, backward)
+
+
+@_hook(static=("method", "chunk"))
+class ClipHook:
+    """Takes the norms, clips by them and adds up, on the way: the cotangents of ``bounds`` and of ``total``.
+
+    For a parameter (each step's, in a loop) whose coefficient depends on its own norm alone."""
+
+    bounds: jax.Array  # (*steps, 2) zeros, as for `NormHook`; a step more for layers that come together
+    total: _sums.Sum  # zeros like the weight, at least float32, of the whole batch together
+    limit: jax.Array  # (*steps,), like bounds: the clip norm
+    diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
+    method: str
+    chunk: int
+    keep: jax.Array | None = None  # (): 0 leaves this example out, whatever it holds
+
+    asked_axes = (0, None)
+
+    @property
+    def asked(self) -> Any:
+        return self.bounds, self.total
+
+    def asking(self, asked: Any, keep: jax.Array) -> ClipHook:
+        return dataclasses.replace(self, bounds=asked[0], total=asked[1], keep=keep)
+
+    def split(self, is_mapped: bool) -> tuple[ClipHook, Callable]:
+        del is_mapped  # as for `NormHook`
+        return dataclasses.replace(self, keep=None), lambda own: dataclasses.replace(own, keep=self.keep)
+
+    def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
+        """The contact's output, watched; see `_watched`."""
+
+        def of_batch(x, y, keep, shared):
+            limit, diagonal = shared
+            bounds = _bounds(contact, self, x, y, diagonal)
+            upper = bounds[..., 0]
+            keep = keep.reshape(-1, *[1] * (upper.ndim - 1))
+            c = jnp.where((keep > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
+            rows = selected(c != 0, x), selected(c != 0, y), c
+            total = _sums.over_examples(
+                lambda group: _sums.in_blocks(lambda block: transposed(contact, *block), group), rows
+            )
+            if self.total.remainder is not None and total.remainder is None:  # one example alone
+                total = _sums.Sum(total.value, jnp.zeros_like(total.value))
+            return bounds, jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
+
+        def of_one(x, y, keep, shared):
+            bounds, total = of_batch(*jax.tree.map(lambda z: z[None], (x, y, keep)), shared)
+            return bounds[0], total
+
+        def backward(hook, x, y):
+            both = _batched(of_one, of_batch, (True, False))((x, y, hook.keep), (hook.limit, hook.diagonal))
+            return dataclasses.replace(hook, bounds=both[0], total=both[1], limit=None, diagonal=None, keep=None)
+
+        return _watched(self, run, values, at, backward)
+
+
+def _bounds(contact: Contact, hook: NormHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
+    """``[B, 2]``, some examples at a time."""
+    several = jax.vmap(lambda rows: _bounds_of_one(contact, hook, *rows, diagonal))
+    return in_chunks(several, (x, y), y.shape[0], hook.chunk)
+
+
+def _bounds_of_one(contact: Contact, hook: NormHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
+    def of_layer(y, diagonal):
+        bounds = _norm_of_one(contact, hook.method, x, y, diagonal)
+        return jnp.stack(bounds).astype(hook.bounds.dtype)
+
+    # Of a weight that was not taken apart, the layers come together: then x is None.
+    return jax.vmap(of_layer)(y, diagonal) if hook.bounds.ndim > 1 else of_layer(y, diagonal)
 
 
 @_hook()
@@ -125,10 +203,11 @@ def _watched(hook: Any, run: Callable, values: list, at: int | None, backward: C
     return watched(hook, values)
 
 
-def _batched(of_one: Callable, of_batch: Callable, is_per_example: bool) -> Callable:
+def _batched(of_one: Callable, of_batch: Callable, is_per_example: Any) -> Callable:
     """``of_one(*rows, shared)``, or ``of_batch`` of all rows at once where the engine maps it over the batch.
 
-    What is not per example is the batch's own: the engine's ``vmap`` returns it as it is.
+    What is not per example (a prefix of the output says so) is the batch's own: the engine's ``vmap`` returns it as it
+    is.
     """
 
     @jax.custom_batching.custom_vmap
@@ -141,7 +220,7 @@ def _batched(of_one: Callable, of_batch: Callable, is_per_example: bool) -> Call
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
 
         out = of_batch(*jax.tree.map(filled, rows, are_mapped[0]), shared)
-        return out, jax.tree.map(lambda _: is_per_example, out)
+        return out, jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), is_per_example, out)
 
     return function
 

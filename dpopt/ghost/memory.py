@@ -8,14 +8,17 @@ parameters and their gradients.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.extend import core
 
+from dpopt import _sums
 from dpopt.ghost.costs import activation_bytes, leaf_bytes, nbytes
+from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.plan import Plan
+from dpopt.ghost.values import Entry
 
 DEFAULT_MEMORY = 1.25  # times an ordinary gradient's memory
 _SMALL_BYTES = 1 << 26  # this much may be taken whatever the ordinary gradient takes
@@ -69,7 +72,7 @@ class Way(NamedTuple):
 
 def choose(
     plan: Plan, loss_fn: Callable, params: Any, example: Any, has_aux: bool, memory: float | int, *, may_split: bool,
-    may_vmap: bool,
+    may_vmap: bool, limits: Sequence[Any] = (), layer_axes: Sequence[int] = (),
 ) -> Way:  # fmt: skip
     """The fastest way that fits into ``memory``, or else the smallest.
 
@@ -78,13 +81,27 @@ def choose(
         memory: see `allowed`.
         may_split: whether the batch may be taken in parts.
         may_vmap: whether plain per-example gradients may be taken where they are faster.
+        limits: of each parameter, its clip norm if it is clipped by its own norm alone, else None.
+        layer_axes: how many axes of each parameter number layers, which are clipped one by one.
+
+    Raises:
+      CannotFollow: layers are to be clipped one by one which no scan takes one by one.
     """
+    single = single_parameters(plan, limits, layer_axes)
+    if any(layer_axes):
+        missing = [plan.paths[i] for i, axes in enumerate(layer_axes) if axes and i not in single]
+        if missing:
+            raise CannotFollow("layers", f"{missing[0]} is no weight that a scan reads layer by layer, once a layer")
+        return Way(plan.streaming(single), 1)
     size, parts = plan.batch_size, plan.parts if may_split else 1
     wants_vmap = may_vmap and plan.prefers_vmap
     formed = size * sum(leaf_bytes(plan.trace, leaf.leaf) for leaf in plan.leaves)
     recorded = size / parts * sum(activation_bytes(c) for c in plan.trace.contacts)
     if (formed if wants_vmap else recorded) <= _SMALL_BYTES:  # no more need be asked
         return Way(None, 1) if wants_vmap else Way(plan.of(size // parts), parts)
+    used = {leaf.leaf for leaf in plan.leaves if leaf.contacts}
+    if used <= single:  # one pass: nothing is recorded, nothing computed twice
+        return Way(plan.streaming(single), 1)
     found = estimate(plan, loss_fn, params, example, has_aux)
     limit = allowed(memory, found.ordinary)
     if wants_vmap and found.vmap <= limit:
@@ -95,8 +112,23 @@ def choose(
     if fitting:
         return Way(plan.of(size // fitting[0]), fitting[0])
     if found.streamed < found.recorded(more[-1]):
-        return Way(plan.streaming(), 1)
+        return Way(plan.streaming(single), 1)
     return Way(plan.of(size // more[-1]), more[-1])
+
+
+def single_parameters(plan: Plan, limits: Sequence[Any], layer_axes: Sequence[int]) -> frozenset[int]:
+    """The parameters that can be clipped as their gradients come."""
+    found = set()
+    for contact in plan.streaming().streamed if limits else ():
+        (leaf,), entry = contact.weight.leaves, cast(Entry, contact.weight.entry)
+        axes = layer_axes[leaf] if layer_axes else 0
+        taken = len(contact.loops) or int(contact.apply is None and axes)  # a weight itself comes with all its layers
+        by_layer = axes == taken and (not axes or entry.by_layer)
+        # What a float sum has lost is not multiplied: that would round it as a whole.
+        exact = not _sums.needs_remainder(plan.batch_size) or (entry.copy and not plan.scaled[leaf])
+        if limits[leaf] is not None and by_layer and exact:
+            found.add(leaf)
+    return frozenset(found)
 
 
 def _kept_by_differentiation(loss_fn: Callable, params: Any, example: Any, has_aux: bool) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -85,6 +85,7 @@ class Plan:
     shifted: bool
     paths: Sequence[str] = ()
     streamed: Mapping[Contact, str] = dataclasses.field(default_factory=dict)  # contacts with hooks, and their methods
+    single: frozenset[int] = frozenset()  # parameters that are clipped in the first pass
 
     @property
     def pulled_back(self) -> list[tuple[list[Contact], list[int]]]:
@@ -137,10 +138,10 @@ class Plan:
     def of(self, batch_size: int) -> Plan:
         """The same for another batch size."""
         plan = make_plan(self.trace, batch_size, self.scaled, self.shifted, self.paths)
-        return plan.streaming() if self.streamed else plan
+        return plan.streaming(self.single) if self.streamed else plan
 
-    def streaming(self) -> Plan:
-        """The same in two passes (streamed.py)."""
+    def streaming(self, single: Collection[int] = ()) -> Plan:
+        """The same in two passes (streamed.py), or one for those of the ``single`` parameters that can be streamed."""
         chosen = {}
         for leaf in self.leaves:
             if len(leaf.contacts) == 1 and not self.shifted and is_direct(leaf.contacts[0]):
@@ -156,7 +157,8 @@ class Plan:
         for members in groups.values():
             if not members <= chosen.keys():
                 chosen = {c: m for c, m in chosen.items() if c not in members}
-        return dataclasses.replace(self, streamed=chosen, kept=frozenset())
+        leaves = {leaf for c in chosen for leaf in c.weight.leaves}
+        return dataclasses.replace(self, streamed=chosen, single=leaves & frozenset(single), kept=frozenset())
 
     def streamed_chunk(self, contact: Contact) -> int:
         """How many examples' gradients, or Gram matrices, of one step to form at a time."""

@@ -96,11 +96,14 @@ class LoopScope(Scope):
         if not any(mapped):
             return self.parent.static(op)
         apart = all(m for m, v in zip(mapped, op.inputs, strict=True) if v.leaves)
+        stacks = [self.stacked[v].entry for m, v in zip(mapped, op.inputs, strict=True) if m and v.leaves]
+        by_layer = apart and all(e is not None and e.by_layer for e in stacks)
         outside = []
         for v in op.outputs:
             # A parameter shared by all steps (and multiplied by what is not) is copied to each: its entries add up.
             v.entry = v.entry._replace(order=None) if v.entry and apart else None
-            stack = Value((self.length, *v.shape), v.dtype, False, v.leaves, v.entry)
+            entry = v.entry and v.entry._replace(by_layer=by_layer)
+            stack = Value((self.length, *v.shape), v.dtype, False, v.leaves, entry)
             self.stacked[v] = stack
             outside.append(stack)
         axes = [0 if m else None for m in mapped]

@@ -6,7 +6,6 @@ or not certain, they are formed one at a time (one_by_one.py).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -19,7 +18,7 @@ from dpopt._norms import safe_norm
 from dpopt.ghost import norms
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import along, combined, form, forming, inner, square_of_one, transposed, unfold
-from dpopt.ghost.hooks import NormHook
+from dpopt.ghost.hooks import ClipHook, NormHook
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, orientation
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.rules import Factors
@@ -47,31 +46,38 @@ class Run:
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
         self.pull_back = PullBack(self.trace, self.wide)
 
-    def passes(self, batch: Sequence[jax.Array], hooks: Mapping[Contact, NormHook] | None = None):
+    def passes(
+        self,
+        batch: Sequence[jax.Array],
+        hooks: Mapping[Contact, NormHook | ClipHook] | None = None,
+        mask: jax.Array | None = None,
+    ):
         """Losses, aux, and per contact the recorded (input x, output) and the tap's cotangent y, all [B, ...].
 
         Cotangents of rows of a table come scaled. At contacts with hooks (hooks.py) nothing is recorded: of those the
         cotangent is the hook's."""
-        static, hooks = self.trace.run_prologue(self.leaves), hooks or {}
+        static, hooks = self.trace.run_prologue(self.leaves), dict(hooks or {})
+        keep = jnp.ones(self.plan.batch_size) if mask is None else jnp.where(mask, 1.0, 0.0)
         contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
 
-        def one(example):
-            def loss(taps, bounds):
+        def one(example, keep):
+            def loss(taps, asked):
                 given = dict(zip(tapped, taps, strict=True))
-                given |= {c: dataclasses.replace(h, bounds=b) for (c, h), b in zip(hooks.items(), bounds, strict=True)}
+                given |= {c: h.asking(a, keep) for (c, h), a in zip(hooks.items(), asked, strict=True)}
                 value, aux, recorded = self.trace.run_body(static, example, given)
                 return value, (aux, [recorded[c.index] for c in contacts])
 
-            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped], [h.bounds for h in hooks.values()]
+            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped], [h.asked for h in hooks.values()]
             (value, (aux, recorded)), cotangents = jax.value_and_grad(loss, (0, 1), has_aux=True)(*taps)
             return value, aux, recorded, cotangents
 
-        losses, aux, recorded, (cotangents, bounds) = jax.vmap(one, axis_size=self.plan.batch_size)(batch)
+        out_axes = 0, 0, 0, (0, [h.asked_axes for h in hooks.values()])
+        losses, aux, recorded, (cotangents, asked) = jax.vmap(one, out_axes=out_axes)(batch, keep)
         own = dict(zip(tapped, cotangents, strict=True))
         xs, outs = ({c: r[i] for c, r in zip(contacts, recorded, strict=True)} for i in (0, 1))
         ys = {c: self._with_row_scale(c, xs[c], own[c.shares or c]) for c in contacts}
-        return losses, aux, xs, ys | dict(zip(hooks, bounds, strict=True)), outs
+        return losses, aux, xs, ys | dict(zip(hooks, asked, strict=True)), outs
 
     def _is_table(self, leaf: int) -> bool:
         contacts = self.plan.leaves[leaf].contacts
@@ -269,22 +275,24 @@ class Run:
 
         return square, inputs
 
-    def recorded(self, xs: dict, ys: dict, kept: dict) -> list:
-        """What sums are computed from: at each contact the kept gradients, or input and cotangent."""
-        return [kept[k] if k in kept else (xs[k], ys[k]) for k in self.trace.contacts]
+    def recorded(self, xs: dict, ys: dict, kept: dict, leaves: Sequence[int] | None = None) -> list:
+        """What sums are computed from: at each contact (of some ``leaves``) kept gradients, or input and cotangent."""
+        return [kept[k] if k in kept else (xs[k], ys[k]) for k in self.contacts_of(leaves)]
 
-    def weighted_sum(self, weights: list, recorded: list, kept: dict) -> _sums.Sum:
-        """``sum_i c_i (S g_i + o)`` per parameter; ``weights`` holds c, zero for examples that do not count."""
+    def weighted_sum(self, weights: list, recorded: list, kept: dict, leaves: Sequence[int] | None = None) -> _sums.Sum:
+        """``sum_i c_i (S g_i + o)`` per parameter (of some ``leaves``); ``weights`` holds c, zero for examples that do
+        not count."""
+        leaves = range(len(self.leaves)) if leaves is None else leaves
         distinct = {id(c): c for c in weights}
 
         def one_group(rows):
             weights_of = dict(zip(distinct, rows[0], strict=True))
-            recorded = dict(zip(self.trace.contacts, rows[1], strict=True))
-            return self._group([weights_of[id(c)] for c in weights], recorded, kept)
+            recorded = dict(zip(self.contacts_of(leaves), rows[1], strict=True))
+            return self._group(dict(zip(leaves, [weights_of[id(c)] for c in weights], strict=True)), recorded, kept)
 
         return _sums.over_examples(one_group, (list(distinct.values()), recorded))
 
-    def _group(self, weights: list, recorded: dict, kept: dict) -> list[jax.Array]:
+    def _group(self, weights: dict[int, jax.Array], recorded: dict, kept: dict) -> list[jax.Array]:
         """The weighted sum of so few examples that float32 adds them up closely enough, block by block."""
 
         def added(contact, group):
@@ -293,20 +301,20 @@ class Run:
                 return _sums.in_blocks(lambda rows: combined(contact, *rows), rows)
             return _sums.in_blocks(lambda rows: transposed(contact, *rows), (*recorded[contact], distinct[group]))
 
-        numbers = {id(c): i for i, c in enumerate({id(c): c for c in weights}.values())}
-        distinct = list({id(c): c for c in weights}.values())
-        return self.pulled_to_leaves([numbers[id(c)] for c in weights], distinct, added)
+        distinct = list({id(c): c for c in weights.values()}.values())
+        groups = {leaf: next(i for i, d in enumerate(distinct) if d is c) for leaf, c in weights.items()}
+        return self.pulled_to_leaves(groups, distinct, added)
 
-    def pulled_to_leaves(self, groups: Sequence[int], coefficients: Sequence[jax.Array], added: Callable) -> list:
+    def pulled_to_leaves(self, groups: dict[int, int], coefficients: Sequence[jax.Array], added: Callable) -> list:
         """``sum_i c_i (S g_i + o)`` per parameter, from sums at the contacts.
 
         Args:
-            groups: which of ``coefficients``, ``[B]`` each, is each parameter's.
+            groups: of each parameter, which of ``coefficients``, ``[B]`` each, is its own.
             added: ``added(contact, group)`` is the contact's ``sum_i c_i G_i``.
         """
-        totals: list = [None] * len(groups)
+        totals: dict[int, jax.Array] = dict.fromkeys(groups)
         for group, c in enumerate(coefficients):
-            members = [leaf for leaf, g in enumerate(groups) if g == group]
+            members = [leaf for leaf, g in groups.items() if g == group]
             mine = self.contacts_of(members)
             cotangents = [added(k, group) for k in mine]
             for leaf, g in zip(members, self.pull_back(mine, cotangents, members), strict=True):
@@ -314,8 +322,14 @@ class Run:
                 g = g if scale is None else g * scale
                 totals[leaf] = g if offset is None else g + jnp.sum(c) * offset
                 totals[leaf] = totals[leaf].astype(self.wide[leaf].dtype)
-        return totals
+        return list(totals.values())
 
-    def contacts_of(self, leaves: Sequence[int]) -> list[Contact]:
-        """The contacts that some parameters take part in."""
-        return [k for k in self.trace.contacts if k.weight.leaves & set(leaves)]
+    def pulled_to_leaf(self, contact: Contact, total: jax.Array) -> jax.Array:
+        """``S sum_i c_i g_i`` of a parameter with one contact, from the sum there."""
+        (leaf,) = contact.weight.leaves
+        (g,) = self.pull_back([contact], [total], [leaf])
+        return self.affine(leaf, g).astype(self.wide[leaf].dtype)
+
+    def contacts_of(self, leaves: Sequence[int] | None) -> list[Contact]:
+        """The contacts that some parameters (None: any) take part in."""
+        return [k for k in self.trace.contacts if leaves is None or k.weight.leaves & set(leaves)]

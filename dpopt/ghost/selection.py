@@ -15,7 +15,7 @@ def finite(leaf_norms: Sequence[jax.Array]) -> jax.Array:
 
 
 def selected(chosen: jax.Array, x: Any) -> Any:
-    """x, ``[B, ...]``, with zeros in the rows that are not ``chosen``; integers and None as they are."""
+    """x, ``[B, ...]``, with zeros where not ``chosen``, ``[B]`` or ``[B, layers]``; integers and None as they are."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    return jnp.where(chosen.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+    return jnp.where(chosen.reshape(*chosen.shape, *[1] * (x.ndim - chosen.ndim)), x, 0)

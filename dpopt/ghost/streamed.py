@@ -1,9 +1,10 @@
-"""The clipped sum in two passes over the batch, with nothing recorded at the contacts that are streamed.
+"""The clipped sum in two passes over the batch, or in one, with nothing recorded at the contacts that are streamed.
 
 A recorded contact keeps its input and its cotangent until the clip coefficients are known, for every step of a scan
 and through every rematerialised block: what was saved by rematerialising is spent again. A streamed one has hooks
 (hooks.py): in the first pass for the norms and, the coefficients being known, in a second for the weighted sum. That
-costs an ordinary gradient once more; the memory stays that of an ordinary one.
+costs an ordinary gradient once more; the memory stays that of an ordinary one. Where a parameter's coefficient depends
+on its own norm alone, the first pass clips and adds up as well, and if all parameters are such there is no second.
 
 A parameter with several contacts has cross terms, which no contact sees alone, as has one that the steps of a scan
 share: those are recorded in the first pass, as ever.
@@ -15,7 +16,7 @@ their factors first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,47 +26,85 @@ from jax.core import Tracer
 from dpopt import _sums
 from dpopt._norms import safe_norm
 from dpopt.ghost import one_by_one
-from dpopt.ghost.hooks import NormHook, SumHook
+from dpopt.ghost.hooks import ClipHook, NormHook, SumHook
 from dpopt.ghost.run import Run
-from dpopt.ghost.selection import finite
+from dpopt.ghost.selection import finite, selected
 from dpopt.ghost.squares import TOLERANCE
 from dpopt.ghost.values import Contact, wide_dtype
 
 
 class Streamed(NamedTuple):
-    """What two passes give."""
+    """What the passes give."""
 
     sum: _sums.Sum
-    leaf_norms: list[jax.Array]  # [B], no smaller than they are
+    leaf_norms: list[jax.Array]  # [B], or [B, layers]; no smaller than they are
     losses: jax.Array
     aux: list[jax.Array]
     ok: jax.Array  # [B] bool: unmasked, with a finite gradient
 
 
-def clipped_sum(run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array) -> Streamed:
-    """``sum_i c_i (S g_i + o)`` for the parameters' leaves; ``weigh`` maps leaf norms to coefficients."""
+def clipped_sum(
+    run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array, limits: Sequence[Any],
+    layer_axes: Sequence[int],
+) -> Streamed:  # fmt: skip
+    """``sum_i c_i (S g_i + o)`` for the parameters' leaves.
+
+    Args:
+        weigh: maps leaf norms to coefficients.
+        limits: what the parameters of ``plan.single`` are scaled down to, each by its own norm.
+        layer_axes: how many axes of each parameter number layers that are clipped one by one.
+    """
     plan = run.plan
-    hooks = _norm_hooks(run)
-    losses, aux, xs, ys, outs = run.passes(batch, hooks)
-    known = {}
-    for contact in hooks:
+    hooks = _hooks(run, limits, layer_axes)
+    losses, aux, xs, ys, outs = run.passes(batch, hooks, mask)
+    known, sums = {}, {}
+    for contact, hook in hooks.items():
         (leaf,) = contact.weight.leaves
+        bounds = ys[contact]
+        if isinstance(hook, ClipHook):
+            bounds, total = bounds
+            sums[leaf] = _sums.Sum(*(None if t is None else run.pulled_to_leaf(contact, t) for t in total))
+        else:  # all steps together
+            bounds = jnp.stack([safe_norm(b.reshape(plan.batch_size, -1), axis=1) for b in _both(bounds)], axis=1)
         number = run.number(leaf)
-        found = (safe_norm(ys[contact][..., i].reshape(plan.batch_size, -1), axis=1) for i in (0, 1))
-        known[leaf] = tuple(n if number is None else n * jnp.abs(number) for n in found)
+        known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
     upper, lower, _ = run.norms(xs, ys, outs, known)
     upper, lower = ([n.astype(x.dtype) for n, x in zip(bounds, run.wide, strict=True)] for bounds in (upper, lower))
     upper = _looked_at(run, upper, lower, weigh, xs, ys, [i for i in range(len(upper)) if i not in known])
-    ok = mask & finite(upper) if upper else mask
-    weights = weigh(upper)
-    distinct = {id(c): c for c in weights}
-    leaf_groups = [list(distinct).index(id(c)) for c in weights]
+    weights, others = weigh(upper), [leaf for leaf in range(len(upper)) if leaf not in sums]
+    if not others:
+        rest = _sums.Sum([])
+    elif any(leaf in known for leaf in others):
+        rest = _twice(run, batch, {leaf: weights[leaf] for leaf in others})
+    else:  # what is left was recorded
+        fine = [jnp.any(jnp.stack([weights[i] != 0 for i in k.weight.leaves]), axis=0) for k in run.contacts_of(others)]
+        recorded = run.recorded(xs, ys, {}, others)
+        recorded = [jax.tree.map(lambda x, f=f: selected(f, x), r) for f, r in zip(fine, recorded, strict=True)]
+        rest = run.weighted_sum([weights[i] for i in others], recorded, {}, others)
+    rests = [None] * len(others) if rest.remainder is None else rest.remainder
+    sums |= {leaf: _sums.Sum(*pair) for leaf, pair in zip(others, zip(rest.value, rests, strict=True), strict=True)}
+    value, remainder = ([s[i] for _, s in sorted(sums.items())] for i in (0, 1))
+    if any(r is not None for r in remainder):
+        remainder = [jnp.zeros_like(v) if r is None else r for v, r in zip(value, remainder, strict=True)]
+        total = _sums.Sum(value, remainder)
+    else:
+        total = _sums.Sum(value)
+    return Streamed(total, upper, losses, aux, mask & finite([*upper, mask]))
+
+
+def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return bounds[..., 0], bounds[..., 1]
+
+
+def _twice(run: Run, batch: Sequence[jax.Array], weights: dict[int, jax.Array]) -> _sums.Sum:
+    """The sums of some parameters, in a pass of their own."""
+    distinct = {id(c): c for c in weights.values()}
+    groups = {leaf: list(distinct).index(id(c)) for leaf, c in weights.items()}
 
     def one_group(rows):
-        return _sums.in_blocks(lambda block: _second_pass(run, leaf_groups, *block), rows)
+        return _sums.in_blocks(lambda block: _second_pass(run, groups, *block), rows)
 
-    total = _sums.over_examples(one_group, (list(distinct.values()), list(batch)))
-    return Streamed(total, upper, losses, aux, ok)
+    return _sums.over_examples(one_group, (list(distinct.values()), list(batch)))
 
 
 def _looked_at(run: Run, upper, lower, weigh, xs, ys, leaves: list[int]) -> list[jax.Array]:
@@ -74,8 +113,9 @@ def _looked_at(run: Run, upper, lower, weigh, xs, ys, leaves: list[int]) -> list
     (As in engine.py. What is streamed is scaled before it is squared.)"""
     if not leaves:
         return upper
-    certain = [c >= (1 - TOLERANCE) * most for c, most in zip(weigh(upper), weigh(lower), strict=True)]
-    certain = jnp.all(jnp.stack([*certain, *(jnp.isfinite(upper[i]) for i in leaves)]), axis=0)
+    high, low = weigh(upper), weigh(lower)
+    certain = [(high[i] >= (1 - TOLERANCE) * low[i]) & jnp.isfinite(upper[i]) for i in leaves]
+    certain = jnp.all(jnp.stack(certain), axis=0)
     recorded = [(xs[k], ys[k]) for k in run.contacts_of(leaves)]
 
     def look_closer(state: tuple) -> tuple:
@@ -90,39 +130,51 @@ def _looked_at(run: Run, upper, lower, weigh, xs, ys, leaves: list[int]) -> list
     return [found.get(i, n) for i, n in enumerate(upper)]
 
 
-def _norm_hooks(run: Run) -> dict[Contact, NormHook]:
+def _hooks(run: Run, limits: Sequence[Any], layer_axes: Sequence[int]) -> dict[Contact, NormHook | ClipHook]:
     hooks = {}
     for contact, method in run.plan.streamed.items():
         (leaf,) = contact.weight.leaves
-        scale = None if run.number(leaf) is not None else run.scales[leaf]
+        number = run.number(leaf)
+        diagonal = run.diagonal(leaf, contact, None if number is not None else run.scales[leaf])
         steps = [length for length, _ in contact.loops]
-        bounds = jnp.zeros((*steps, 2), wide_dtype(contact.tap_dtype))
-        hooks[contact] = NormHook(bounds, run.diagonal(leaf, contact, scale), method, run.plan.streamed_chunk(contact))
+        if leaf in run.plan.single and layer_axes[leaf] > len(steps):  # the weight itself, with all its layers
+            steps = list(contact.weight.shape[: layer_axes[leaf]])
+        dtype = wide_dtype(contact.tap_dtype)
+        bounds, chunk = jnp.zeros((*steps, 2), dtype), run.plan.streamed_chunk(contact)
+        if leaf not in run.plan.single:
+            hooks[contact] = NormHook(bounds, diagonal, method, chunk)
+            continue
+        zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
+        total = _sums.Sum(zeros, jnp.zeros_like(zeros) if _sums.needs_remainder(run.plan.batch_size) else None)
+        # A gradient that is multiplied by a number later is clipped to as much less.
+        limit = limits[leaf] if number is None else limits[leaf] / jnp.abs(number)
+        hooks[contact] = ClipHook(bounds, total, jnp.full(steps, limit, dtype), diagonal, method, chunk)
     return hooks
 
 
-def _second_pass(run: Run, leaf_groups: Sequence[int], coefficients: list, examples: list) -> list[jax.Array]:
+def _second_pass(run: Run, leaf_groups: dict[int, int], coefficients: list, examples: list) -> list[jax.Array]:
     """``sum_i c_i (S g_i + o)``, over so few examples that float32 adds them up closely enough.
 
     Args:
-        leaf_groups: which of ``coefficients`` is each parameter's.
+        leaf_groups: of each parameter that is added up, which of ``coefficients`` is its own.
         coefficients: ``[B]`` each.
         examples: leaves ``[B, ...]``.
     """
     trace = run.trace
     static = trace.run_prologue(run.leaves)
-    groups_of = {c: sorted({leaf_groups[leaf] for leaf in c.weight.leaves}) for c in trace.contacts}
+    contacts = run.contacts_of(list(leaf_groups))
+    groups_of = {c: sorted({leaf_groups[i] for i in c.weight.leaves if i in leaf_groups}) for c in contacts}
 
     def one(coefficients, example):
         def loss(totals):
             hooks = {
                 c: SumHook(own, [coefficients[group] for group in groups_of[c]])
-                for c, own in zip(trace.contacts, totals, strict=True)
+                for c, own in zip(contacts, totals, strict=True)
             }
             return trace.run_body(static, example, hooks, records=False)[0]
 
-        zeros = {c: jnp.zeros(c.weight.shape, wide_dtype(c.weight.dtype)) for c in trace.contacts}
-        return jax.grad(loss)([[zeros[c]] * len(groups_of[c]) for c in trace.contacts])
+        zeros = {c: jnp.zeros(c.weight.shape, wide_dtype(c.weight.dtype)) for c in contacts}
+        return jax.grad(loss)([[zeros[c]] * len(groups_of[c]) for c in contacts])
 
-    totals = dict(zip(trace.contacts, jax.vmap(one, out_axes=None)(coefficients, examples), strict=True))
+    totals = dict(zip(contacts, jax.vmap(one, out_axes=None)(coefficients, examples), strict=True))
     return run.pulled_to_leaves(leaf_groups, coefficients, lambda c, group: totals[c][groups_of[c].index(group)])

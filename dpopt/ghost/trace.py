@@ -75,7 +75,7 @@ def _sort(closed: Any, count: int, trace: Trace) -> None:
                 raise CannotFollow("complex", "complex parameters are not supported")
             if jnp.issubdtype(aval.dtype, jnp.floating):
                 value.leaves = frozenset([i])
-                value.entry = Entry(True, tuple(range(len(aval.shape))))
+                value.entry = Entry(True, tuple(range(len(aval.shape))), bool(aval.shape))
         (trace.leaves if is_leaf else trace.example).append(value)
     outs = _walk(closed.jaxpr, closed.consts, trace.leaves + trace.example, trace.body)
     # A loss that does not depend on the example still has a gradient.
@@ -188,14 +188,15 @@ def _describe(eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
             continue
         size = math.prod(source.shape)
         if name in LAYOUT and math.prod(out.shape) <= size:
-            order = source.entry.order
+            order, by_layer = source.entry.order, source.entry.by_layer
             if name == "transpose":
+                by_layer = by_layer and eqn.params["permutation"][0] == 0
                 order = order and tuple(order[i] for i in eqn.params["permutation"])
             elif name not in ("convert_element_type", "reduce_precision", "copy"):
-                order = None
-            out.entry = Entry(source.entry.copy, order)
+                order, by_layer = None, False
+            out.entry = Entry(source.entry.copy, order, by_layer)
         elif name in ELEMENTWISE and out.shape == source.shape:
-            out.entry = Entry(False, source.entry.order)
+            out.entry = Entry(False, *source.entry[1:])
 
 
 def _factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int, scope: Scope) -> ContactOp | None:
@@ -279,7 +280,7 @@ def _visit_scan(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
         carries.append(Value(var.aval.shape, var.aval.dtype, dynamic=True))
         args.append(carries[-1])
     for stack in inputs[num_consts + num_carry :]:
-        entry = stack.entry and stack.entry._replace(order=None)
+        entry = stack.entry and stack.entry._replace(order=None, by_layer=False)
         step = Value(stack.shape[1:], stack.dtype, stack.dynamic, stack.leaves, entry)
         inner.stacked[step] = stack
         args.append(step)

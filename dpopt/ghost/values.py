@@ -29,6 +29,7 @@ class Entry(NamedTuple):
 
     copy: bool  # entries are plain copies, so the gradient's norm is the same on both sides
     order: tuple[int, ...] | None  # axis i of the value is axis order[i] of the parameter
+    by_layer: bool = False  # the first axis is the parameter's first: each layer's slice depends on that layer's
 
 
 @dataclass(eq=False, slots=True)

@@ -72,12 +72,15 @@ OPTIMIZED, TWO_PASSES = 10, 4
 
 @contextlib.contextmanager
 def _two_passes() -> Iterator[None]:
-    """What memory is for: programs of this size never need it."""
+    """What memory is for: programs of this size never need it. One, where parameters are clipped by themselves."""
     real = ghost.choose
 
     def chosen(plan, *args, **options):
         way = real(plan, *args, **options)
-        return way if way.plan is None else ghost.Way(way.plan.streaming(), way.parts)
+        if way.plan is None:
+            return way
+        single = ghost.single_parameters(way.plan, options["limits"], options["layer_axes"])
+        return ghost.Way(way.plan.streaming(single), way.parts)
 
     ghost.choose = chosen
     try:
@@ -175,7 +178,9 @@ def _contributions(program: Program, grads: Any) -> np.ndarray:
     clip, norms = program.clip, {k: np.linalg.norm(g, axis=1) for k, g in mapped.items()}
     together = np.sqrt(sum(n**2 for n in norms.values()))
     if isinstance(clip, dpopt.GroupClip):
-        c = {k: _shrink(clip.l2_clip_norms[k], n) for k, n in norms.items()}
+        c = {k: np.where(np.isfinite(n), _shrink(clip.l2_clip_norms[k], n), 0) for k, n in norms.items()}
+        mapped = {k: np.where(np.isfinite(norms[k])[:, None], g, 0) for k, g in mapped.items()}
+        together = np.zeros(BATCH)
     elif isinstance(clip, dpopt.NormalizedClip):
         c = dict.fromkeys(norms, clip.l2_clip_norm / (together + clip.gamma))
     else:

@@ -74,10 +74,12 @@ def check(
     atol=1e-12,
     clips=(flat_clip, leaf_clip),
     two_passes=False,
+    one_pass=False,
 ):
     """Asserts that ghost equals the plain definition, whole and masked, flat and per parameter.
 
-    ``atol`` is for parameters whose true gradient is zero, such as a key bias under softmax.
+    ``atol`` is for parameters whose true gradient is zero, such as a key bias under softmax. ``one_pass``: whatever can
+    be clipped in the first pass is, which takes `leaf_clip`.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     masks = jnp.stack([jnp.ones(size, bool), jnp.arange(size) % 3 != 1])
@@ -87,10 +89,13 @@ def check(
         for clip in clips:
             coefficients = clip(0.7)
             plan = ghost.plan_clipped_sum(loss_fn, params, batch, scale=scale, offset=offset)
-            plan = plan.streaming() if two_passes else plan
+            limits = [0.7] * len(plan.leaves) if one_pass else []
+            if two_passes or one_pass:
+                plan = plan.streaming(ghost.single_parameters(plan, limits, []))
             got = ghost.clipped_sum(
-                loss_fn, params, batch, coefficients=coefficients, mask=mask, scale=scale, offset=offset, plan=plan
-            )
+                loss_fn, params, batch, coefficients=coefficients, mask=mask, scale=scale, offset=offset, plan=plan,
+                limits=limits,
+            )  # fmt: skip
             want = plain(loss_fn, params, batch, coefficients, mask, scale, offset)
             losses = jax.vmap(loss_fn, (None, 0))(params, batch)
             out.append((got, want, losses))

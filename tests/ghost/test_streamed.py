@@ -1,18 +1,20 @@
-"""Two passes that record nothing: what they leave out, what memory they take, and when they are chosen.
+"""Passes that record nothing: what they leave out, what memory they take, and when they are chosen.
 
 That they equal the plain definition is tested with the other ways, in test_exact.py.
 """
+
+import warnings
 
 import ghost_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ghost_check import flat_clip, leaf_clip
+from ghost_check import assert_trees_close, flat_clip, leaf_clip
 from jax import lax
 
 import dpopt
-from dpopt import ghost
+from dpopt import _fallback, ghost
 from dpopt.ghost import memory
 
 
@@ -188,3 +190,90 @@ def test_a_table_that_steps_share_under_a_diagonal(size):
     np.testing.assert_allclose(
         np.concatenate([got.sum[k].ravel() for k in sorted(got.sum)]), want, rtol=1e-4, atol=1e-5 * np.abs(want).max()
     )
+
+
+def _layers(tied=False):
+    """A small model whose layers a scan reads; ``tied``: a scanned weight is used twice in a step."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    params = {
+        "emb": jax.random.normal(keys[0], (11, 8)),
+        "layers": {
+            "w": jax.random.normal(keys[1], (3, 8, 16)) / 3,
+            "v": jax.random.normal(keys[2], (3, 16, 8)) / 3,
+            "g": jnp.ones((3, 8)),
+        },
+        "head": jax.random.normal(keys[3], (8, 11)),
+    }
+
+    def loss(p, tokens):
+        @jax.checkpoint
+        def block(x, q):
+            h = x * q["g"][None] / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+            h = jnp.tanh(h @ q["w"])
+            return x + (jnp.tanh(h @ q["w"].T) if tied else 0) + h @ q["v"], None
+
+        x, _ = jax.lax.scan(block, p["emb"][tokens], p["layers"])
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ p["head"]), tokens[:, None], 1))
+
+    return loss, params, jax.random.randint(keys[4], (6, 5), 0, 11)
+
+
+SCANNED = {"emb": False, "layers": True, "head": False}
+
+
+def _plain_layerwise(loss, params, batch, mask, clip_norm):
+    """Every layer's gradient by itself, in NumPy."""
+    grads = jax.device_get(jax.vmap(jax.grad(loss), (None, 0))(params, batch))
+    groups = 2 + 3 * 3
+
+    def one(g, scanned):
+        g = np.float64(g)[np.asarray(mask)]
+        axes = tuple(range(2 if scanned else 1, g.ndim))
+        norms = np.sqrt(np.sum(g**2, axes, keepdims=True))
+        return np.sum(g * np.minimum(1, clip_norm / np.sqrt(groups) / norms), 0)
+
+    return jax.tree.map(lambda s, g: jax.tree.map(lambda g: one(g, s), g), SCANNED, grads)
+
+
+@pytest.mark.parametrize("batch_size", [6, 300])
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+def test_layers_of_a_scan_are_clipped_one_by_one(engine, batch_size):
+    loss, params, batch = _layers()
+    batch = jnp.tile(batch, (batch_size // 6, 1))
+    mask = jnp.arange(batch_size) != 2
+    clip = dpopt.LayerwiseClip(0.1, scanned=SCANNED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no fallback
+        got = jax.jit(lambda p, b: dpopt.per_example_grads(loss, engine=engine)(p, b, mask=mask).clipped_sum(clip))(
+            params, batch
+        )
+    assert_trees_close(got.sum, _plain_layerwise(loss, params, batch, mask, 0.1), rtol=1e-5, atol=1e-6)
+    assert got.sensitive.norms.shape == (batch_size,)
+    assert (got.remainder is not None) == (batch_size > 256)
+
+
+def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
+    loss, params, batch = _layers(tied=True)
+    clip = dpopt.LayerwiseClip(0.1, scanned=SCANNED)
+    _fallback._warned.clear()
+    with pytest.warns(UserWarning, match=r"\['layers'\]\['w'\] is no weight that a scan reads"):
+        got = dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None).clipped_sum(clip).sum
+    assert_trees_close(got, _plain_layerwise(loss, params, batch, np.ones(6, bool), 0.1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [dpopt.LayerwiseClip(1.0), dpopt.GroupClip({"a": 0.5, "b": 0.5})], ids=str)
+@pytest.mark.parametrize("way", ["vmap", "recorded", "one pass"])
+def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
+    """A coefficient that is applied as its gradient comes cannot wait for what the others turn out to be."""
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    loss = lambda p, e: jnp.sum(jnp.tanh(e[0] * p["a"])) + jnp.sum(e[1] * p["b"])  # noqa: E731
+    good = jnp.ones((4, 3)), jnp.ones((4, 3))
+    bad = good[0], good[1].at[1, 0].set(jnp.nan)
+    if way == "one pass":
+        monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
+    plain = dpopt.per_example_grads(loss, engine="vmap" if way == "vmap" else "ghost")
+    clipped = jax.jit(lambda batch, mask: plain(params, batch, mask=mask).clipped_sum(clip))
+    got, want = clipped(bad, jnp.ones(4, bool)), clipped(good, jnp.ones(4, bool)).sum
+    np.testing.assert_allclose(got.sum["a"], want["a"], rtol=1e-6)
+    np.testing.assert_allclose(got.sum["b"], clipped(good, jnp.arange(4) != 1).sum["b"], rtol=1e-6)
+    assert got.sensitive.is_finite.tolist() == [True, False, True, True]
