@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dpopt import _sums
-from dpopt._norms import shrink_to
-from dpopt.ghost.chunks import in_chunks
-from dpopt.ghost.contacts import square_of_one, transposed
+from dpopt._norms import safe_norm, shrink_to
+from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
+from dpopt.ghost.contacts import combined, form, square_of_one, transposed
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import tiny, to_one
 from dpopt.ghost.values import Contact
@@ -106,6 +107,8 @@ class ClipHook:
 
         def of_batch(x, y, keep, shared):
             limit, diagonal = shared
+            if self.method == "explicit" and contact.factors is not None and len(keep) <= _sums.ROWS:
+                return _clipped_as_formed(contact, self, (x, y, keep), limit, diagonal)
             bounds = _bounds(contact, self, x, y, diagonal)
             upper = bounds[..., 0]
             keep = keep.reshape(-1, *[1] * (upper.ndim - 1))
@@ -127,6 +130,36 @@ class ClipHook:
             return dataclasses.replace(hook, bounds=both[0], total=both[1], limit=None, diagonal=None, keep=None)
 
         return _watched(self, run, values, at, backward)
+
+
+def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: Any) -> Any:
+    """Bounds, ``[B, 2]``, and the clipped sum of so few examples that floats do, from gradients that are formed once.
+
+    Norm and sum come from the same numbers, so what was lost in forming them matters to neither."""
+    size = len(rows[-1])
+    diagonal = None if diagonal is None else contact.factors.fold(diagonal)
+
+    def of_chunk(x, y, keep):
+        formed = jax.vmap(lambda x, y: form(contact, x, y))(x, y)
+        scaled = formed if diagonal is None else formed * diagonal[None]
+        norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
+        fine = (keep > 0) & jnp.isfinite(norm)
+        c = jnp.where(fine, shrink_to(limit[None], norm), 0)
+        total = combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
+        return jnp.stack([norm, norm], axis=1).astype(hook.bounds.dtype), total
+
+    if hook.chunk >= size:
+        bounds, total = of_chunk(*rows)
+    else:
+
+        def step(total, rows):
+            bounds, more = of_chunk(*rows)
+            return total + more, bounds
+
+        split = jax.tree.map(lambda x: split_rows(x, hook.chunk), rows)
+        total, bounds = lax.scan(step, jnp.zeros_like(hook.total.value), split)
+        bounds = join_rows(bounds)
+    return bounds, hook.total._replace(value=total)  # with a remainder of zeros, if one is asked for
 
 
 def _bounds(contact: Contact, hook: NormHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import jax
 
+from dpopt import _sums
 from dpopt.ghost.costs import (
     OPERATIONS_PER_BYTE,
     activation_bytes,
@@ -149,6 +150,9 @@ class Plan:
                 scaling = self.scaled[leaf.leaf] or not cast(Entry, contact.weight.entry).copy
                 if all(is_mapped for _, is_mapped in contact.loops):
                     methods = _methods(one, scaling)
+                    # What is formed in one pass is added up as well: then the norm costs next to nothing.
+                    if leaf.leaf in single and self.batch_size <= _sums.ROWS and jax.device_count() == 1:
+                        methods = [m for m in methods if m in ("explicit", "rank_one", "segments")]
                     chosen[contact] = min(methods, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
         # Contacts that share a tap are recorded together or not at all.
         groups: dict[Contact, set[Contact]] = {}
