@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from dpopt import _fallback, _sums, _trees, ghost
+from dpopt import _fallback, _meshes, _sums, _trees, ghost
 from dpopt._norms import safe_norm
 from dpopt._programs import equations
 from dpopt._rows import batched_by_hand, check_rows_are_independent
@@ -329,6 +329,19 @@ class Loss:
 
     def run(self, mask, scale, offset, clip) -> EngineResult:
         """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
+        args = self.params, self.batch, mask, scale, offset
+        mesh = _meshes.explicit_mesh(args)
+        if mesh is not None:
+
+            def run(params: Any, batch: Any, *more: Any) -> EngineResult:
+                return dataclasses.replace(self, params=params, batch=batch).run(*more, clip)
+
+            def places(result: EngineResult) -> EngineResult:
+                like, rows = _meshes.like_parameters(self.params, mesh), _meshes.by_row(self.batch, mesh)
+                remainder = None if result.remainder is None else like
+                return EngineResult(like, *jax.tree.map(lambda _: rows, result[1:5]), remainder)
+
+            return _meshes.with_automatic_axes(run, args, places)
         check_rows_are_independent(self._row_program)
         size, plan = self._choose(scale, offset, clip)
         if size == self.batch_size:

@@ -294,8 +294,9 @@ def _checked_mask(mask: Any, batch_size: int) -> jax.Array:
 
 
 def _check_loss(loss_fn: Callable, params: Any, batch: Any, has_aux: bool) -> None:
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.asarray(x).dtype), batch)
-    value = jax.eval_shape(loss_fn, params, example)
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)  # no sharding: engines see none
+    value = jax.eval_shape(loss_fn, shapes, example)
     if has_aux:
         if not (isinstance(value, tuple) and len(value) == 2):
             raise TypeError("with has_aux=True the loss must return (loss, aux).")

@@ -5,6 +5,8 @@ Put the batch on the devices of a mesh, and the parameters on all of them (data 
 and it is drawn once: the clipped sum is added up over devices before the noise is.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,7 +38,15 @@ def make_mesh(num_devices: int | None = None, axis: str = "data") -> Mesh:
     return Mesh(np.array(devices[:count]), (axis,))
 
 
-def shard_batch(batch: Any, mesh: Mesh) -> Any:
+def _chosen(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[tuple[str, ...], int]:
+    """Axes of the mesh, by default its first, and how many devices lie along them."""
+    chosen = mesh.axis_names[:1] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    if not chosen or not set(chosen) <= set(mesh.axis_names):
+        raise ValueError(f"the mesh has the axes {mesh.axis_names}; got axes={axes!r}.")
+    return chosen, math.prod(mesh.shape[axis] for axis in chosen)
+
+
+def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Any:
     """Splits every array of a batch along its first axis over the mesh.
 
     In a run of several processes each must pass the same whole batch (the sampler gives all of them the same indices);
@@ -44,25 +54,27 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
     Args:
         batch: pytree of arrays ``(B, ...)``, the mask among them.
-        mesh: the mesh, of one axis.
+        mesh: the mesh, its axes automatic or explicit.
+        axes: which of its axes to split over, by name; None for the first.
 
     Raises:
-        ValueError: if B is no multiple of the number of devices: make it the sampler's ``pad_to``.
+        ValueError: if B is no multiple of the number of devices along these: make it the sampler's ``pad_to``; if the
+            mesh has no such axis.
 
     *Privacy*: moves private data to devices, and changes nothing.
 
     >>> shard_batch({"x": np.ones((4, 2))}, make_mesh(1))["x"].shape
     (4, 2)
     """
-    (axis,) = mesh.axis_names
-    sharding = NamedSharding(mesh, PartitionSpec(axis))
+    chosen, count = _chosen(mesh, axes)
+    sharding = NamedSharding(mesh, PartitionSpec(chosen if len(chosen) > 1 else chosen[0]))
 
     def place(x):
         x = np.asarray(x)
-        if x.ndim == 0 or x.shape[0] % mesh.size:
+        if x.ndim == 0 or x.shape[0] % count:
             raise ValueError(
-                f"a batch of shape {x.shape} cannot be split over {mesh.size} devices: make pad_to of the sampler a "
-                f"multiple of {mesh.size}."
+                f"a batch of shape {x.shape} cannot be split over {count} devices: make pad_to of the sampler a "
+                f"multiple of {count}."
             )
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
@@ -87,32 +99,37 @@ def replicated(params: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)
 
 
-def fully_sharded(params: Any, mesh: Mesh) -> Any:
+def fully_sharded(params: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Any:
     """Where every array lies in parts: its longest axis that the devices divide is split; others stay whole.
 
     Of an optimizer's state, moments and noise lie as the parameters they belong to.
 
     Args:
         params: pytree of arrays or shapes: parameters, or a state.
-        mesh: the mesh, of one axis.
+        mesh: the mesh, its axes automatic or explicit.
+        axes: which of its axes to split over, by name; None for the first.
 
     Returns:
         A pytree of shardings like ``params``.
+
+    Raises:
+        ValueError: if the mesh has no such axis.
 
     *Privacy*: reads no data.
 
     >>> fully_sharded(np.ones((3, 4)), make_mesh(1)).spec == PartitionSpec(None, "data")
     True
     """
-    (axis,) = mesh.axis_names
+    chosen, count = _chosen(mesh, axes)
+    name = chosen if len(chosen) > 1 else chosen[0]
 
     def place(x):
         shape = np.shape(x)
-        fitting = [i for i, n in enumerate(shape) if n >= mesh.size and n % mesh.size == 0]
+        fitting = [i for i, n in enumerate(shape) if n >= count and n % count == 0]
         if not fitting:
             return NamedSharding(mesh, PartitionSpec())
         longest = max(fitting, key=lambda i: shape[i])
-        return NamedSharding(mesh, PartitionSpec(*(axis if i == longest else None for i in range(longest + 1))))
+        return NamedSharding(mesh, PartitionSpec(*(name if i == longest else None for i in range(longest + 1))))
 
     return jax.tree.map(place, params)
 
@@ -124,7 +141,7 @@ def place_state(optimizer: Any, params: Any, mesh: Mesh, layout: Any = replicate
         optimizer: a private optimizer.
         params: initial parameters; the same in every process.
         mesh: the mesh.
-        layout: `replicated` or `fully_sharded`.
+        layout: `replicated`, `fully_sharded`, or another function of parameters (or a state) and mesh.
 
     Returns:
         A `TrainState` whose arrays lie where ``layout`` says.

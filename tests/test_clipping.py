@@ -271,3 +271,35 @@ def test_the_state_is_empty_and_public_arguments_pass():
     transformation.update(jnp.ones((1, 2)), state, jnp.zeros(2), public_grads=1)
     assert isinstance(transformation, optax.GradientTransformation)
     assert dpopt.clip_and_sum is clip_and_sum
+
+
+def test_layerwise_clip_shares_the_norm_among_parameters_and_layers():
+    clip = dpopt.LayerwiseClip(2.0, scanned={"layers": True, "head": False})
+    params = {"layers": jnp.ones((3, 2)), "head": jnp.ones(4)}
+    assert clip.sensitivity == 2.0
+    assert clip.layer_axes(params) == [0, 1] and clip.own_clip_norms(params) == [1.0, 1.0]
+    rng = np.random.default_rng(0)
+    grads = {"layers": jnp.asarray(rng.normal(size=(5, 3, 2)) * 9), "head": jnp.asarray(rng.normal(size=(5, 4)) * 9)}
+    total = stacked_grads(grads, mask=jnp.arange(5) == 2).clipped_sum(clip).sum  # one example, all of it clipped
+    np.testing.assert_allclose(np.linalg.norm(total["layers"], axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(total["head"]), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"l2_clip_norm": 0.0}, ValueError, "l2_clip_norm"),
+        ({"l2_clip_norm": 1.0, "scanned": {"w": 1}}, TypeError, "scanned.*True or False"),
+    ],
+)
+def test_layerwise_clip_refuses(options, error, message):
+    with pytest.raises(error, match=message):
+        dpopt.LayerwiseClip(**options)
+
+
+def test_layerwise_clip_refuses_layers_that_are_none():
+    with pytest.raises(ValueError, match="no axis of layers"):
+        stacked_grads(jnp.ones(3), mask=None).clipped_sum(dpopt.LayerwiseClip(1.0, scanned=True))
+    with pytest.raises(ValueError, match="scanned must have the tree structure"):
+        grads = {"w": jnp.ones((3, 2))}
+        stacked_grads(grads, mask=None).clipped_sum(dpopt.LayerwiseClip(1.0, scanned={"v": True}))

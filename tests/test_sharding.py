@@ -34,6 +34,12 @@ def whole(seen):
     return np.array(seen["trajectories"]["1"])
 
 
+def test_meshes_of_one_to_three_axes_automatic_and_explicit():
+    found = script(ROOT / "tests" / "meshes_run.py", devices=8)
+    assert len(found) == 3 * 3 * 2
+    assert [case for case in found if not case[-1] < ATOL] == []
+
+
 def test_noise_is_the_same_on_any_number_of_devices(seen):
     assert len(seen["draws"]) == 6 and len(set(seen["draws"])) == 1
     assert seen["sent for draws"] == []

@@ -21,7 +21,7 @@ from jax import lax
 from jax.core import Tracer
 
 from dpopt.ghost import one_by_one, streamed
-from dpopt.ghost.failures import CannotFollow, planning
+from dpopt.ghost.failures import planning
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected
@@ -59,9 +59,6 @@ def plan_clipped_sum(
     Raises:
       CannotFollow: the loss cannot be traced; the exception names the primitive.
     """
-    for x in jax.tree.leaves(batch):
-        if getattr(jax.typeof(x).sharding.mesh, "explicit_axes", ()):
-            raise CannotFollow("sharding", "the batch has explicit mesh axes; use axis_types Auto")
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     sizes = {x.shape[0] for x in jax.tree.leaves(batch)}
     if len(sizes) != 1:
