@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import sparse
 
-from dpopt._engines import EngineResult
+from dpopt._stacked import EngineResult
 from dpopt.gradients import PerExampleGrads
 
 WIDTH = 32  # entries in a segment: rows of 130 words waste a tenth, and reads stay in one piece

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt import _engines, _trees, _validate, ghost
+from dpopt import _engines, _stacked, _trees, _validate, ghost
 
 Engine = Literal["auto", "ghost", "vmap"]
 
@@ -49,7 +49,7 @@ class PerExampleGrads:
     """
 
     def __init__(
-        self, source: "_engines.Loss | _engines.Stacked", mask: jax.Array, scale: Any = None, offset: Any = None
+        self, source: "_engines.Loss | _stacked.Stacked", mask: jax.Array, scale: Any = None, offset: Any = None
     ):
         self._source = source
         self._mask = mask
@@ -104,7 +104,7 @@ class PerExampleGrads:
         offset = offset if self._offset is None else jax.tree.map(jnp.add, self._offset, offset)
         return self._mapped(self._scale, offset, by_hand)
 
-    def clipped_sum(self, clip: _engines.ClipFunction) -> ClippedSum:
+    def clipped_sum(self, clip: _stacked.ClipFunction) -> ClippedSum:
         """Runs the engine: ``sum_i clip(S g_i + o)`` over the examples that are real and finite.
 
         Args:
@@ -121,8 +121,8 @@ class PerExampleGrads:
             result = ClippedSum(_trees.zeros(self._source.like), SensitiveAux(empty, empty, *3 * (self._mask,)))
         else:
             ran = self._source.run(self._mask, self._scale, self._offset, clip)
-            norms = _engines.global_norms(ran.leaf_norms)
-            coefficients = jax.tree.leaves(_engines.row_coefficients(clip, ran.leaf_norms))
+            norms = _stacked.global_norms(ran.leaf_norms)
+            coefficients = jax.tree.leaves(_stacked.row_coefficients(clip, ran.leaf_norms))
             was_clipped = jnp.any(jnp.stack([(c < 1).reshape(len(c), -1).any(1) for c in coefficients]), axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
             result = ClippedSum(ran.sum, aux, ran.remainder)
@@ -134,7 +134,7 @@ class PerExampleGrads:
 
         *Privacy*: raw per-example gradients, neither clipped nor noised.
         """
-        grads = _engines.affine(_trees.upcast(self._source.gradients()), self._scale, self._offset)
+        grads = _stacked.affine(_trees.upcast(self._source.gradients()), self._scale, self._offset)
         return jax.tree.map(lambda g: jnp.where(_trees.per_example(self._mask, g), g, 0), grads)
 
     @property
@@ -263,7 +263,7 @@ def stacked_grads(grads: Any, *, mask: Any) -> PerExampleGrads:
     _validate.floating_params(grads)
     grads = jax.tree.map(jnp.asarray, grads)
     batch_size = _batch_size(grads, "per-example gradients")
-    return PerExampleGrads(_engines.Stacked(grads, batch_size), _checked_mask(mask, batch_size))
+    return PerExampleGrads(_stacked.Stacked(grads, batch_size), _checked_mask(mask, batch_size))
 
 
 def _batch_size(batch: Any, name: str = "batch") -> int:

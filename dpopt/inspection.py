@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _engines, _flow, _stages, _trees, _validate
+from dpopt import _flow, _stacked, _stages, _trees, _validate
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import Privacy, check_order, check_unit, privacy_of_stages
 
@@ -178,7 +178,7 @@ class _Shown:
         rows = jax.tree.map(lambda x: jnp.zeros((_ROWS, *x.shape), x.dtype), _trees.zeros(self.like))
         return _flow.private(rows, "per-example gradients")
 
-    def run(self, mask: Any, scale: Any, offset: Any, clip: Any) -> _engines.EngineResult:
+    def run(self, mask: Any, scale: Any, offset: Any, clip: Any) -> _stacked.EngineResult:
         if mask is not self.mask:
             raise ValueError("another mask than the caller's reached the clip.")
         _flow.public((scale, offset), "a diagonal before the clip")
@@ -187,7 +187,7 @@ class _Shown:
         per_row = jnp.zeros((_ROWS,), jnp.float32)
         norms, losses = jax.tree.map(lambda _: per_row, self.like), per_row
         norms, losses, is_finite = _flow.private((norms, losses, per_row == 0), "per-example norms and losses")
-        return _engines.EngineResult(total, norms, losses, None, is_finite)
+        return _stacked.EngineResult(total, norms, losses, None, is_finite)
 
 
 def _privacy_of_reports(reports: Sequence[_stages.Stage | Privacy]) -> Privacy:

@@ -7,7 +7,7 @@ and it is drawn once: the clipped sum is added up over devices before the noise 
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -38,12 +38,13 @@ def make_mesh(num_devices: int | None = None, axis: str = "data") -> Mesh:
     return Mesh(np.array(devices[:count]), (axis,))
 
 
-def _chosen(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[tuple[str, ...], int]:
-    """Axes of the mesh, by default its first, and how many devices lie along them."""
-    chosen = mesh.axis_names[:1] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    if not chosen or not set(chosen) <= set(mesh.axis_names):
+def _chosen(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str | tuple[str, ...], int]:
+    """Names of axes of the mesh, by default its first, and how many devices lie along them."""
+    names = cast(tuple[str, ...], mesh.axis_names)
+    chosen: tuple[str, ...] = names[:1] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    if not chosen or not set(chosen) <= set(names):
         raise ValueError(f"the mesh has the axes {mesh.axis_names}; got axes={axes!r}.")
-    return chosen, math.prod(mesh.shape[axis] for axis in chosen)
+    return chosen if len(chosen) > 1 else chosen[0], math.prod(mesh.shape[axis] for axis in chosen)
 
 
 def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Any:
@@ -66,8 +67,8 @@ def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None)
     >>> shard_batch({"x": np.ones((4, 2))}, make_mesh(1))["x"].shape
     (4, 2)
     """
-    chosen, count = _chosen(mesh, axes)
-    sharding = NamedSharding(mesh, PartitionSpec(chosen if len(chosen) > 1 else chosen[0]))
+    name, count = _chosen(mesh, axes)
+    sharding = NamedSharding(mesh, PartitionSpec(name))
 
     def place(x):
         x = np.asarray(x)
@@ -120,8 +121,7 @@ def fully_sharded(params: Any, mesh: Mesh, axes: str | Sequence[str] | None = No
     >>> fully_sharded(np.ones((3, 4)), make_mesh(1)).spec == PartitionSpec(None, "data")
     True
     """
-    chosen, count = _chosen(mesh, axes)
-    name = chosen if len(chosen) > 1 else chosen[0]
+    name, count = _chosen(mesh, axes)
 
     def place(x):
         shape = np.shape(x)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from helpers import enable_x64 as enable_x64
 
-from dpopt import _engines, noise
+from dpopt import _stacked, noise
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 RTOL64 = 1e-10  # of the array's maximum
@@ -54,7 +54,7 @@ class EpsClip:
         return self.l2_clip_norm
 
     def coefficients(self, leaf_norms):
-        c = jnp.minimum(1.0, self.l2_clip_norm / (_engines.global_norms(leaf_norms) + self.eps))
+        c = jnp.minimum(1.0, self.l2_clip_norm / (_stacked.global_norms(leaf_norms) + self.eps))
         return jax.tree.map(lambda _: c, leaf_norms)
 
 

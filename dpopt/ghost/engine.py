@@ -130,7 +130,7 @@ def clipped_sum(
     batch = _finite_padding(batch, mask)
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
-    def weigh(leaf_norms, mask=mask):
+    def weigh(leaf_norms: list[jax.Array], mask: jax.Array | bool = mask) -> list[jax.Array]:
         # What is not finite counts as infinite, so that it contributes zero, and so does what is clipped with it.
         leaf_norms = [jnp.where(jnp.isfinite(n), n, jnp.inf) for n in leaf_norms]
         given = coefficients(jax.tree.unflatten(tree, leaf_norms))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +21,22 @@ from dpopt import _sums
 from dpopt._norms import safe_norm, shrink_to
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
 from dpopt.ghost.contacts import combined, form, square_of_one, transposed
+from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import tiny, to_one
 from dpopt.ghost.values import Contact
 
+_Class = TypeVar("_Class", bound=type)
 
-def _hook(*, static: Sequence[str] = ()) -> Callable:
+
+@typing.dataclass_transform(frozen_default=True)
+def _hook(*, static: Sequence[str] = ()) -> Callable[[_Class], _Class]:
     """A frozen dataclass that is a pytree, all but its ``static`` fields."""
 
-    def register(cls: type) -> type:
-        cls = dataclasses.dataclass(frozen=True)(cls)
-        arrays = [f.name for f in dataclasses.fields(cls) if f.name not in static]
-        return jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=list(static))
+    def register(cls: _Class) -> _Class:
+        made = dataclasses.dataclass(frozen=True)(cls)
+        arrays = [f.name for f in dataclasses.fields(made) if f.name not in static]
+        return cast(_Class, jax.tree_util.register_dataclass(made, data_fields=arrays, meta_fields=list(static)))
 
     return register
 
@@ -122,7 +127,8 @@ class ClipHook:
             return bounds, jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
 
         def of_one(x, y, keep, shared):
-            bounds, total = of_batch(*jax.tree.map(lambda z: z[None], (x, y, keep)), shared)
+            x, y, keep = jax.tree.map(lambda z: z[None], (x, y, keep))
+            bounds, total = of_batch(x, y, keep, shared)
             return bounds[0], total
 
         def backward(hook, x, y):
@@ -137,7 +143,7 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
 
     Norm and sum come from the same numbers, so what was lost in forming them matters to neither."""
     size = len(rows[-1])
-    diagonal = None if diagonal is None else contact.factors.fold(diagonal)
+    diagonal = None if diagonal is None else cast(Factors, contact.factors).fold(diagonal)
 
     def of_chunk(x, y, keep):
         formed = jax.vmap(lambda x, y: form(contact, x, y))(x, y)
@@ -164,7 +170,7 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
 
 def _bounds(contact: Contact, hook: NormHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
     """``[B, 2]``, some examples at a time."""
-    several = jax.vmap(lambda rows: _bounds_of_one(contact, hook, *rows, diagonal))
+    several = jax.vmap(lambda rows: _bounds_of_one(contact, hook, rows[0], rows[1], diagonal))
     return in_chunks(several, (x, y), y.shape[0], hook.chunk)
 
 
@@ -200,11 +206,12 @@ class SumHook:
             ]
 
         def of_one(x, y, coefficients, _):
-            return of_batch(*jax.tree.map(lambda z: z[None], (x, y, coefficients)), None)
+            x, y, coefficients = jax.tree.map(lambda z: z[None], (x, y, coefficients))
+            return of_batch(x, y, coefficients, None)
 
         def backward(hook, x, y):
             totals = _batched(of_one, of_batch, False)((x, y, hook.coefficients), None)
-            return SumHook(totals, [None] * len(totals))
+            return dataclasses.replace(hook, totals=totals, coefficients=[None] * len(totals))
 
         return _watched(self, run, values, at, backward)
 
@@ -225,9 +232,11 @@ def _watched(hook: Any, run: Callable, values: list, at: int | None, backward: C
 
     def back(saved, y):
         hook, values = saved
-        x = None if at is None else values[at]
         cotangents: list = [None] * len(values)
-        if at is not None and jnp.issubdtype(x.dtype, jnp.inexact):
+        if at is None:
+            return backward(hook, None, y), cotangents
+        x = values[at]
+        if jnp.issubdtype(x.dtype, jnp.inexact):
             of_x = lambda x: run(*values[:at], x, *values[at + 1 :])  # noqa: E731
             (cotangents[at],) = jax.vjp(of_x, x)[1](y)
         return backward(hook, x, y), cotangents
@@ -269,5 +278,5 @@ def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: 
     if diagonal is not None:  # its entries are below 2 then
         (diagonal, unit), lost = to_one(diagonal), 2 * lost
     square = square_of_one(contact, method, x, y, diagonal, lost)
-    roots = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
-    return tuple(unit * (y_unit * (x_unit * root)) for root in roots)
+    upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
+    return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower))

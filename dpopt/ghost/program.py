@@ -230,7 +230,8 @@ class Trace:
         A tap is an array, added to the contact's output for differentiation, or a hook (hooks.py)."""
         env = {**static, **dict(zip(self.example, example, strict=True))}
         for contact, value in self.identities:
-            weight, given = env[contact.weight], taps.get(contact)
+            weight = env[contact.weight]
+            given: Any = taps.get(contact)
             if hasattr(given, "attach"):
                 env[value] = given.attach(contact.of_step, lambda w: w, [weight], None)
             else:

@@ -242,7 +242,8 @@ class Run:
         leaf, (contact,) = leaf_plan.leaf, leaf_plan.contacts
         diagonal, lost = self.diagonal(leaf, contact, scale), self._lost(leaf, [contact])
         if contact not in kept:
-            return lambda f: square_of_one(contact, leaf_plan.method, *f, diagonal, lost), (xs[contact], ys[contact])
+            inputs = xs[contact], ys[contact]
+            return lambda f: square_of_one(contact, leaf_plan.method, f[0], f[1], diagonal, lost), inputs
         if diagonal is not None and contact.factors is not None:
             diagonal = contact.factors.fold(diagonal)
         return lambda formed: of_entries(formed if diagonal is None else formed * diagonal, lost), kept[contact]
@@ -312,7 +313,7 @@ class Run:
             groups: of each parameter, which of ``coefficients``, ``[B]`` each, is its own.
             added: ``added(contact, group)`` is the contact's ``sum_i c_i G_i``.
         """
-        totals: dict[int, jax.Array] = dict.fromkeys(groups)
+        totals: dict[int, Any] = dict.fromkeys(groups)
         for group, c in enumerate(coefficients):
             members = [leaf for leaf, g in groups.items() if g == group]
             mine = self.contacts_of(members)

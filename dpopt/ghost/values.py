@@ -122,7 +122,7 @@ class ContactOp:
 
     def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
         contact, values = self.contact, read(env, self.inputs)
-        given = taps.get(contact)
+        given: Any = taps.get(contact)
         if hasattr(given, "attach"):
             out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, self.input_position)
         else:

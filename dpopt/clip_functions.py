@@ -1,0 +1,234 @@
+"""Clip functions: by what factor an example is scaled down, given its gradient's norms, and how far that bounds it.
+
+A clip function turns norms into factors and knows the L2 sensitivity of the resulting sum. It sees one example at a
+time.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpopt import _stacked, _trees, _validate
+from dpopt._norms import shrink_to, without_denormals
+
+# The least clip norm and gamma. Float32 flushes numbers below 2^-126 to zero: this far above, what a norm near the
+# bound loses to that is less than 2^-20 of it.
+LEAST_CLIP_NORM = 2.0**-100
+_TOO_SMALL = "Float32 would lose gradients of that size and smaller; multiply the loss by a constant instead."
+
+
+@_stacked.takes_rows
+@dataclasses.dataclass(frozen=True)
+class FlatClip:
+    r"""Scales an example down to norm C over all parameters: :math:`c_i = \min(1, C / \|g_i\|_2)`.
+
+    Args:
+        l2_clip_norm: C, positive; ``math.inf`` switches clipping off.
+
+    Raises:
+        ValueError, TypeError: if C is not a positive number, or below 2^-100.
+
+    *Privacy*: sensitivity C under add/remove-one.
+
+    >>> FlatClip(2.0).coefficients(jnp.array([1.0, 4.0])).tolist()
+    [1.0, 0.5]
+    """
+
+    l2_clip_norm: Any
+
+    def __post_init__(self):
+        _validate.positive(l2_clip_norm=self.l2_clip_norm, allow_inf=True)
+        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm)
+
+    @property
+    def sensitivity(self) -> Any:
+        """L2 sensitivity of the clipped sum to adding or removing one example."""
+        return self.l2_clip_norm
+
+    def coefficients(self, leaf_norms: Any) -> Any:
+        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
+        c = shrink_to(self.l2_clip_norm, _stacked.global_norms(leaf_norms))
+        return jax.tree.map(lambda _: c, leaf_norms)
+
+
+@_stacked.takes_rows
+@dataclasses.dataclass(frozen=True)
+class GroupClip:
+    r"""Clips each group of parameters on its own: :math:`c_{i,k} = \min(1, C_k / \|g_{i,k}\|_2)`.
+
+    Args:
+        l2_clip_norms: the :math:`C_k`, as a pytree that is a prefix of the parameters; everything below one entry is
+            one group, so ``{"encoder": 1.0, "head": 0.1}`` has two and a tree with one number a leaf clips leaf by
+            leaf.
+
+    Raises:
+        ValueError, TypeError: if an entry is not a positive, finite number, or below 2^-100; when clipping, if the tree
+            is no prefix.
+
+    *Privacy*: sensitivity :math:`\sqrt{\sum_k C_k^2}` under add/remove-one.
+
+    >>> GroupClip({"a": 3.0, "b": 4.0}).sensitivity
+    5.0
+    """
+
+    l2_clip_norms: Any
+
+    def __post_init__(self):
+        entries = jax.tree_util.tree_leaves_with_path(self.l2_clip_norms)
+        if not entries:
+            raise ValueError("l2_clip_norms has no entries; give one clip norm a group of parameters.")
+        for path, entry in entries:
+            name = f"l2_clip_norms{jax.tree_util.keystr(path)}"
+            _validate.positive(**{name: entry})
+            _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, **{name: entry})
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 sensitivity of the clipped sum to adding or removing one example."""
+        return float(np.linalg.norm(np.array(jax.tree.leaves(self.l2_clip_norms), np.float64)))
+
+    def coefficients(self, leaf_norms: Any) -> Any:
+        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape."""
+
+        def one_group(c: Any, group: Any) -> Any:
+            shrink = shrink_to(c, _stacked.global_norms(group))
+            return jax.tree.map(lambda _: shrink, group)
+
+        return self._mapped(one_group, leaf_norms)
+
+    def own_clip_norms(self, params: Any) -> list:
+        """C_k of the parameters that are groups of their own, None for others: these can be clipped as they come."""
+
+        def one_group(c: Any, group: Any) -> list:
+            size = len(jax.tree.leaves(group))
+            return [c if size == 1 else None] * size
+
+        lists = self._mapped(one_group, params)
+        return jax.tree.leaves(lists, is_leaf=lambda x: x is None)
+
+    def _mapped(self, one_group: Callable, tree: Any) -> Any:
+        try:
+            return jax.tree.map(one_group, self.l2_clip_norms, tree)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                "l2_clip_norms must be a prefix of the parameters' tree; got "
+                f"{jax.tree.structure(self.l2_clip_norms)} for parameters {jax.tree.structure(tree)}."
+            ) from error
+
+
+@_stacked.takes_rows
+@dataclasses.dataclass(frozen=True)
+class LayerwiseClip:
+    r"""Clips every parameter on its own, and every layer of those that a scan stacks.
+
+    All K of them get the same share of the clip norm: :math:`c_{i,k} = \min(1, C / (\sqrt{K} \|g_{i,k}\|_2))`. A
+    parameter's coefficient is known as soon as its gradient is, so the ghost engine clips within the one backward pass:
+    the way to train the largest models privately, at the time and memory of ordinary training. Flat clipping, which
+    keeps the direction of every gradient, is often the more accurate for the same C.
+
+    Args:
+        l2_clip_norm: C, of the whole gradient, positive and finite.
+        scanned: which parameters hold a layer in each entry of their first axis, as ``jax.lax.scan`` and ``nn.scan``
+            take them: a pytree of booleans that is a prefix of the parameters, such as ``{"layers": True, "embed":
+            False}``.
+
+    Raises:
+        ValueError, TypeError: if C is not a positive, finite number, or below 2^-100; when clipping, if ``scanned`` is
+            no prefix of the parameters, or True for a scalar.
+
+    *Privacy*: sensitivity C under add/remove-one. An example whose gradient is not finite contributes zero to the
+    parameters concerned.
+
+    Reference: McMahan, Ramage, Talwar and Zhang (2018), per-layer clipping; He et al. (2023), group-wise clipping.
+
+    >>> clip = LayerwiseClip(2.0, scanned={"layers": True, "head": False})
+    >>> clip.coefficients({"layers": jnp.array([1.0, 2.0, 4.0]), "head": jnp.array(0.5)})["layers"].tolist()
+    [1.0, 0.5, 0.25]
+    """
+
+    l2_clip_norm: Any
+    scanned: Any = False
+
+    def __post_init__(self):
+        _validate.positive(l2_clip_norm=self.l2_clip_norm)
+        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm)
+        for path, entry in jax.tree_util.tree_leaves_with_path(self.scanned):
+            if not isinstance(entry, bool):
+                where = jax.tree_util.keystr(path)
+                raise TypeError(f"scanned{where} must be True or False, got {entry!r}.")
+
+    @property
+    def sensitivity(self) -> Any:
+        """L2 sensitivity of the clipped sum to adding or removing one example."""
+        return self.l2_clip_norm
+
+    def coefficients(self, leaf_norms: Any) -> Any:
+        """Maps norms, a pytree of ``(B,)``, or ``(B, layers)`` where scanned, to coefficients of the same shapes."""
+        is_scanned = _trees.broadcast_prefix(self.scanned, leaf_norms, "scanned")
+        norms, tree = jax.tree.flatten(leaf_norms)
+        counts = [n.shape[-1] if s else 1 for n, s in zip(norms, jax.tree.leaves(is_scanned), strict=True)]
+        return tree.unflatten([shrink_to(self._share(counts), n) for n in norms])
+
+    def layer_axes(self, params: Any) -> list[int]:
+        """How many leading axes of each parameter number layers: 1 or 0."""
+        is_scanned = jax.tree.leaves(_trees.broadcast_prefix(self.scanned, params, "scanned"))
+        if any(s and jnp.ndim(p) == 0 for s, p in zip(is_scanned, jax.tree.leaves(params), strict=True)):
+            raise ValueError("scanned is True for a parameter that is a scalar: it has no axis of layers.")
+        return [int(s) for s in is_scanned]
+
+    def own_clip_norms(self, params: Any) -> list:
+        """What each parameter, and each layer, is scaled down to."""
+        axes = self.layer_axes(params)
+        counts = [jnp.shape(p)[0] if axis else 1 for p, axis in zip(jax.tree.leaves(params), axes, strict=True)]
+        return [self._share(counts)] * len(counts)
+
+    def _share(self, counts: list[int]) -> Any:
+        return self.l2_clip_norm / sum(counts) ** 0.5
+
+
+@_stacked.takes_rows
+@dataclasses.dataclass(frozen=True)
+class NormalizedClip:
+    r"""Gives every example about the same norm (AUTO-S): :math:`c_i = C / (\|g_i\|_2 + \gamma)`.
+
+    Args:
+        l2_clip_norm: C, positive and finite. With it the learning rate scales; no threshold is left to tune.
+        gamma: stability constant, positive: an example of norm far below it keeps a small weight. Below about 1e-15
+            the ghost engine may have to form gradients one at a time, to tell norms of that size apart.
+
+    Raises:
+        ValueError, TypeError: if an argument is not a positive, finite number, or below 2^-100; if gamma is below
+            2^-100 of C.
+
+    *Privacy*: sensitivity C under add/remove-one (the norm stays below C).
+
+    Reference: Bu, Wang, Zha and Karypis (2023), Automatic clipping, AUTO-S.
+
+    >>> NormalizedClip(2.0, gamma=1.0).coefficients(jnp.array([1.0, 3.0])).tolist()
+    [1.0, 0.5]
+    """
+
+    l2_clip_norm: Any
+    gamma: Any = 0.01
+
+    def __post_init__(self):
+        _validate.positive(l2_clip_norm=self.l2_clip_norm, gamma=self.gamma)
+        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm, gamma=self.gamma)
+        bound = _validate.concrete(self.l2_clip_norm)
+        if bound is not None:
+            _validate.at_least(bound * LEAST_CLIP_NORM, "C / gamma would overflow.", gamma=self.gamma)
+
+    @property
+    def sensitivity(self) -> Any:
+        """L2 sensitivity of the clipped sum to adding or removing one example."""
+        return self.l2_clip_norm
+
+    def coefficients(self, leaf_norms: Any) -> Any:
+        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
+        norms = _stacked.global_norms(leaf_norms)
+        c = without_denormals(self.l2_clip_norm / (norms + self.gamma), norms.dtype)
+        return jax.tree.map(lambda _: c, leaf_norms)
