@@ -49,6 +49,10 @@ def main() -> None:
         "scaling", help="time and memory of a step as batch, model and sequence grow (minutes)"
     )
     scaling.add_argument("--devices", type=int, help="only the growth with devices, up to so many (simulated)")
+    scaling.add_argument("--llm", action="store_true", help="language models on many devices, compiled and not run")
+    scaling.add_argument(
+        "--size", action="append", help="with --llm: only 1.7, 7 or 30 billion parameters (repeatable)"
+    )
     scaling.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     audit = commands.add_parser("audit", help="lower bounds on epsilon by attack, of sound and broken builds (minutes)")
     audit.add_argument("--only", help="part of an optimizer's name")
@@ -96,9 +100,17 @@ def main() -> None:
 
         attack(options.out, options.canaries, options.runs, options.pipeline_runs, options.only)
     if options.command == "scaling":
+        from benchmarks import llm_scaling
         from benchmarks.scaling import main as grow
 
-        grow(options.out, options.devices)
+        if options.llm:
+            unknown = set(options.size or ()) - set(llm_scaling.SIZES)
+            if unknown:
+                parser.error(f"--size must be one of {', '.join(llm_scaling.SIZES)}; got {sorted(unknown)}")
+            counts = [options.devices] if options.devices else list(llm_scaling.DEVICES)
+            llm_scaling.main(options.out, options.size or list(llm_scaling.SIZES), counts)
+        else:
+            grow(options.out, options.devices)
     if options.command == "report":
         from benchmarks.report import main as write
 

@@ -19,11 +19,13 @@ MEASURED = {
     "imdb-speed": "A full private run on IMDB",
     "scaling": "Scaling",
     "scaling-devices": "Devices (simulated on one processor)",
+    "scaling-llm": "Language models on many devices",
 }
 MODULE = {
     "imdb-speed": "benchmarks.imdb_speed",
     "opacus": "benchmarks.opacus_speed",
     "scaling-devices": "benchmarks.scaling",
+    "scaling-llm": "benchmarks.llm_scaling",
 }
 
 HEAD = """# Results

@@ -10,6 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def together(batch_size: int, chunk: int) -> int:
+    """How many examples to take at a time so that each device takes up to ``chunk`` of its own.
+
+    A chunk of fewer examples than devices would lie on some of them, and be sent to all others."""
+    devices = jax.device_count()
+    return max(n for n in range(1, batch_size + 1) if batch_size % n == 0 and n <= max(1, chunk) * devices)
+
+
 def split_rows(x: jax.Array, rows: int) -> jax.Array:
     """``[B, ...]`` to ``[B / rows, rows, ...]``.
 
@@ -29,7 +37,8 @@ def join_rows(x: jax.Array) -> jax.Array:
 
 
 def in_chunks(function: Callable, inputs: Any, batch_size: int, chunk: int) -> Any:
-    """``function`` of a batch, ``chunk`` examples at a time, so that what it forms stays small."""
+    """``function`` of a batch, ``chunk`` examples at a time (on each device), so that what it forms stays small."""
+    chunk = together(batch_size, chunk)
     if chunk >= batch_size:
         return function(inputs)
     split = jax.tree.map(lambda x: split_rows(x, chunk), inputs)

@@ -19,7 +19,7 @@ from jax import lax
 
 from dpopt import _sums
 from dpopt._norms import safe_norm, shrink_to
-from dpopt.ghost.chunks import in_chunks, join_rows, split_rows
+from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.contacts import combined, form, square_of_one, transposed
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
@@ -154,7 +154,8 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
         total = combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
         return jnp.stack([norm, norm], axis=1).astype(hook.bounds.dtype), total
 
-    if hook.chunk >= size:
+    chunk = together(size, hook.chunk)
+    if chunk >= size:
         bounds, total = of_chunk(*rows)
     else:
 
@@ -162,7 +163,7 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
             bounds, more = of_chunk(*rows)
             return total + more, bounds
 
-        split = jax.tree.map(lambda x: split_rows(x, hook.chunk), rows)
+        split = jax.tree.map(lambda x: split_rows(x, chunk), rows)
         total, bounds = lax.scan(step, jnp.zeros_like(hook.total.value), split)
         bounds = join_rows(bounds)
     return bounds, hook.total._replace(value=total)  # with a remainder of zeros, if one is asked for
