@@ -8,8 +8,10 @@
 * plan.py       which norm for which parameter, at what cost (costs.py), and in how many parts; memory.py which way fits
 * explain.py    the same as a table
 * engine.py     the clipped sum: forward and backward to the taps, norms, weighted sum
-* run.py        those steps, for one batch; contacts.py at one contact; chunks.py some examples at a time
-* streamed.py   the clipped sum in two passes that record nothing; hooks.py what they do at a contact
+* run.py        those steps, for one batch; contacts.py at one contact; chunks.py some examples at a time; pullback.py
+                from the contacts back to the parameters
+* one_by_one.py examples whose norm float32 cannot tell otherwise; selection.py what is left out
+* streamed.py   the clipped sum in one pass, or two, that record nothing; hooks.py what they do at a contact
 * canonical.py  convolutions in the order that is fast
 """
 
