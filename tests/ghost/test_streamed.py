@@ -277,3 +277,20 @@ def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
     np.testing.assert_allclose(got.sum["a"], want["a"], rtol=1e-6)
     np.testing.assert_allclose(got.sum["b"], clipped(good, jnp.arange(4) != 1).sum["b"], rtol=1e-6)
     assert got.sensitive.is_finite.tolist() == [True, False, True, True]
+
+
+class _Half(dpopt.GroupClip):
+    """Half of what its base gives."""
+
+    def coefficients(self, leaf_norms):
+        return jax.tree.map(lambda c: c / 2, super().coefficients(leaf_norms))
+
+
+def test_a_subclass_is_clipped_by_its_own_coefficients(monkeypatch):
+    """One pass knows `GroupClip`'s rule, which a subclass need not share."""
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
+    params, batch = {"a": jnp.ones((3, 2))}, jnp.ones((4, 5, 3)) * 7
+    loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["a"] / 9))  # noqa: E731
+    grads = dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None)
+    sums = [grads.clipped_sum(clip({"a": 0.5})).sum["a"] for clip in (dpopt.GroupClip, _Half)]
+    np.testing.assert_allclose(sums[1], sums[0] / 2, rtol=1e-6)
