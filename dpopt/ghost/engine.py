@@ -6,8 +6,8 @@ where ``c_i`` depends on the norms of ``S g_i + o``. The batch's forward and bac
 traced loss's own under ``vmap``, so examples cannot mix. By linearity the weighted sum is, at
 every contact, the transposed primitive fed ``c_i y_i``: one ordinary kernel for the whole batch.
 
-Where some norm is not finite, or not certain enough, that example's gradient is formed and added by itself: slow and
-rare. All else is computed as ever.
+Where some norm is not finite, or not certain enough, that example's gradient is formed for its norm: slow and rare. All
+else is computed as ever.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.core import Tracer
 
 from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import planning
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
-from dpopt.ghost.selection import finite, selected
-from dpopt.ghost.squares import TOLERANCE
+from dpopt.ghost.selection import finite, without_bad_rows
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.values import wide_dtype
 
@@ -152,28 +149,18 @@ def clipped_sum(
     # A loss may compute in fewer bits than its parameters have.
     leaf_norms = [n.astype(x.dtype) for n, x in zip(leaf_norms, run.wide, strict=True)]
 
-    rows = [jnp.isfinite(n) for n in leaf_norms]
-    # Squares that vanished may have made a norm uncertain: fine, unless the clip would tell.
-    rows += [c >= (1 - TOLERANCE) * most for c, most in zip(weigh(leaf_norms), weigh(lower_norms), strict=True)]
-    certain = jnp.all(jnp.stack(rows or [mask]), axis=0)
-
-    # What is not finite is left out by selection, contact by contact, and whoever is not certain computed alone. Both
-    # ordinarily take zero iterations. Loops rather than `cond`, which under vmap would run both sides. The sum between
-    # them is the same for all batches: what an example adds must not depend on whether another one is bad.
     recorded = run.recorded(xs, ys, kept)
-    fine = [jnp.ones(plan.batch_size, bool) for _ in recorded]
-
-    def without_bad_rows(recorded, fine):
-        fine = [_finite_rows(r, f) for r, f in zip(recorded, fine, strict=True)]
-        return [jax.tree.map(lambda x, f=f: selected(f, x), r) for r, f in zip(recorded, fine, strict=True)], fine
-
-    recorded, fine = _once(~finite([*leaf_norms, mask]), without_bad_rows, recorded, fine)
-    total = run.weighted_sum(weigh(leaf_norms, mask & certain), recorded, kept)
-
-    def with_uncertain_ones(total, leaf_norms):
-        return one_by_one.add(run, total, lambda n: weigh(n, True), mask & ~certain, leaf_norms, recorded, fine, kept)
-
-    total, leaf_norms = _once(mask & ~certain, with_uncertain_ones, total, leaf_norms)
+    leaf_norms = one_by_one.certain(run, leaf_norms, lower_norms, weigh, mask, recorded, kept)
+    weights = weigh(leaf_norms)
+    # What is not finite is left out by selection, ordinarily in no iteration of a loop. (`cond` would run both sides
+    # under vmap.) The sum is the same for all batches: what an example adds must not depend on whether another is bad.
+    # Layers share their cotangent with their bias, and their input: an array that the loop held twice would be copied.
+    arrays, structure = jax.tree.flatten(recorded)
+    distinct = list({id(x): x for x in arrays}.values())
+    place = {id(x): i for i, x in enumerate(distinct)}
+    distinct = without_bad_rows(~finite([*leaf_norms, mask]), distinct)
+    recorded = jax.tree.unflatten(structure, [distinct[place[id(x)]] for x in arrays])
+    total = run.weighted_sum(weights, recorded, kept)
     return result(total, leaf_norms, losses, aux, mask & finite([*leaf_norms, mask]))
 
 
@@ -181,22 +168,6 @@ def _masked(c: jax.Array, mask: jax.Array | bool) -> jax.Array:
     """Coefficients, ``[B]`` or ``[B, layers]``, of rows that count."""
     keep = jnp.reshape(mask, (-1, *[1] * (c.ndim - 1)))
     return jnp.where(keep & (c > 0), c, 0)
-
-
-def _once(rows: jax.Array, step: Callable, *state: Any) -> tuple:
-    """``step(*state)`` if any of ``rows`` holds, else the state as it is."""
-    wanted = jnp.any(rows)
-    if not isinstance(wanted, Tracer):  # outside `jit` a loop would be compiled at every call
-        return tuple(step(*state)) if bool(wanted) else state
-    return lax.while_loop(lambda s: s[0], lambda s: (jnp.array(False), tuple(step(*s[1]))), (wanted, state))[1]
-
-
-def _finite_rows(recorded: Any, fine: jax.Array) -> jax.Array:
-    """``[B]``: where ``fine``, and all that is ``recorded`` of an example is finite."""
-    for x in jax.tree.leaves(recorded):
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            fine &= jnp.isfinite(x.reshape(len(x), -1)).all(1)
-    return fine
 
 
 def _like(params: Any, tree: Any) -> list:

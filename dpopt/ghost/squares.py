@@ -89,6 +89,13 @@ def shifted(square: Square, offset: jax.Array | float) -> Square:
     return square._replace(missing=square.missing + lost)
 
 
+def shifted_norm(norm: jax.Array, offset: jax.Array | float) -> jax.Array:
+    """``|g + o|``, no less than what makes `shifted` uncertain: the sum adds g and o up apart."""
+    if isinstance(offset, float):
+        return norm
+    return jnp.maximum(norm, (jnp.finfo(norm.dtype).eps / (128 * TOLERANCE)) ** 0.5 * (norm + 2 * offset))
+
+
 def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int]) -> Square:
     """A sum over ``T x T`` of products of inner products; ``left`` and ``right`` hold squared norms of rows, [T]."""
     T, a, p = sizes

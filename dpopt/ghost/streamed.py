@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.core import Tracer
 
 from dpopt import _sums
 from dpopt._norms import safe_norm
@@ -29,7 +27,6 @@ from dpopt.ghost import one_by_one
 from dpopt.ghost.hooks import ClipHook, NormHook, SumHook
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected
-from dpopt.ghost.squares import TOLERANCE
 from dpopt.ghost.values import Contact, wide_dtype
 
 
@@ -70,7 +67,9 @@ def clipped_sum(
         known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
     upper, lower, _ = run.norms(xs, ys, outs, known)
     upper, lower = ([n.astype(x.dtype) for n, x in zip(bounds, run.wide, strict=True)] for bounds in (upper, lower))
-    upper = _looked_at(run, upper, lower, weigh, xs, ys, [i for i in range(len(upper)) if i not in known])
+    looked_at = [i for i in range(len(upper)) if i not in known]  # what is streamed is scaled before it is squared
+    recorded = run.recorded(xs, ys, {}, looked_at)
+    upper = one_by_one.certain(run, upper, lower, weigh, mask, recorded, {}, looked_at)
     weights, others = weigh(upper), [leaf for leaf in range(len(upper)) if leaf not in sums]
     if not others:
         rest = _sums.Sum([])
@@ -105,29 +104,6 @@ def _twice(run: Run, batch: Sequence[jax.Array], weights: dict[int, jax.Array]) 
         return _sums.in_blocks(lambda block: _second_pass(run, groups, *block), rows)
 
     return _sums.over_examples(one_group, (list(distinct.values()), list(batch)))
-
-
-def _looked_at(run: Run, upper, lower, weigh, xs, ys, leaves: list[int]) -> list[jax.Array]:
-    """Norms, of the recorded ``leaves`` from formed gradients where squares vanish or overflow and the clip would tell.
-
-    (As in engine.py. What is streamed is scaled before it is squared.)"""
-    if not leaves:
-        return upper
-    high, low = weigh(upper), weigh(lower)
-    certain = [(high[i] >= (1 - TOLERANCE) * low[i]) & jnp.isfinite(upper[i]) for i in leaves]
-    certain = jnp.all(jnp.stack(certain), axis=0)
-    recorded = [(xs[k], ys[k]) for k in run.contacts_of(leaves)]
-
-    def look_closer(state: tuple) -> tuple:
-        return jnp.array(True), one_by_one.norms(run, certain, state[1], recorded, {}, leaves)
-
-    state = jnp.all(certain), [upper[i] for i in leaves]
-    if isinstance(state[0], Tracer):
-        state = lax.while_loop(lambda state: ~state[0], look_closer, state)
-    elif not bool(state[0]):
-        state = look_closer(state)
-    found = dict(zip(leaves, state[1], strict=True))
-    return [found.get(i, n) for i, n in enumerate(upper)]
 
 
 def _hooks(run: Run, limits: Sequence[Any], layer_axes: Sequence[int]) -> dict[Contact, NormHook | ClipHook]:
