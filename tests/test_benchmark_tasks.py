@@ -92,6 +92,7 @@ def test_digits_are_learned_in_whole_batches():
     assert record["epsilon"]["pld"] == pytest.approx(by_hand, rel=1e-3) and record["not_covered_by_epsilon"] == ()
 
 
+@pytest.mark.slow
 def test_the_toy_regression_has_the_papers_epsilon_and_side_information_helps():
     found = {}
     for label in ("DP-SGD", "AdaDPS, frequencies known"):

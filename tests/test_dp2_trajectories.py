@@ -82,6 +82,7 @@ def test_golden_float32(monkeypatch, name):
     check_golden(monkeypatch, name, jnp.float32, golden_runs.RTOL32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp2_rmsprop_L_sigma1", "dp2_rmsprop_ablation1_L_sigma1"])
 def test_golden_without_jit(monkeypatch, x64, name):
     check_golden(monkeypatch, name, jnp.float64, golden_runs.RTOL64, jit=lambda step: step)

@@ -232,6 +232,7 @@ def test_a_full_disk_while_saving(tmp_path, small_disk):
     assert result.ledger.steps == 6
 
 
+@pytest.mark.slow
 def test_a_restart_with_fewer_devices(tmp_path):
     command = ROOT / "tests" / "moved_run.py"
     first = script(command, tmp_path, 4, 7, devices=4)  # dies after step 7; the latest checkpoint is of step 6

@@ -22,7 +22,9 @@ def text(output):
     return output.get("text", "") + output.get("data", {}).get("text/plain", "")
 
 
-@pytest.mark.parametrize("path", PATHS, ids=IDS)
+@pytest.mark.parametrize(
+    "path", [PATHS[0], *(pytest.param(path, marks=pytest.mark.slow) for path in PATHS[1:])], ids=IDS
+)
 def test_a_notebook_runs(path):
     notebook = run.execute(path, DPOPT_NOTEBOOKS_SMALL="1")  # conftest.py's setting of JAX is passed on
     said = "".join(map(text, outputs(notebook)))

@@ -200,6 +200,7 @@ sweeps.sweep(SWEEP, range(2), out=Path({out!r}), where=Path({where!r}))
 SWEEP = [SETTING, dataclasses.replace(SETTING, method="DP-SGD", options={"learning_rate": 0.1}, label="other")]
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_and_started_again_gives_the_same_table(few_ratings, tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     out, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"

@@ -89,6 +89,7 @@ def test_noise_of_any_size_is_accounted_for(sigma, q):
         assert eps == 0 or eps < 0.01 if sigma > 1 else eps >= 0.5 / sigma / max(sigma, 1e-150)
 
 
+@pytest.mark.slow
 def test_the_rounding_of_long_compositions_is_paid_for():
     """A Fourier transform to the millionth power leaves errors of 1e-11, which may hide a delta of that size."""
     count, q, sigma = 10**6, 1 - 1e-9, 1e3
@@ -121,6 +122,7 @@ def test_schedule_accounting():
     assert dpopt.epsilon_of_event(events.compose(*high), delta=1e-5, accountant="rdp") > eps / 2
 
 
+@pytest.mark.slow
 def test_a_schedule_is_rounded_upwards_and_hardly():
     steps = events.flattened(scheduled(60, lambda t: 2.0 + t / 60).event)
     rounded = _bounds.rounded(steps)
@@ -132,6 +134,7 @@ def test_a_schedule_is_rounded_upwards_and_hardly():
     assert len(many) <= 400 and sum(many.values()) == 3_000
 
 
+@pytest.mark.slow
 def test_calibrating_a_schedule():
     started = time.process_time()
 

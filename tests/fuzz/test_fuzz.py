@@ -27,9 +27,9 @@ def test_no_example_moves_the_sum_further(part):
 
 # Found in long runs: terms that cancel beside a bad example, gradients that are roundings and nothing else.
 @pytest.mark.parametrize("seed", [786, 807, 1976, 2276, 2301])
-def test_programs_that_once_exceeded(seed):
-    assert not check.run(seed).failures
-    assert not check.run(seed, fast=False).failures
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_programs_that_once_exceeded(seed, fast):
+    assert not check.run(seed, fast=fast).failures
 
 
 def test_a_seed_gives_one_program():

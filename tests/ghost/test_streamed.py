@@ -18,13 +18,17 @@ from dpopt import _fallback, ghost
 from dpopt.ghost import memory
 
 
-def two_passes(loss_fn, params, batch, mask=None, clip=flat_clip, scale=None):
+def compiled(loss_fn, clip=flat_clip, scale=None):
     def run(params, batch, mask):
         plan = ghost.plan_clipped_sum(loss_fn, params, batch, scale=scale).streaming()
         return ghost.clipped_sum(loss_fn, params, batch, coefficients=clip(0.7), mask=mask, scale=scale, plan=plan)
 
+    return jax.jit(run)
+
+
+def two_passes(loss_fn, params, batch, mask=None, clip=flat_clip, scale=None):
     size = jax.tree.leaves(batch)[0].shape[0]
-    return jax.jit(run)(params, batch, jnp.ones(size, bool) if mask is None else mask)
+    return compiled(loss_fn, clip, scale)(params, batch, jnp.ones(size, bool) if mask is None else mask)
 
 
 def spoiled(batch, row, value):
@@ -37,7 +41,6 @@ def spoiled(batch, row, value):
     return jax.tree.map(spoil, batch)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "case",
     [
@@ -46,18 +49,20 @@ def spoiled(batch, row, value):
     ],
     ids=lambda case: case.__name__,
 )  # fmt: skip
-def test_a_bad_example_changes_nothing_about_the_others(case, value):
+def test_a_bad_example_changes_nothing_about_the_others(case):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     if not any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(batch)):
         inner, ids = loss_fn, batch
         loss_fn = lambda p, e: e["u"] * inner(p, e["ids"])  # noqa: E731
         batch = {"ids": ids, "u": jnp.ones(jax.tree.leaves(ids)[0].shape[0])}
     size = jax.tree.leaves(batch)[0].shape[0]
+    function = compiled(loss_fn)
     with jax.numpy_rank_promotion("allow"):
-        bad = two_passes(loss_fn, params, spoiled(batch, 1, value))
-        without = two_passes(loss_fn, params, batch, jnp.arange(size) != 1)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), bad.sum, without.sum)
-    np.testing.assert_array_equal(bad.ok, np.arange(size) != 1)
+        without = function(params, batch, jnp.arange(size) != 1)
+        for value in (np.nan, np.inf):
+            bad = function(params, spoiled(batch, 1, value), jnp.ones(size, bool))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), bad.sum, without.sum)
+            np.testing.assert_array_equal(bad.ok, np.arange(size) != 1)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e12, 1e25])
