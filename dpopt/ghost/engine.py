@@ -22,7 +22,7 @@ from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import planning
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
-from dpopt.ghost.selection import finite, without_bad_rows
+from dpopt.ghost.selection import finite, settled, without_bad_rows
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.values import wide_dtype
 
@@ -145,21 +145,21 @@ def clipped_sum(
             *streamed.clipped_sum(run, jax.tree.leaves(batch), weigh, mask, limits, layer_axes or [0] * len(leaves))
         )
     losses, aux, xs, ys, outs = run.passes(jax.tree.leaves(batch))
+    contacts = list(ys)
+    seen, broken = settled(mask & ~jnp.isfinite(losses), [(xs.get(k), ys[k], outs.get(k)) for k in contacts])
+    xs, ys, outs = ({k: arrays[i] for k, arrays in zip(contacts, seen, strict=True)} for i in range(3))
     leaf_norms, lower_norms, kept = run.norms(xs, ys, outs)
     # A loss may compute in fewer bits than its parameters have.
     leaf_norms = [n.astype(x.dtype) for n, x in zip(leaf_norms, run.wide, strict=True)]
 
     recorded = run.recorded(xs, ys, kept)
     leaf_norms = one_by_one.certain(run, leaf_norms, lower_norms, weigh, mask, recorded, kept)
+    for contact, rows in zip(contacts, broken, strict=True):
+        for leaf in contact.weight.leaves:
+            leaf_norms[leaf] = jnp.where(rows, jnp.inf, leaf_norms[leaf])
     weights = weigh(leaf_norms)
-    # What is not finite is left out by selection, ordinarily in no iteration of a loop. (`cond` would run both sides
-    # under vmap.) The sum is the same for all batches: what an example adds must not depend on whether another is bad.
-    # Layers share their cotangent with their bias, and their input: an array that the loop held twice would be copied.
-    arrays, structure = jax.tree.flatten(recorded)
-    distinct = list({id(x): x for x in arrays}.values())
-    place = {id(x): i for i, x in enumerate(distinct)}
-    distinct = without_bad_rows(~finite([*leaf_norms, mask]), distinct)
-    recorded = jax.tree.unflatten(structure, [distinct[place[id(x)]] for x in arrays])
+    # The sum is the same for all batches: what an example adds must not depend on whether another is bad.
+    recorded = without_bad_rows(~finite([*leaf_norms, mask]), recorded)
     total = run.weighted_sum(weights, recorded, kept)
     return result(total, leaf_norms, losses, aux, mask & finite([*leaf_norms, mask]))
 

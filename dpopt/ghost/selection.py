@@ -31,9 +31,45 @@ def once(rows: jax.Array, step: Callable[[Any], Any], state: Any) -> Any:
     return lax.while_loop(lambda s: s[0], lambda s: (jnp.array(False), step(s[1])), (wanted, state))[1]
 
 
-def without_bad_rows(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+def settled(bad: jax.Array, recorded: list) -> tuple[list, list[jax.Array]]:
+    """What is ``recorded`` at each contact, arrays ``[B, ...]``, as all that follows is to see it; and whose is broken.
+
+    XLA may compute what has several uses once for each of them, rounded another way: where a loss has lost its digits,
+    the cotangent that is added up would not be the one whose norm was taken. What a loop takes along it has to settle,
+    also if the loop ordinarily takes no step. In one, what is not finite in ``bad`` rows, ``[B]``, becomes zeros and
+    its rows are ``broken``, ``[B]`` for each contact. (`cond` would run both sides under vmap.)
+    """
+    arrays, rebuild = _distinct(recorded)
+
+    def without_broken_rows(state: tuple) -> tuple:
+        fine = [_finite_rows(x) | ~bad for x in state[0]]
+        return [_chosen(f, x) for f, x in zip(fine, state[0], strict=True)], [~f for f in fine]
+
+    arrays, broken = once(bad, without_broken_rows, (arrays, [jnp.zeros(bad.shape, bool) for _ in arrays]))
+    of_contact = [jnp.any(jnp.stack(jax.tree.leaves(b) or [jnp.zeros_like(bad)]), axis=0) for b in rebuild(broken)]
+    return rebuild(arrays), of_contact
+
+
+def without_bad_rows(bad: jax.Array, recorded: list) -> list:
     """Arrays, ``[B, ...]``, with zeros for rows that are not finite, of which there are some where any are ``bad``."""
-    return once(bad, lambda arrays: [selected(_finite_rows(x), x) for x in arrays], arrays)
+    arrays, rebuild = _distinct(recorded)
+    return rebuild(once(bad, lambda arrays: [_chosen(_finite_rows(x), x) for x in arrays], arrays))
+
+
+def _distinct(tree: Any) -> tuple[list[jax.Array], Callable[[list], Any]]:
+    """The arrays of a tree, each once, and how to put others in their places.
+
+    Layers share their cotangent with their bias, and their input: what a loop held twice would be copied."""
+    leaves, structure = jax.tree.flatten(tree)
+    place: dict[int, int] = {}
+    for x in leaves:
+        place.setdefault(id(x), len(place))
+    distinct = {place[id(x)]: x for x in leaves}
+    return list(distinct.values()), lambda found: jax.tree.unflatten(structure, [found[place[id(x)]] for x in leaves])
+
+
+def _chosen(rows: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:
