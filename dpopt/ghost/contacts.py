@@ -74,7 +74,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
         x = _weighted(x, c)
     else:
         y = _weighted(y, c)
-    if is_outer_product(contact):
+    if is_outer_product(contact) and len(c) > 1:  # a single one XLA would form from a broadcast that it stores
         # Of the primitive transposed XLA would turn y around first, which takes a tenth of an MLP's gradient.
         factors = cast(Factors, contact.factors)
         (left,), right = jax.vmap(factors.split)(x, y)
