@@ -10,7 +10,7 @@
 * engine.py     the clipped sum: forward and backward to the taps, norms, weighted sum
 * run.py        those steps, for one batch; contacts.py at one contact; chunks.py some examples at a time; pullback.py
                 from the contacts back to the parameters
-* one_by_one.py examples whose norm float32 cannot tell otherwise; selection.py what is left out
+* one_by_one.py norms that float32 cannot tell otherwise; selection.py what is recorded settles, and what is left out
 * streamed.py   the clipped sum in one pass, or two, that record nothing; hooks.py what they do at a contact
 * canonical.py  convolutions in the order that is fast
 """

@@ -146,7 +146,7 @@ def clipped_sum(
         )
     losses, aux, xs, ys, outs = run.passes(jax.tree.leaves(batch))
     contacts = list(ys)
-    seen, broken = settled(mask & ~jnp.isfinite(losses), [(xs.get(k), ys[k], outs.get(k)) for k in contacts])
+    seen = settled(mask & ~jnp.isfinite(losses), [(xs.get(k), ys[k], outs.get(k)) for k in contacts])
     xs, ys, outs = ({k: arrays[i] for k, arrays in zip(contacts, seen, strict=True)} for i in range(3))
     leaf_norms, lower_norms, kept = run.norms(xs, ys, outs)
     # A loss may compute in fewer bits than its parameters have.
@@ -154,9 +154,6 @@ def clipped_sum(
 
     recorded = run.recorded(xs, ys, kept)
     leaf_norms = one_by_one.certain(run, leaf_norms, lower_norms, weigh, mask, recorded, kept)
-    for contact, rows in zip(contacts, broken, strict=True):
-        for leaf in contact.weight.leaves:
-            leaf_norms[leaf] = jnp.where(rows, jnp.inf, leaf_norms[leaf])
     weights = weigh(leaf_norms)
     # The sum is the same for all batches: what an example adds must not depend on whether another is bad.
     recorded = without_bad_rows(~finite([*leaf_norms, mask]), recorded)

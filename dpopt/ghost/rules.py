@@ -134,11 +134,12 @@ def dot_general(use: Use) -> Factors | None:
     return Factors((1, groups, a, p), positions, split, fold, unfold, axes=axes, filters=(*w_batch, *w_free))
 
 
-def _rows(use: Use, axis: int, positions: int, offset: tuple[int, ...], index: Callable) -> Factors:
-    """Factors of a look-up along one axis of a table; ``offset``: output axes that are not looked up."""
-    size, p = use.weight[axis], math.prod(use.weight) // use.weight[axis]
+def _rows(use: Use, axes: tuple[int, ...], positions: int, offset: tuple[int, ...], index: Callable) -> Factors:
+    """Factors of a look-up along some axes of a table; ``offset``: output axes that hold what was looked up."""
+    size = _pick(use.weight, axes)
+    p = math.prod(use.weight) // max(size, 1)
     looked_up = tuple(i for i in range(len(use.output)) if i not in offset)
-    rest = tuple(i for i in range(len(use.weight)) if i != axis)
+    rest = tuple(i for i in range(len(use.weight)) if i not in axes)
 
     def split(x, y):
         # An index out of range read a fill value, or one that it must not rely on: neither has a gradient. It stays
@@ -147,9 +148,9 @@ def _rows(use: Use, axis: int, positions: int, offset: tuple[int, ...], index: C
         right = jnp.transpose(y, looked_up + offset).reshape(1, positions, p)
         return [ids], jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
 
-    fold, unfold = _arranger(use.weight, (), (axis,), rest)
-    axes = (axis, rest[0]) if len(rest) == 1 else None
-    return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=axes)
+    fold, unfold = _arranger(use.weight, (), axes, rest)
+    single = (axes[0], rest[0]) if len(axes) == len(rest) == 1 else None
+    return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=single)
 
 
 def _index(x: jax.Array, size: int) -> jax.Array:
@@ -161,22 +162,34 @@ def _index(x: jax.Array, size: int) -> jax.Array:
 
 @rule("gather")
 def gather(use: Use) -> Factors | None:
-    """Embeddings: whole slices of a table picked along one axis, repeated indices included."""
+    """Look-ups, ``table[i]`` or ``table[i, j]``, repeated indices included: along each axis one entry, or all."""
     dims, sizes = use.params["dimension_numbers"], tuple(use.params["slice_sizes"])
-    if use.position != 0 or len(dims.start_index_map) != 1 or dims.operand_batching_dims:
+    if use.position != 0:
         return None
-    (axis,) = dims.start_index_map
-    if tuple(dims.collapsed_slice_dims) != (axis,) or sizes[axis] != 1:
+    batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True))
+    whole = [axis for axis, n in enumerate(use.weight) if sizes[axis] == n and axis not in batched]
+    axes = tuple(axis for axis in range(len(use.weight)) if axis not in whole)
+    if not axes or any(sizes[axis] != 1 for axis in axes) or not {*axes} <= {*dims.start_index_map, *batched}:
         return None
-    if any(sizes[i] != n for i, n in enumerate(use.weight) if i != axis):
-        return None
-    size, mode = use.weight[axis], use.params["mode"]
+    clips, size = use.params["mode"] == lax.GatherScatterMode.CLIP, _pick(use.weight, axes)
 
     def index(x):
-        ids = _index(x[..., 0], size)
-        return jnp.clip(ids, 0, size - 1) if mode == lax.GatherScatterMode.CLIP else ids
+        """The place among the looked-up axes, counted together."""
+        flat, inside = jnp.zeros(x.shape[:-1], jnp.int32), jnp.ones(x.shape[:-1], bool)
+        for axis in (*whole, *axes):  # where an axis is taken whole, it has to start at 0
+            n, last = use.weight[axis], use.weight[axis] - sizes[axis]
+            if axis in batched:
+                at = lax.broadcasted_iota(jnp.int32, flat.shape, batched[axis])
+            elif axis in dims.start_index_map:
+                at = _index(x[..., dims.start_index_map.index(axis)], last + 1)
+            else:
+                continue
+            inside &= (at >= 0) & (at <= last)
+            if axis in axes:
+                flat = flat * n + jnp.clip(at, 0, last)
+        return flat if clips else jnp.where(inside, flat, size)
 
-    return _rows(use, axis, math.prod(use.input[:-1]), tuple(dims.offset_dims), index)
+    return _rows(use, axes, math.prod(use.input[:-1]), tuple(dims.offset_dims), index)
 
 
 @rule("dynamic_slice")
@@ -187,7 +200,7 @@ def dynamic_slice(use: Use) -> Factors | None:
         return None
     size = use.weight[axis]
     offset = tuple(i for i in range(len(use.weight)) if i != axis)
-    return _rows(use, axis, 1, offset, lambda x: jnp.clip(_index(x, size), 0, size - 1))
+    return _rows(use, (axis,), 1, offset, lambda x: jnp.clip(_index(x, size), 0, size - 1))
 
 
 @rule("conv_general_dilated")

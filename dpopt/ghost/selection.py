@@ -31,23 +31,26 @@ def once(rows: jax.Array, step: Callable[[Any], Any], state: Any) -> Any:
     return lax.while_loop(lambda s: s[0], lambda s: (jnp.array(False), step(s[1])), (wanted, state))[1]
 
 
-def settled(bad: jax.Array, recorded: list) -> tuple[list, list[jax.Array]]:
-    """What is ``recorded`` at each contact, arrays ``[B, ...]``, as all that follows is to see it; and whose is broken.
+def settled(bad: jax.Array, recorded: list) -> list:
+    """What is ``recorded`` at each contact, arrays ``[B, ...]``, as all that follows is to see it.
 
     XLA may compute what has several uses once for each of them, rounded another way: where a loss has lost its digits,
     the cotangent that is added up would not be the one whose norm was taken. What a loop takes along it has to settle,
-    also if the loop ordinarily takes no step. In one, what is not finite in ``bad`` rows, ``[B]``, becomes zeros and
-    its rows are ``broken``, ``[B]`` for each contact. (`cond` would run both sides under vmap.)
+    also if the loop ordinarily takes no step. The step there is, where rows are ``bad``, makes infinities of theirs
+    NaN, which means the same. (`cond` would run both sides under vmap.)
     """
     arrays, rebuild = _distinct(recorded)
 
-    def without_broken_rows(state: tuple) -> tuple:
-        fine = [_finite_rows(x) | ~bad for x in state[0]]
-        return [_chosen(f, x) for f, x in zip(fine, state[0], strict=True)], [~f for f in fine]
+    def step(arrays: list) -> list:
+        return [jnp.where(bad.reshape(-1, *[1] * (x.ndim - 1)), _without_infinities(x), x) for x in arrays]
 
-    arrays, broken = once(bad, without_broken_rows, (arrays, [jnp.zeros(bad.shape, bool) for _ in arrays]))
-    of_contact = [jnp.any(jnp.stack(jax.tree.leaves(b) or [jnp.zeros_like(bad)]), axis=0) for b in rebuild(broken)]
-    return rebuild(arrays), of_contact
+    return rebuild(once(bad, step, arrays))
+
+
+def _without_infinities(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.where(jnp.isinf(x), jnp.nan, x)
+    return x if x.dtype == bool else jnp.minimum(x, jnp.iinfo(x.dtype).max - 1)  # an index: out of range as before
 
 
 def without_bad_rows(bad: jax.Array, recorded: list) -> list:

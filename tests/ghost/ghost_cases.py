@@ -131,6 +131,38 @@ def embedding_clipped(a):
     )
 
 
+def table_of_two_indices(a):
+    def loss(p, x):
+        i, j = x % 5, x // 5
+        return half_square(p["t"][i, j] + p["u"][i, :, j])
+
+    return loss, {"t": a(5, 40, 3), "u": a(5, 3, 40)}, a.ids(200, B, 6)
+
+
+def table_of_two_indices_out_of_range(a):
+    def loss(p, x):
+        rows = [p["t"].at[x - 2, x % 3].get(mode=mode, fill_value=0.5) for mode in ("fill", "clip")]
+        return half_square(rows[0] + 2 * rows[1] + p["t"].at[x - 2, 50 - x].get(mode="fill", fill_value=0.0))
+
+    return loss, {"t": a(40, 30, 3)}, a.ids(60, B, 9)
+
+
+def vmapped_embedding(a):
+    def loss(p, x):
+        rows = jax.vmap(lambda i: jax.lax.dynamic_index_in_dim(p["e"], i, keepdims=False))(x)
+        heads = jax.vmap(lambda table, i: table[i], (0, None))(p["heads"], x)  # a table for each head
+        return half_square(rows @ p["w"]) + half_square(heads * p["s"])
+
+    return loss, {"e": a(90, 3), "w": a(3, 2), "heads": a(2, 50, 3), "s": a(3)}, a.ids(90, B, 6)
+
+
+def taken_along_axis(a):
+    def loss(p, x):
+        return half_square(jnp.take_along_axis(p["e"], x[:, None] + jnp.arange(3), axis=0, fill_value=0.5))
+
+    return loss, {"e": a(90, 3)}, a.ids(95, B, 6)
+
+
 def tied_embedding(a):
     def loss(p, x):
         h = jnp.tanh(p["e"][x] @ p["w"])
@@ -500,7 +532,8 @@ def closed_over(a):
 CASES = [
     dense, dense_sequence, dense_long_sequence, dense_wide, dense_general, batched_weight,
     weight_first, reshaped_weight, scaled_weight, norms_and_scales, group_norm, embedding,
-    embedding_long, embedding_out_of_range, embedding_clipped, scaled_tables, tied_embedding, tied_embedding_large,
+    embedding_long, embedding_out_of_range, embedding_clipped, table_of_two_indices, table_of_two_indices_out_of_range,
+    vmapped_embedding, taken_along_axis, scaled_tables, tied_embedding, tied_embedding_large,
     conv1d, conv2d, conv_small_image, conv_dilated, conv_groups, conv_own_filter, conv_depthwise,
     conv_depthwise_multiplier, conv_transposed, conv_valid_channels_first, weight_standardized,
     weight_standardized_only, weight_standardized_gram, weight_normalized, conv_pixel_gram,

@@ -79,6 +79,9 @@ def test_rules_are_used_where_they_should_be():
         ghost_cases.conv_groups: {"w": "conv_general_dilated"},
         ghost_cases.embedding: {"e": "gather", "w": "dot_general"},
         ghost_cases.matrix_factorization: {"u": "dynamic_slice", "v": "dynamic_slice"},
+        ghost_cases.table_of_two_indices: {"t": "gather", "u": "gather"},
+        ghost_cases.vmapped_embedding: {"e": "gather", "heads": "gather"},
+        ghost_cases.taken_along_axis: {"e": "gather"},
         ghost_cases.scanned_layers_over_time: {"w": "dot_general"},
         ghost_cases.remat: {"w": "dot_general"},
     }
