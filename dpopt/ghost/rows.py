@@ -21,6 +21,13 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def bounded(x: jax.Array, size: int) -> jax.Array:
+    """An index of any integer type, where all below 0 are -1 and all beyond the table are ``size``."""
+    bounds = jnp.iinfo(x.dtype)
+    low, high = (jnp.asarray(i, x.dtype) for i in (max(-1, int(bounds.min)), min(size, int(bounds.max))))
+    return jnp.clip(x, low, high).astype(jnp.int32)
+
+
 def einsum(spec: str, *operands: jax.Array) -> jax.Array:
     """At full precision, in at least float32."""
     dtype = jnp.promote_types(jnp.result_type(*operands), jnp.float32)

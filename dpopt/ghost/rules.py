@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.ghost.rows import bounded
+
 
 class Use(NamedTuple):
     """One equation where a weight meets an example-dependent value, as a rule sees it.
@@ -153,16 +155,11 @@ def _rows(use: Use, axes: tuple[int, ...], positions: int, offset: tuple[int, ..
     return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=single)
 
 
-def _index(x: jax.Array, size: int) -> jax.Array:
-    """An index of any integer type, where all below 0 are -1 and all beyond the table are ``size``."""
-    bounds = jnp.iinfo(x.dtype)
-    low, high = (jnp.asarray(i, x.dtype) for i in (max(-1, int(bounds.min)), min(size, int(bounds.max))))
-    return jnp.clip(x, low, high).astype(jnp.int32)
-
-
 @rule("gather")
 def gather(use: Use) -> Factors | None:
-    """Look-ups, ``table[i]`` or ``table[i, j]``, repeated indices included: along each axis one entry, or all."""
+    """Look-ups, ``table[i]`` or ``table[i, j]``, repeated indices included: along each axis one entry, or all.
+
+    (What looks up once, a dynamic slice, has become one when it is traced.)"""
     dims, sizes = use.params["dimension_numbers"], tuple(use.params["slice_sizes"])
     if use.position != 0:
         return None
@@ -181,7 +178,7 @@ def gather(use: Use) -> Factors | None:
             if axis in batched:
                 at = lax.broadcasted_iota(jnp.int32, flat.shape, batched[axis])
             elif axis in dims.start_index_map:
-                at = _index(x[..., dims.start_index_map.index(axis)], last + 1)
+                at = bounded(x[..., dims.start_index_map.index(axis)], last + 1)
             else:
                 continue
             inside &= (at >= 0) & (at <= last)
@@ -190,17 +187,6 @@ def gather(use: Use) -> Factors | None:
         return flat if clips else jnp.where(inside, flat, size)
 
     return _rows(use, axes, math.prod(use.input[:-1]), tuple(dims.offset_dims), index)
-
-
-@rule("dynamic_slice")
-def dynamic_slice(use: Use) -> Factors | None:
-    """One row of a table at a computed index, as ``table[i]`` gives for a scalar ``i``."""
-    axis = use.input_position - 1
-    if use.position != 0 or use.output != (*use.weight[:axis], 1, *use.weight[axis + 1 :]):
-        return None
-    size = use.weight[axis]
-    offset = tuple(i for i in range(len(use.weight)) if i != axis)
-    return _rows(use, (axis,), 1, offset, lambda x: jnp.clip(_index(x, size), 0, size - 1))
 
 
 @rule("conv_general_dilated")

@@ -29,11 +29,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from dpopt._programs import equations, scan_arguments
 from dpopt._rows import draws_otherwise_in_rows
 from dpopt.ghost import rules
-from dpopt.ghost.canonical import convolution
+from dpopt.ghost.canonical import as_gather, convolution
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import ELEMENTWISE, pulls_sums
@@ -58,16 +59,18 @@ def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = Fal
     for eqn in equations(closed.jaxpr):
         if eqn.effects and not eqn.primitive.name.startswith("debug_"):
             raise CannotFollow(eqn.primitive.name, "it does more than compute a value")
+    # What nobody needs is no contact either: `nnx.scan` hands the layers' state back, and every weight with it.
+    needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     trace = Trace(aux_tree=jax.tree.structure(shape[1]) if has_aux else None)
     with planning():
-        _sort(closed, len(jax.tree.leaves(params)), trace)
+        _sort(needed, closed.consts, len(jax.tree.leaves(params)), trace)
     return trace
 
 
-def _sort(closed: Any, count: int, trace: Trace) -> None:
+def _sort(jaxpr: Any, consts: Sequence, count: int, trace: Trace) -> None:
     """Sorts the equations of a loss, whose first ``count`` inputs are the parameters, into prologue and body."""
     trace.body = Scope(None, trace)
-    for i, var in enumerate(closed.jaxpr.invars):
+    for i, var in enumerate(jaxpr.invars):
         aval, is_leaf = var.aval, i < count
         value = Value(aval.shape, aval.dtype, dynamic=not is_leaf)
         if is_leaf:
@@ -77,7 +80,7 @@ def _sort(closed: Any, count: int, trace: Trace) -> None:
                 value.leaves = frozenset([i])
                 value.entry = Entry(True, tuple(range(len(aval.shape))), bool(aval.shape))
         (trace.leaves if is_leaf else trace.example).append(value)
-    outs = _walk(closed.jaxpr, closed.consts, trace.leaves + trace.example, trace.body)
+    outs = _walk(jaxpr, consts, trace.leaves + trace.example, trace.body)
     # A loss that does not depend on the example still has a gradient.
     trace.results = [trace.body.promote(outs[0]) if outs[0].leaves else outs[0], *outs[1:]]
     share_taps(trace.body, trace.results)
@@ -126,6 +129,10 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
         return _visit_remat(eqn, inputs, outputs, scope)
     if weights and name == "scan":
         return _visit_scan(eqn, inputs, scope)
+    if weights == [0] and name == "dynamic_slice":
+        look_up = as_gather(eqn)
+        if look_up is not None:
+            return _walk(look_up.jaxpr, look_up.consts, inputs, scope)
     if len(weights) == 1 and len(outputs) == 1:
         contact_op = _factored(eqn, inputs, outputs, weights[0], scope)
         if contact_op is not None:

@@ -139,6 +139,13 @@ def table_of_two_indices(a):
     return loss, {"t": a(5, 40, 3), "u": a(5, 3, 40)}, a.ids(200, B, 6)
 
 
+def table_of_two_scalars(a):
+    def loss(p, x):
+        return half_square(p["t"][x[0], x[1]] * p["s"]) + half_square(p["t"].at[x[2] - 40, :, 1].get(mode="clip"))
+
+    return loss, {"t": a(60, 70, 3), "s": a(3)}, a.ids(60, B, 3)
+
+
 def table_of_two_indices_out_of_range(a):
     def loss(p, x):
         rows = [p["t"].at[x - 2, x % 3].get(mode=mode, fill_value=0.5) for mode in ("fill", "clip")]
@@ -425,6 +432,20 @@ def remat(a):
     return loss, {"w": a(4, 3), "b": a(3), "u": a(3, 2)}, a(B, 6, 4)
 
 
+def state_handed_back(a):
+    """As `nnx.scan` of `nnx.remat` does: the layers' weights go in and come out."""
+
+    def loss(p, x):
+        @jax.checkpoint
+        def layer(h, w):
+            return jnp.tanh(h @ w), w
+
+        h, _ = jax.lax.scan(layer, x, p["w"])
+        return half_square(h)
+
+    return loss, {"w": a(3, 4, 4)}, a(B, 6, 4)
+
+
 def remat_policy(a):
     def loss(p, x):
         policy = jax.checkpoint_policies.dots_saveable
@@ -532,13 +553,14 @@ def closed_over(a):
 CASES = [
     dense, dense_sequence, dense_long_sequence, dense_wide, dense_general, batched_weight,
     weight_first, reshaped_weight, scaled_weight, norms_and_scales, group_norm, embedding,
-    embedding_long, embedding_out_of_range, embedding_clipped, table_of_two_indices, table_of_two_indices_out_of_range,
-    vmapped_embedding, taken_along_axis, scaled_tables, tied_embedding, tied_embedding_large,
+    embedding_long, embedding_out_of_range, embedding_clipped, table_of_two_indices, table_of_two_scalars,
+    table_of_two_indices_out_of_range, vmapped_embedding, taken_along_axis, scaled_tables, tied_embedding,
+    tied_embedding_large,
     conv1d, conv2d, conv_small_image, conv_dilated, conv_groups, conv_own_filter, conv_depthwise,
     conv_depthwise_multiplier, conv_transposed, conv_valid_channels_first, weight_standardized,
     weight_standardized_only, weight_standardized_gram, weight_normalized, conv_pixel_gram,
     lora, summed_products, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,
     scanned_layers, scanned_layers_over_time, fori_loop, evolving_weight, unrolled_recurrence, remat,
-    remat_policy, custom_rules, cond, nested_jit, dropout, frozen_and_unused, used_twice, sliced,
+    remat_policy, state_handed_back, custom_rules, cond, nested_jit, dropout, frozen_and_unused, used_twice, sliced,
     regularized, constant_loss, joined_with_data, closed_over,
 ]  # fmt: skip

@@ -14,7 +14,7 @@ CASES = pytest.mark.parametrize("case", ghost_cases.CASES, ids=lambda case: case
 _KINDS = {
     ghost_cases.dense, ghost_cases.dense_wide, ghost_cases.dense_sequence, ghost_cases.scaled_weight,
     ghost_cases.norms_and_scales, ghost_cases.embedding, ghost_cases.embedding_long,
-    ghost_cases.embedding_out_of_range, ghost_cases.table_of_two_indices_out_of_range,
+    ghost_cases.embedding_out_of_range, ghost_cases.table_of_two_indices_out_of_range, ghost_cases.table_of_two_scalars,
     ghost_cases.vmapped_embedding, ghost_cases.tied_embedding_large,
     ghost_cases.conv2d, ghost_cases.conv_small_image, ghost_cases.weight_standardized,
     ghost_cases.weight_standardized_gram, ghost_cases.conv_pixel_gram, ghost_cases.matrix_factorization,

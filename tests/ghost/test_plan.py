@@ -78,12 +78,14 @@ def test_rules_are_used_where_they_should_be():
         ghost_cases.attention: {"q": "dot_general", "o": "dot_general"},
         ghost_cases.conv_groups: {"w": "conv_general_dilated"},
         ghost_cases.embedding: {"e": "gather", "w": "dot_general"},
-        ghost_cases.matrix_factorization: {"u": "dynamic_slice", "v": "dynamic_slice"},
+        ghost_cases.matrix_factorization: {"u": "gather", "v": "gather"},
         ghost_cases.table_of_two_indices: {"t": "gather", "u": "gather"},
+        ghost_cases.table_of_two_scalars: {"t": "gather"},
         ghost_cases.vmapped_embedding: {"e": "gather", "heads": "gather"},
         ghost_cases.taken_along_axis: {"e": "gather"},
         ghost_cases.scanned_layers_over_time: {"w": "dot_general"},
         ghost_cases.remat: {"w": "dot_general"},
+        ghost_cases.state_handed_back: {"w": "dot_general"},
     }
     for case, uses in expected.items():
         _, leaves = plan_of(case)
