@@ -26,7 +26,7 @@ from dpopt._norms import safe_norm
 from dpopt.ghost import one_by_one
 from dpopt.ghost.hooks import ClipHook, NormHook, SumHook
 from dpopt.ghost.run import Run
-from dpopt.ghost.selection import finite, selected
+from dpopt.ghost.selection import finite, selected, settled
 from dpopt.ghost.values import Contact, wide_dtype
 
 
@@ -54,6 +54,10 @@ def clipped_sum(
     plan = run.plan
     hooks = _hooks(run, limits, layer_axes)
     losses, aux, xs, ys, outs = run.passes(batch, hooks, mask)
+    contacts = list(xs)
+    seen = settled(mask & ~jnp.isfinite(losses), [(xs[k], ys[k], outs[k]) for k in contacts])
+    for k, (x, y, out) in zip(contacts, seen, strict=True):
+        xs[k], ys[k], outs[k] = x, y, out
     known, sums = {}, {}
     for contact, hook in hooks.items():
         (leaf,) = contact.weight.leaves
