@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpopt._stacked import layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
-from dpopt.ghost.memory import DEFAULT_MEMORY, Way, choose
+from dpopt.ghost.memory import DEFAULT_MEMORY, Memory, Way, choose, estimate
 from dpopt.ghost.plan import Plan
 
 
@@ -20,10 +22,24 @@ class Explanation:
 
     plan: Plan
     way: Way
+    memory: Memory
 
     def __str__(self) -> str:
-        header = ("parameter", "shape", "contacts", "norm", "operations", "extra bytes")
-        rows: list[tuple[str, ...]] = [header]
+        plan, ordinary = self.plan, max(self.plan.ordinary_cost, 1.0)
+        return "\n".join([
+            *_table(("parameter", "shape", "contacts", "norm", "operations", "extra bytes"), self._parameters()),
+            "",
+            f"A batch of {plan.batch_size}: an ordinary gradient takes about {ordinary:.2g} operations (memory traffic "
+            f"included) and {_size(self.memory.ordinary)}. In units of that:",
+            "",
+            *_table(("way", "operations", "memory"), self._ways()),
+            "",
+            f"engine='auto' takes {self._taken()}: {self.way.reason}.",
+        ])  # fmt: skip
+
+    def _parameters(self) -> list[tuple[str, ...]]:
+        """A row for each, or for several that differ in numbers in their names alone."""
+        equal: dict[tuple[str, ...], list[str]] = {}
         for leaf in self.plan.leaves:
             names: dict[str, int] = {}
             for c in leaf.contacts:
@@ -31,43 +47,60 @@ class Explanation:
             notes = ", standardized" if leaf.standardized else ""
             if leaf.method == "explicit" and set(leaf.contacts) <= self.plan.kept:
                 notes += ", kept"
-            rows.append((
-                self.plan.paths[leaf.leaf],
+            row = (
                 str(self.plan.trace.leaves[leaf.leaf].shape),
                 ", ".join(n if k == 1 else f"{n} x{k}" for n, k in names.items()) or "none",
                 leaf.method + notes,
                 f"{leaf.operations:.2g}",
                 f"{leaf.bytes:.2g}",
-            ))  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-        plan = self.plan
-        ordinary = max(plan.ordinary_cost, 1.0)
-        parts = self.way.parts
-        in_parts = f", in {parts} parts of {plan.batch_size // parts}" if parts > 1 else ""
-        lines += [
-            "",
-            f"batch of {plan.batch_size}{in_parts}: an ordinary gradient takes {ordinary:.2g} operations, "
-            f"ghost {plan.ghost_cost / ordinary:.2f} times as many, "
-            f"vmap {plan.vmap_cost / ordinary:.2f} times (memory traffic included)",
-            f"engine='auto' would take {self._taken()}",
+            )
+            path = self.plan.paths[leaf.leaf]
+            equal.setdefault((re.sub(r"\d+", "*", path), *row), []).append(path)
+        return [
+            (paths[0] if len(paths) == 1 else f"{name} (x{len(paths)})", *row) for (name, *row), paths in equal.items()
         ]
-        return "\n".join(lines)
+
+    def _ways(self) -> list[tuple[str, ...]]:
+        """What each would cost. Of two passes the second is an ordinary gradient."""
+        plan, memory, ordinary = self.plan, self.memory, max(self.plan.ordinary_cost, 1.0)
+        parts = plan.parts
+        found = [("ghost", plan.ghost_cost, memory.recorded(1))]
+        if parts > 1:
+            found.append(
+                (f"ghost in {parts} parts of {plan.batch_size // parts}", plan.ghost_cost, memory.recorded(parts))
+            )
+        found += [
+            ("ghost in two passes", plan.ghost_cost + plan.ordinary_cost, memory.streamed),
+            ("vmap", plan.vmap_cost, memory.vmap),
+        ]
+        return [(name, f"{time / ordinary:.2f}", f"{size / max(memory.ordinary, 1):.2f}") for name, time, size in found]
 
     def _taken(self) -> str:
         if self.way.plan is None:
             return "vmap"
         if not self.way.plan.streamed:
-            return "ghost"
-        return (
-            "ghost, in two passes over the batch, for the norms and for the sum: what it records in one would take "
-            "more memory than is allowed, 1.25 times an ordinary gradient's"
-        )
+            return "ghost" if self.way.parts == 1 else f"ghost in {self.way.parts} parts"
+        used = {leaf.leaf for leaf in self.plan.leaves if leaf.contacts}
+        return "ghost in one pass" if used <= self.way.plan.single else "ghost in two passes, for the norms and the sum"
 
     def __repr__(self) -> str:
         # Not the table, which `explain` has printed already where a notebook shows this.
         ratio = self.plan.ghost_cost / max(self.plan.ordinary_cost, 1.0)
         return f"<Explanation: {len(self.plan.leaves)} parameters, {ratio:.2f} times an ordinary gradient>"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    rows = [header, *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    return ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def explain(
@@ -78,6 +111,8 @@ def explain(
     batch_size: int,
     scale: Any = None,
     has_aux: bool = False,
+    clip: Any = None,
+    memory: float | int = DEFAULT_MEMORY,
 ) -> Explanation:
     """Prints and returns how the ghost engine would clip this loss.
 
@@ -88,6 +123,8 @@ def explain(
       batch_size: examples in a batch.
       scale: the pre-clip diagonal, if there is one.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
+      clip: the clip, if it clips parameters or layers by themselves (`dpopt.GroupClip`, `dpopt.LayerwiseClip`).
+      memory: as for `dpopt.per_example_grads`.
 
     *Privacy*: Looks at shapes only; nothing private is read.
 
@@ -96,12 +133,19 @@ def explain(
     parameter  shape   contacts     norm      operations  extra bytes
                (3, 2)  dot_general  rank_one  1.3e+03     0
     <BLANKLINE>
-    batch of 8: an ordinary gradient takes 2.9e+02 operations, ghost 5.44 times as many, vmap 17.00 times (memory traffic included)
-    engine='auto' would take vmap
+    A batch of 8: an ordinary gradient takes about 2.9e+02 operations (memory traffic included) and 144 bytes. In units of that:
+    <BLANKLINE>
+    way                  operations  memory
+    ghost                5.44        1.44
+    ghost in two passes  6.44        1.00
+    vmap                 17.00       2.33
+    <BLANKLINE>
+    engine='auto' takes vmap: it should be the fastest, and the memory allows it.
     """  # noqa: E501
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
     plan = plan_example(loss_fn, params, example, batch_size, scale, None, has_aux)
-    way = choose(plan, loss_fn, params, example, has_aux, DEFAULT_MEMORY, may_split=True, may_vmap=True)
-    explanation = Explanation(plan, way)
+    own = {} if clip is None else {"limits": own_clip_norms(clip, params), "layer_axes": layer_axes(clip, params)}
+    way = choose(plan, loss_fn, params, example, has_aux, memory, may_split=True, may_vmap=True, **own)
+    explanation = Explanation(plan, way, estimate(plan, loss_fn, params, example, has_aux))
     print(explanation)
     return explanation

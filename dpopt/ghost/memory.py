@@ -23,6 +23,7 @@ from dpopt.ghost.values import Entry
 DEFAULT_MEMORY = 1.25  # times an ordinary gradient's memory
 _SMALL_BYTES = 1 << 26  # this much may be taken whatever the ordinary gradient takes
 _LEAST_PART = 4  # examples
+_FASTEST = "it should be the fastest, and the memory allows it"
 
 
 class Memory(NamedTuple):
@@ -68,6 +69,7 @@ class Way(NamedTuple):
 
     plan: Plan | None  # of one part; None: vmap
     parts: int
+    reason: str = ""
 
 
 def choose(
@@ -92,28 +94,29 @@ def choose(
         missing = [plan.paths[i] for i, axes in enumerate(layer_axes) if axes and i not in single]
         if missing:
             raise CannotFollow("layers", f"{missing[0]} is no weight that a scan reads layer by layer, once a layer")
-        return Way(plan.streaming(single), 1)
+        return Way(plan.streaming(single), 1, "layers that are clipped one by one are clipped as their gradients come")
     size, parts = plan.batch_size, plan.parts if may_split else 1
     wants_vmap = may_vmap and plan.prefers_vmap
     formed = size * sum(leaf_bytes(plan.trace, leaf.leaf) for leaf in plan.leaves)
     recorded = size / parts * sum(activation_bytes(c) for c in plan.trace.contacts)
     if (formed if wants_vmap else recorded) <= _SMALL_BYTES:  # no more need be asked
-        return Way(None, 1) if wants_vmap else Way(plan.of(size // parts), parts)
+        return Way(None, 1, _FASTEST) if wants_vmap else Way(plan.of(size // parts), parts, _FASTEST)
     used = {leaf.leaf for leaf in plan.leaves if leaf.contacts}
     if used <= single:  # one pass: nothing is recorded, nothing computed twice
-        return Way(plan.streaming(single), 1)
+        return Way(plan.streaming(single), 1, "every parameter is clipped by its own norm, as its gradient comes")
     found = estimate(plan, loss_fn, params, example, has_aux)
     limit = allowed(memory, found.ordinary)
     if wants_vmap and found.vmap <= limit:
-        return Way(None, 1)
+        return Way(None, 1, _FASTEST)
     more = [k for k in range(parts, size + 1) if size % k == 0] if may_split else [1]
     # Parts cost less time than a second pass, as long as each has a few examples.
     fitting = [k for k in more if found.recorded(k) <= limit and (k == parts or size // k >= _LEAST_PART)]
     if fitting:
-        return Way(plan.of(size // fitting[0]), fitting[0])
+        reason = _FASTEST if fitting[0] == parts else "in fewer parts it would take more memory than is allowed"
+        return Way(plan.of(size // fitting[0]), fitting[0], reason)
     if found.streamed < found.recorded(more[-1]):
-        return Way(plan.streaming(single), 1)
-    return Way(plan.of(size // more[-1]), more[-1])
+        return Way(plan.streaming(single), 1, "what it records in one pass would take more memory than is allowed")
+    return Way(plan.of(size // more[-1]), more[-1], "nothing fits the memory allowed; this takes least")
 
 
 def single_parameters(plan: Plan, limits: Sequence[Any], layer_axes: Sequence[int]) -> frozenset[int]:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dpopt
 from dpopt import ghost
 from dpopt.ghost.trace import trace_loss
 
@@ -110,6 +111,23 @@ def test_explain_prints_a_row_per_parameter(capsys):
     assert text.strip() == str(explanation).strip()
     for word in ("parameter", "['w']", "dot_general", "identity", "ordinary gradient"):
         assert word in text
+
+
+def test_explain_groups_equal_layers_and_says_which_way_and_why():
+    def loss_fn(p, x):
+        for i in range(12):
+            x = jnp.tanh(x @ p[f"layer_{i}"]["w"])
+        return jnp.sum(x)
+
+    params = {f"layer_{i}": {"w": jnp.zeros((256, 256))} for i in range(12)}
+    text = str(ghost.explain(loss_fn, params, jnp.zeros((512, 256)), batch_size=64))
+    assert "['layer_*']['w'] (x12)" in text and text.count("dot_general") == 1
+    assert "engine='auto' takes ghost in" in text and "it should be the fastest" in text
+    long = jax.ShapeDtypeStruct((16384, 256), jnp.float32)
+    text = str(ghost.explain(loss_fn, params, long, batch_size=1))
+    assert "takes ghost in two passes" in text and "more memory than is allowed" in text
+    one_pass = ghost.explain(loss_fn, params, long, batch_size=1, clip=dpopt.LayerwiseClip(1.0))
+    assert "takes ghost in one pass" in str(one_pass)
 
 
 def test_steps_aside_where_nothing_is_saved():
