@@ -21,6 +21,7 @@ from benchmarks import gradients, opacus_speed, plots, records, timing
 from benchmarks.families import FAMILIES, Family
 
 REST = ("noise", "update (Adam)")  # of a step; no ways to a gradient
+STEP = "whole step"  # in units of the ordinary one
 
 
 def relative_error(a: Any, b: Any) -> float:
@@ -105,11 +106,14 @@ def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
     seconds = interleaved(light, args, budget_s)
     seconds |= timing.with_few_slow({n: _call(f, args) for n, f in heavy.items()}, checked.once, budget_s / 2)
     seconds |= noise_and_update(family)
+    steps = whole_steps(family, clip, budget_s / 2)
     return {
         "family": name,
         "parameters": sum(p.size for p in jax.tree.leaves(family.params)),
         "seconds": seconds,
         "ratio": {n: s / seconds["ordinary"] for n, s in seconds.items()},
+        "step_seconds": steps,
+        "step_ratio": steps["private"] / steps["ordinary"],
         "compile_seconds": checked.compile_s,
         "scratch_bytes": checked.scratch,
         "largest_relative_error": checked.errors,
@@ -149,6 +153,33 @@ def noise_and_update(family: Family) -> dict[str, float]:
     )
 
 
+def whole_steps(family: Family, l2_clip_norm: float, budget_s: float) -> dict[str, float]:
+    """A step of DP-Adam, with its metrics, and one of Adam, with its loss."""
+    count, adam = gradients.batch_size(family), optax.adam(1e-3)
+    private = dpopt.dp_adam(
+        1e-3, l2_clip_norm=l2_clip_norm, noise_multiplier=1.0, expected_batch_size=count, key=gradients.KEY
+    )
+    private_step = jax.jit(dpopt.make_train_step(family.loss_fn, private))
+
+    @jax.jit
+    def ordinary_step(params: Any, state: Any, batch: Any) -> Any:
+        def mean_loss(params):
+            return jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
+
+        loss, gradient = jax.value_and_grad(mean_loss)(params)
+        updates, state = adam.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return interleaved(
+        {
+            "ordinary": lambda params, batch, states: ordinary_step(params, states[0], batch),
+            "private": lambda params, batch, states: private_step(params, states[1], batch, None),
+        },
+        (family.params, family.batch, (adam.init(family.params), private.init(family.params))),
+        budget_s,
+    )
+
+
 def labels(rows: list[dict[str, Any]]) -> list[str]:
     """The ways to a gradient that any of the families was timed with, but for the ordinary one."""
     found = dict.fromkeys(label for r in rows for label in r["ratio"])
@@ -160,6 +191,8 @@ def cells(row: dict[str, Any], columns: list[str]) -> list[str]:
     said = {label: f"{ratio:.2f}" for label, ratio in row["ratio"].items()}
     if row["parts"] > 1:
         said["ghost"] += f" ({row['parts']} parts)"
+    if "step_ratio" in row:
+        said[STEP] = f"{row['step_ratio']:.2f}"
     if "jax_privacy_microbatch" in row:
         said["jax_privacy"] += f" (m={row['jax_privacy_microbatch']['best']})"
     return [said.get(label, "") for label in columns]
@@ -169,7 +202,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """Ratios to the ordinary gradient: dpopt's, and those of other libraries where they were timed."""
     foreign = [label for label in labels(rows) if label.startswith(("optax", "jax_privacy"))]
     views = []
-    for columns in ([*(label for label in labels(rows) if label not in foreign), *REST], foreign):
+    for columns in ([*(label for label in labels(rows) if label not in foreign), *REST, STEP], foreign):
         view = Table(title="Clipped gradient: time over the ordinary mean gradient's")
         view.add_column("family")
         for label in ["ordinary (ms)", *columns]:
@@ -189,12 +222,13 @@ def plot(rows: list[dict[str, Any]], out: Path) -> Path:
 def markdown(content: dict[str, Any]) -> str:
     """The table for RESULTS.md."""
     rows, device = content["runs"], content["environment"]
-    columns = [*labels(rows), *REST]
+    columns = [*labels(rows), *REST, STEP]
     body = [[r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *cells(r, columns)] for r in rows]
     lines = [["family", "ordinary (ms)", *columns], ["---"] + ["---:"] * (len(columns) + 1), *body]
     tables = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     said = (
-        f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's. On CPUs the fast "
+        f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's; last a step of "
+        "DP-Adam, noise and metrics included, over one of Adam. On CPUs the fast "
         "engine takes a large batch in parts, whose memory is used again; `ghost whole` does not, and `ordinary in "
         "parts` is the ordinary gradient added up over as many parts in a loop, where XLA's convolutions are slow."
     )

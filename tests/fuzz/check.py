@@ -173,9 +173,9 @@ def _flat(tree: Any) -> np.ndarray:
 
 
 def _are_exact(grads: Any) -> np.ndarray:
-    """``[B]``: of which rows the gradient is more than roundings of zero."""
-    sizes = np.sqrt(sum(np.square(np.asarray(g, np.float64)).reshape(BATCH, -1).sum(1) for g in grads.values()))
-    return (sizes == 0) | (sizes > _NOTHING)
+    """``[B]``: of which rows no parameter's gradient is what rounding left of zero."""
+    sizes = [np.linalg.norm(np.asarray(g, np.float64).reshape(BATCH, -1), axis=1) for g in grads.values()]
+    return np.all([(s == 0) | (s > _NOTHING) for s in sizes], axis=0)
 
 
 def _contributions(program: Program, grads: Any) -> np.ndarray:
