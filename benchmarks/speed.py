@@ -186,6 +186,10 @@ def labels(rows: list[dict[str, Any]]) -> list[str]:
     return [label for label in found if label not in ("ordinary", *REST)]
 
 
+def _rest(rows: list[dict[str, Any]]) -> list[str]:
+    return [*REST, *([STEP] if any("step_ratio" in r for r in rows) else [])]
+
+
 def cells(row: dict[str, Any], columns: list[str]) -> list[str]:
     """One family's ratios; jax_privacy's says at which microbatch size it was best, ghost's how many parts it took."""
     said = {label: f"{ratio:.2f}" for label, ratio in row["ratio"].items()}
@@ -202,7 +206,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """Ratios to the ordinary gradient: dpopt's, and those of other libraries where they were timed."""
     foreign = [label for label in labels(rows) if label.startswith(("optax", "jax_privacy"))]
     views = []
-    for columns in ([*(label for label in labels(rows) if label not in foreign), *REST, STEP], foreign):
+    for columns in ([*(label for label in labels(rows) if label not in foreign), *_rest(rows)], foreign):
         view = Table(title="Clipped gradient: time over the ordinary mean gradient's")
         view.add_column("family")
         for label in ["ordinary (ms)", *columns]:
@@ -222,7 +226,7 @@ def plot(rows: list[dict[str, Any]], out: Path) -> Path:
 def markdown(content: dict[str, Any]) -> str:
     """The table for RESULTS.md."""
     rows, device = content["runs"], content["environment"]
-    columns = [*labels(rows), *REST, STEP]
+    columns = [*labels(rows), *_rest(rows)]
     body = [[r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *cells(r, columns)] for r in rows]
     lines = [["family", "ordinary (ms)", *columns], ["---"] + ["---:"] * (len(columns) + 1), *body]
     tables = "\n".join("| " + " | ".join(line) + " |" for line in lines)
