@@ -13,7 +13,8 @@ def safe_norm(x: jax.Array, axis: int) -> jax.Array:
     largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
     # Bounded on both sides: XLA may divide by a reciprocal, and that of a number near the largest is flushed to zero.
     bound = 2.0 ** (jnp.finfo(x.dtype).maxexp - 28)
-    unit = jnp.where(jnp.isfinite(largest), jnp.clip(largest, 1 / bound, bound), 1)
+    # And 1 for zeros: XLA may multiply a number that x was multiplied by with the reciprocal first; 0 * inf is NaN.
+    unit = jnp.where(jnp.isfinite(largest) & (largest > 0), jnp.clip(largest, 1 / bound, bound), 1)
     return jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(x / unit), axis=axis))
 
 

@@ -76,7 +76,9 @@ def largest(x: jax.Array) -> jax.Array:
 def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:
     """``|x|^2`` of an array whose entries may have lost ``lost`` each."""
     value = sum_squares(x)
-    return Square(value, x.size * (tiny(value.dtype) + jnp.square(jnp.asarray(lost, value.dtype))))
+    # The bound, whose square is infinite, keeps XLA from squaring the factors of what is lost one by one: 0 * inf.
+    lost = jnp.minimum(jnp.asarray(lost, value.dtype), 2.0 ** (jnp.finfo(value.dtype).maxexp // 2))
+    return Square(value, x.size * (tiny(value.dtype) + jnp.square(lost)))
 
 
 def shifted(square: Square, offset: jax.Array | float) -> Square:

@@ -282,3 +282,21 @@ def test_gradients_that_the_weight_takes_away(weight, ratio, memory):
     moved = max(np.linalg.norm(whole - np.float64(clipped(np.arange(64) != i))) for i in range(0, 64, 8))
     assert moved <= 1 + SLACK
     assert moved > 0.99 or ratio > 1e3  # what is sure is not clipped for it
+
+
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
+@pytest.mark.parametrize("number", [1e10, 1e25])
+def test_a_parameter_without_a_gradient_under_a_large_number_drops_nobody(engine, number):
+    """XLA may square or divide the number before it meets the gradient: 0 * inf would be NaN, the example dropped."""
+
+    def loss(p, x):
+        return jnp.sum(jax.lax.cond(x[0] > 0, lambda: p["w"] * x, lambda: x)) + jnp.sum(p["v"] * x)
+
+    params, x = {"v": jnp.ones(3), "w": jnp.ones(3)}, jnp.array([[1.0, 2, 3], [-1, 2, 3]])
+
+    @jax.jit
+    def clipped(params, x):
+        promise = dpopt.per_example_grads(loss, engine=engine)(params, x, mask=None)
+        return promise.scale({"v": jnp.float32(1), "w": jnp.float32(number)}).clipped_sum(dpopt.FlatClip(1.0)).sum
+
+    np.testing.assert_allclose(np.linalg.norm(clipped(params, x)["v"]), 1, rtol=1e-5)  # of the second example
