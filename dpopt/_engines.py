@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from dpopt import _fallback, _meshes, _sums, _trees, ghost
+from dpopt._once import if_any
 from dpopt._programs import equations
 from dpopt._rows import batched_by_hand, check_rows_are_independent
 from dpopt._stacked import EngineResult, clip_stacked, finite_rows, layer_axes, own_clip_norms, row_coefficients
@@ -79,22 +80,17 @@ class Loss:
             return together
         # Examples' filters have gradients that are one grouped convolution, which XLA may turn into one of all with all
         # and zeros between: 0 * nan then takes every example along. So bad examples are found one by one and replaced
-        # by a good one: the others come out as they would without them. A loop, since under vmap `cond` would always do
-        # both.
-        is_fine = jnp.all(finite_rows(together[1]) | ~jnp.asarray(mask))
+        # by a good one: the others come out as they would without them.
+        bad = ~finite_rows(together[1]) & jnp.asarray(mask)
 
         def without_bad_ones(_):
             alone = jax.lax.map(self._value_and_grad, batch)
             fine = finite_rows(alone[1])
             rows = jnp.where(fine, jnp.arange(len(fine)), jnp.argmax(fine))
             others = jax.vmap(self._value_and_grad)(jax.tree.map(lambda x: x[rows], batch))
-            return jnp.array(True), jax.tree.map(
-                lambda a, b: jnp.where(_trees.per_example(fine, a), a, b), others, alone
-            )
+            return jax.tree.map(lambda a, b: jnp.where(_trees.per_example(fine, a), a, b), others, alone)
 
-        if not isinstance(is_fine, Tracer):  # outside `jit` the loop would be compiled at every call
-            return together if bool(is_fine) else without_bad_ones(None)[1]
-        return jax.lax.while_loop(lambda state: ~state[0], without_bad_ones, (is_fine, together))[1]
+        return if_any(bad, without_bad_ones, together)
 
     def _vmap_engine(self, batch, mask, scale, offset, clip) -> EngineResult:
         values, grads = self._value_and_grads(batch, mask)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from dpopt import _sums, _trees
 from dpopt._norms import safe_norm
+from dpopt._once import if_any
 
 
 class ClipFunction(Protocol):
@@ -133,19 +133,15 @@ def clip_stacked(grads: Any, mask: jax.Array, scale: Any, offset: Any, clip: Cli
 def _settled(grads: list[jax.Array], axes: list[int]) -> tuple[list[jax.Array], list[jax.Array]]:
     """The gradients with zeros where they are not finite, and where they are, along each one's first ``axes`` axes.
 
-    Computed here and nowhere else. XLA may compute what has several uses once for each of them, rounded another way:
-    where a gradient is what rounding has left of larger terms, the sum's would not be the one that was clipped. What a
-    loop takes along it has to settle, also if the loop ordinarily takes no step.
+    Computed here and nowhere else, which `if_any` sees to: what is added up has to be what was clipped.
     """
     fine = [_finite(g, k) for g, k in zip(grads, axes, strict=True)]
+    bad = ~jnp.stack([jnp.all(f) for f in fine])
 
-    def without_bad_ones(state: tuple) -> tuple:
-        return jnp.array(True), [jnp.where(_trees.per_example(f, g), g, 0) for f, g in zip(fine, state[1], strict=True)]
+    def without_bad_ones(grads: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.where(_trees.per_example(f, g), g, 0) for f, g in zip(fine, grads, strict=True)]
 
-    state = jnp.all(jnp.stack([jnp.all(f) for f in fine])), grads
-    if isinstance(state[0], Tracer):
-        return jax.lax.while_loop(lambda state: ~state[0], without_bad_ones, state)[1], fine
-    return (grads if bool(state[0]) else without_bad_ones(state)[1]), fine
+    return if_any(bad, without_bad_ones, grads), fine
 
 
 def affine(grads: Any, scale: Any, offset: Any) -> Any:

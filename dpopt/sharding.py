@@ -44,7 +44,7 @@ def _chosen(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str | tuple[s
     chosen: tuple[str, ...] = names[:1] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     if not chosen or not set(chosen) <= set(names):
         raise ValueError(f"the mesh has the axes {mesh.axis_names}; got axes={axes!r}.")
-    return chosen if len(chosen) > 1 else chosen[0], math.prod(mesh.shape[axis] for axis in chosen)
+    return (chosen if len(chosen) > 1 else next(iter(chosen))), math.prod(mesh.shape[axis] for axis in chosen)
 
 
 def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Any:

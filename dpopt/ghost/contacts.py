@@ -1,7 +1,14 @@
-"""What is computed at one contact: its gradient for one example, or the weighted sum of all."""
+"""What is computed at one contact: its gradient for one example, or the weighted sum of all.
+
+A clip coefficient multiplies one of an example's two factors there. What that leaves below the smallest normal number
+*tiny* vanishes: as much is lost of the factor, and the other factor, the way back to the parameter and its diagonal
+enlarge the loss. An example of which more than 2^-14 of what it is clipped to may be lost cannot be weighed, and is
+left out. In float32 this takes factors, or diagonals, some 1e30 times the clip norm.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,12 +20,14 @@ from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.rows import wide
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import Square, cancelled_before, of_entries, size_behind, sum_squares
+from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries, size_behind, sum_squares, tiny
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
 # Linear in the example-dependent input as well.
 _BILINEAR = {"dot_general", "conv_general_dilated"}
+# Larger coefficients make nothing vanish but what next to nothing is left of as it is.
+SMALL = 2.0**-30
 
 
 def form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
@@ -70,7 +79,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
     """``sum_i c_i G_i`` at one contact: its primitive, linear in the weight, transposed."""
     if contact.apply is None:
         return jnp.sum(_weighted(y, c), axis=0)
-    if contact.primitive in _BILINEAR and x.size < y.size:  # fewer bytes to move, and layers that share x share this
+    if weighs_input(contact, x, y):
         x = _weighted(x, c)
     else:
         y = _weighted(y, c)
@@ -88,11 +97,40 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
     return channels_last(lambda y: transposed(y)[0])(y.astype(out.dtype))
 
 
+def weighs_input(contact: Contact, x: jax.Array, y: jax.Array) -> bool:
+    """Whether coefficients multiply the input: fewer bytes to move, and layers that share it share this."""
+    return contact.primitive in _BILINEAR and x.size < y.size
+
+
+def not_weighed(contact: Contact, recorded: Any) -> jax.Array:
+    """``[B]``: how large entries are of the factor that is not weighed; 1 where there is no such factor."""
+    x, y = recorded if isinstance(recorded, tuple) else (None, recorded)  # or a kept gradient
+    if x is None or contact.apply is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.ones(len(y))
+    other = y if weighs_input(contact, x, y) else x
+    return jnp.max(jnp.abs(other), axis=range(1, other.ndim), initial=0)
+
+
+def lost_to_weighing(contact: Contact, other: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What an entry of a weighed gradient may have lost, given how large the factor is that is not weighed."""
+    if contact.factors is None:
+        terms = math.prod(length for length, is_mapped in contact.loops if not is_mapped)
+    else:
+        terms = contact.factors.positions
+    return terms * tiny(dtype) * jnp.maximum(1, other)
+
+
+def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array) -> jax.Array:
+    """Whether coefficients may multiply examples of which up to ``lost`` vanishes then."""
+    return (c >= SMALL) | (lost <= TOLERANCE * clipped_to)
+
+
 def is_outer_product(contact: Contact) -> bool:
     """Whether one example's gradient is a single outer product, of its input and its cotangent."""
     factors = contact.factors
-    dense = contact.primitive == "dot_general" and factors is not None
-    return dense and factors.shape[:2] == (1, 1) and factors.positions == 1
+    if contact.primitive != "dot_general" or factors is None:
+        return False
+    return factors.shape[:2] == (1, 1) and factors.positions == 1
 
 
 def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, settled, without_bad_rows
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.values import wide_dtype
+from dpopt.ghost.weighing import without_too_large
 
 
 class GhostResult(NamedTuple):
@@ -157,7 +158,9 @@ def clipped_sum(
     weights = weigh(leaf_norms)
     # The sum is the same for all batches: what an example adds must not depend on whether another is bad.
     recorded = without_bad_rows(~finite([*leaf_norms, mask]), recorded)
-    total = run.weighted_sum(weights, recorded, kept)
+    at = dict(zip(run.contacts_of(None), recorded, strict=True))
+    weights = without_too_large(run, dict(enumerate(weights)), dict(enumerate(leaf_norms)), at, {})
+    total = run.weighted_sum(list(weights.values()), recorded, kept)
     return result(total, leaf_norms, losses, aux, mask & finite([*leaf_norms, mask]))
 
 

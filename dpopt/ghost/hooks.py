@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -20,10 +21,18 @@ from jax import lax
 from dpopt import _sums
 from dpopt._norms import safe_norm, shrink_to
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
-from dpopt.ghost.contacts import combined, form, square_of_one, transposed
+from dpopt.ghost.contacts import (
+    can_weigh,
+    combined,
+    form,
+    lost_to_weighing,
+    square_of_one,
+    transposed,
+    weighs_input,
+)
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
-from dpopt.ghost.squares import tiny, to_one
+from dpopt.ghost.squares import largest, tiny, to_one
 from dpopt.ghost.values import Contact
 
 _Class = TypeVar("_Class", bound=type)
@@ -45,7 +54,8 @@ def _hook(*, static: Sequence[str] = ()) -> Callable[[_Class], _Class]:
 class NormHook:
     """Takes the norms of a contact's gradients on the way: the cotangent of ``bounds``."""
 
-    bounds: jax.Array  # (*steps, 2) zeros: an upper and a lower bound on the norm of each step's gradient
+    # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
+    bounds: jax.Array
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient first
     method: str
     chunk: int  # examples at a time
@@ -86,7 +96,7 @@ class ClipHook:
 
     For a parameter (each step's, in a loop) whose coefficient depends on its own norm alone."""
 
-    bounds: jax.Array  # (*steps, 2) zeros, as for `NormHook`; a step more for layers that come together
+    bounds: jax.Array  # (*steps, 3) zeros, as for `NormHook`; a step more for layers that come together
     total: _sums.Sum  # zeros like the weight, at least float32, of the whole batch together
     limit: jax.Array  # (*steps,), like bounds: the clip norm
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
@@ -118,6 +128,8 @@ class ClipHook:
             upper = bounds[..., 0]
             keep = keep.reshape(-1, *[1] * (upper.ndim - 1))
             c = jnp.where((keep > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
+            lost = lost_to_weighing(contact, bounds[..., 2], c.dtype)
+            c = jnp.where(can_weigh(c, limit[None], lost * _gain(self, contact, diagonal)), c, 0)
             rows = selected(c != 0, x), selected(c != 0, y), c
             total = _sums.over_examples(
                 lambda group: _sums.in_blocks(lambda block: transposed(contact, *block), group), rows
@@ -138,8 +150,16 @@ class ClipHook:
         return _watched(self, run, values, at, backward)
 
 
+def _gain(hook: ClipHook, contact: Contact, diagonal: jax.Array | None) -> jax.Array:
+    """How much entries of a gradient count in its norm, each step's."""
+    layers = hook.bounds.shape[:-1]
+    if diagonal is None:
+        return jnp.array((math.prod(contact.weight.shape) / math.prod(layers)) ** 0.5)
+    return safe_norm(jnp.broadcast_to(diagonal, contact.weight.shape).reshape(*layers, -1), axis=-1)
+
+
 def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: Any) -> Any:
-    """Bounds, ``[B, 2]``, and the clipped sum of so few examples that floats do, from gradients that are formed once.
+    """Bounds, ``[B, 3]``, and the clipped sum of so few examples that floats do, from gradients that are formed once.
 
     Norm and sum come from the same numbers, so what was lost in forming them matters to neither."""
     size = len(rows[-1])
@@ -151,8 +171,11 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
         norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
         fine = (keep > 0) & jnp.isfinite(norm)
         c = jnp.where(fine, shrink_to(limit[None], norm), 0)
+        other = jnp.ones_like(norm)
+        lost = lost_to_weighing(contact, other, c.dtype) * (1 if diagonal is None else largest(diagonal))
+        c = jnp.where(can_weigh(c, limit[None], lost * formed[0].size ** 0.5), c, 0)
         total = combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
-        return jnp.stack([norm, norm], axis=1).astype(hook.bounds.dtype), total
+        return jnp.stack([norm, norm, other], axis=1).astype(hook.bounds.dtype), total
 
     chunk = together(size, hook.chunk)
     if chunk >= size:
@@ -170,7 +193,7 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
 
 
 def _bounds(contact: Contact, hook: NormHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
-    """``[B, 2]``, some examples at a time."""
+    """``[B, 3]``, some examples at a time."""
     several = jax.vmap(lambda rows: _bounds_of_one(contact, hook, rows[0], rows[1], diagonal))
     return in_chunks(several, (x, y), y.shape[0], hook.chunk)
 
@@ -238,8 +261,8 @@ def _watched(hook: Any, run: Callable, values: list, at: int | None, backward: C
             return backward(hook, None, y), cotangents
         x = values[at]
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            of_x = lambda x: run(*values[:at], x, *values[at + 1 :])  # noqa: E731
-            (cotangents[at],) = jax.vjp(of_x, x)[1](y)
+            before, after = values[:at], values[at + 1 :]
+            (cotangents[at],) = jax.vjp(lambda x: run(*before, x, *after), x)[1](y)
         return backward(hook, x, y), cotangents
 
     watched.defvjp(forward, back)
@@ -268,8 +291,8 @@ def _batched(of_one: Callable, of_batch: Callable, is_per_example: Any) -> Calla
     return function
 
 
-def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any) -> tuple[jax.Array, jax.Array]:
-    """Upper and lower bounds on the norm of one example's gradient at a contact, of one step.
+def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any) -> tuple[jax.Array, ...]:
+    """Upper and lower bounds on the norm of one example's gradient at a contact, of one step; and `not_weighed`.
 
     The factors are scaled to 1 first, since there is no second look at squares that vanish or overflow.
     """
@@ -280,4 +303,5 @@ def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: 
         (diagonal, unit), lost = to_one(diagonal), 2 * lost
     square = square_of_one(contact, method, x, y, diagonal, lost)
     upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
-    return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower))
+    other = y_unit if x is not None and weighs_input(contact, x, y) else x_unit
+    return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower)), 2 * other

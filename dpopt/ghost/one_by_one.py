@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpopt._norms import safe_norm
+from dpopt._once import if_any
 from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import transposed, unfold
 from dpopt.ghost.run import Run
-from dpopt.ghost.selection import once
 from dpopt.ghost.squares import TOLERANCE, shifted_norm, with_roundings
 from dpopt.ghost.values import Contact
 
@@ -47,7 +47,7 @@ def certain(
     high, low = weigh(upper), weigh(lower)
     fine = [jnp.isfinite(upper[i]) & (high[i] >= (1 - TOLERANCE) * low[i]) for i in leaves]
     uncertain = mask & ~jnp.all(jnp.stack(fine), axis=0)
-    own = once(uncertain, lambda own: _norms(run, uncertain, own, recorded, kept, leaves), [upper[i] for i in leaves])
+    own = if_any(uncertain, lambda own: _norms(run, uncertain, own, recorded, kept, leaves), [upper[i] for i in leaves])
     found = dict(zip(leaves, own, strict=True))
     return [found.get(i, n) for i, n in enumerate(upper)]
 

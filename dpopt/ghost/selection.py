@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.core import Tracer
+
+from dpopt._once import if_any
+from dpopt._trees import per_example
 
 
 def finite(leaf_norms: Sequence[jax.Array]) -> jax.Array:
@@ -20,31 +21,22 @@ def selected(chosen: jax.Array, x: Any) -> Any:
     """x, ``[B, ...]``, with zeros where not ``chosen``, ``[B]`` or ``[B, layers]``; integers and None as they are."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    return jnp.where(chosen.reshape(*chosen.shape, *[1] * (x.ndim - chosen.ndim)), x, 0)
-
-
-def once(rows: jax.Array, step: Callable[[Any], Any], state: Any) -> Any:
-    """``step(state)`` if any of ``rows`` holds, else the state as it is."""
-    wanted = jnp.any(rows)
-    if not isinstance(wanted, Tracer):  # outside `jit` a loop would be compiled at every call
-        return step(state) if bool(wanted) else state
-    return lax.while_loop(lambda s: s[0], lambda s: (jnp.array(False), step(s[1])), (wanted, state))[1]
+    return jnp.where(per_example(chosen, x), x, 0)
 
 
 def settled(bad: jax.Array, recorded: list) -> list:
     """What is ``recorded`` at each contact, arrays ``[B, ...]``, as all that follows is to see it.
 
-    XLA may compute what has several uses once for each of them, rounded another way: where a loss has lost its digits,
-    the cotangent that is added up would not be the one whose norm was taken. What a loop takes along it has to settle,
-    also if the loop ordinarily takes no step. The step there is, where rows are ``bad``, makes infinities of theirs
-    NaN, which means the same. (`cond` would run both sides under vmap.)
+    Where a loss has lost its digits, the cotangent that is added up would not be the one whose norm was taken, were it
+    computed twice; `if_any` sees to that. The step there is, where rows are ``bad``, makes infinities of theirs NaN,
+    which means the same.
     """
-    arrays, rebuild = _distinct(recorded)
+    arrays, rebuild = distinct(recorded)
 
     def step(arrays: list) -> list:
-        return [jnp.where(bad.reshape(-1, *[1] * (x.ndim - 1)), _without_infinities(x), x) for x in arrays]
+        return [jnp.where(per_example(bad, x), _without_infinities(x), x) for x in arrays]
 
-    return rebuild(once(bad, step, arrays))
+    return rebuild(if_any(bad, step, arrays))
 
 
 def _without_infinities(x: jax.Array) -> jax.Array:
@@ -55,11 +47,11 @@ def _without_infinities(x: jax.Array) -> jax.Array:
 
 def without_bad_rows(bad: jax.Array, recorded: list) -> list:
     """Arrays, ``[B, ...]``, with zeros for rows that are not finite, of which there are some where any are ``bad``."""
-    arrays, rebuild = _distinct(recorded)
-    return rebuild(once(bad, lambda arrays: [_chosen(_finite_rows(x), x) for x in arrays], arrays))
+    arrays, rebuild = distinct(recorded)
+    return rebuild(if_any(bad, lambda arrays: [selected(_finite_rows(x), x) for x in arrays], arrays))
 
 
-def _distinct(tree: Any) -> tuple[list[jax.Array], Callable[[list], Any]]:
+def distinct(tree: Any) -> tuple[list[jax.Array], Callable[[list], Any]]:
     """The arrays of a tree, each once, and how to put others in their places.
 
     Layers share their cotangent with their bias, and their input: what a loop held twice would be copied."""
@@ -67,12 +59,8 @@ def _distinct(tree: Any) -> tuple[list[jax.Array], Callable[[list], Any]]:
     place: dict[int, int] = {}
     for x in leaves:
         place.setdefault(id(x), len(place))
-    distinct = {place[id(x)]: x for x in leaves}
-    return list(distinct.values()), lambda found: jax.tree.unflatten(structure, [found[place[id(x)]] for x in leaves])
-
-
-def _chosen(rows: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+    arrays = {place[id(x)]: x for x in leaves}
+    return list(arrays.values()), lambda found: jax.tree.unflatten(structure, [found[place[id(x)]] for x in leaves])
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ from dpopt.ghost.hooks import ClipHook, NormHook, SumHook
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected, settled
 from dpopt.ghost.values import Contact, wide_dtype
+from dpopt.ghost.weighing import without_too_large
 
 
 class Streamed(NamedTuple):
@@ -58,7 +59,7 @@ def clipped_sum(
     seen = settled(mask & ~jnp.isfinite(losses), [(xs[k], ys[k], outs[k]) for k in contacts])
     for k, (x, y, out) in zip(contacts, seen, strict=True):
         xs[k], ys[k], outs[k] = x, y, out
-    known, sums = {}, {}
+    known, sums, largest = {}, {}, {}
     for contact, hook in hooks.items():
         (leaf,) = contact.weight.leaves
         bounds = ys[contact]
@@ -66,6 +67,7 @@ def clipped_sum(
             bounds, total = bounds
             sums[leaf] = _sums.Sum(*(None if t is None else run.pulled_to_leaf(contact, t) for t in total))
         else:  # all steps together
+            largest[contact] = jnp.max(bounds[..., 2].reshape(plan.batch_size, -1), axis=1)
             bounds = jnp.stack([safe_norm(b.reshape(plan.batch_size, -1), axis=1) for b in _both(bounds)], axis=1)
         number = run.number(leaf)
         known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
@@ -75,15 +77,19 @@ def clipped_sum(
     recorded = run.recorded(xs, ys, {}, looked_at)
     upper = one_by_one.certain(run, upper, lower, weigh, mask, recorded, {}, looked_at)
     weights, others = weigh(upper), [leaf for leaf in range(len(upper)) if leaf not in sums]
+    weights = {leaf: weights[leaf] for leaf in others}
+    if others:
+        pairs = {k: (xs[k], ys[k]) for k in contacts}
+        weights = without_too_large(run, weights, dict(enumerate(upper)), pairs, largest)
     if not others:
         rest = _sums.Sum([])
     elif any(leaf in known for leaf in others):
-        rest = _twice(run, batch, {leaf: weights[leaf] for leaf in others})
+        rest = _twice(run, batch, weights)
     else:  # what is left was recorded
         fine = [jnp.any(jnp.stack([weights[i] != 0 for i in k.weight.leaves]), axis=0) for k in run.contacts_of(others)]
         recorded = run.recorded(xs, ys, {}, others)
         recorded = [jax.tree.map(lambda x, f=f: selected(f, x), r) for f, r in zip(fine, recorded, strict=True)]
-        rest = run.weighted_sum([weights[i] for i in others], recorded, {}, others)
+        rest = run.weighted_sum(list(weights.values()), recorded, {}, others)
     rests = [None] * len(others) if rest.remainder is None else rest.remainder
     sums |= {leaf: _sums.Sum(*pair) for leaf, pair in zip(others, zip(rest.value, rests, strict=True), strict=True)}
     value, remainder = ([s[i] for _, s in sorted(sums.items())] for i in (0, 1))
@@ -120,7 +126,7 @@ def _hooks(run: Run, limits: Sequence[Any], layer_axes: Sequence[int]) -> dict[C
         if leaf in run.plan.single and layer_axes[leaf] > len(steps):  # the weight itself, with all its layers
             steps = list(contact.weight.shape[: layer_axes[leaf]])
         dtype = wide_dtype(contact.tap_dtype)
-        bounds, chunk = jnp.zeros((*steps, 2), dtype), run.plan.streamed_chunk(contact)
+        bounds, chunk = jnp.zeros((*steps, 3), dtype), run.plan.streamed_chunk(contact)
         if leaf not in run.plan.single:
             hooks[contact] = NormHook(bounds, diagonal, method, chunk)
             continue

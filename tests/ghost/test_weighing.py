@@ -1,0 +1,78 @@
+"""Examples so large that products with their clip coefficients vanish: left out, or clipped like any other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpopt import ghost
+
+SLACK = 2.0**-11
+TINY = float(np.finfo(np.float32).tiny)
+
+
+def _program(rng):
+    """A loss whose gradients are ``x^T y``, of terms that cancel, times what lies between parameter and weight."""
+    positions, width, out = int(rng.choice([1, 6])), int(rng.choice([2, 9])), int(rng.choice([2, 9]))
+    pull = float(rng.choice([1.0, 1e12]))
+    x = rng.normal(size=(4, 1, width)) * np.ones((1, positions, 1))
+    y = rng.normal(size=(4, positions, out))
+    y = y - y.mean(1, keepdims=True) * (1 - rng.choice([1e-3, 1.0], (4, 1, 1))) if positions > 1 else y
+    large, swapped = 10.0 ** rng.uniform(-3, 36, (4, 1, 1)), rng.random() < 0.3
+    x, y = (x, y * large) if swapped else (x * large, y)
+    way = str(rng.choice(["matrix", "broadcast", "two contacts"]))
+
+    def loss(params, example):
+        w = params["w"] * pull
+        if way == "broadcast":
+            return jnp.sum((w[0] + jnp.zeros((positions, 1))) * example["y"])
+        if way == "two contacts":
+            return jnp.sum((example["x"] @ w) * example["y"]) + jnp.sum(w[0] * example["y"][0])
+        return jnp.sum((example["x"] @ w) * example["y"])
+
+    batch = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.float32)}
+    return loss, {"w": jnp.ones((width, out)) / pull}, batch, pull
+
+
+@functools.partial(jax.jit, static_argnames=("loss", "way"))
+def _contributions(loss, params, batch, way, l2_clip_norm, scale):
+    """Of each example alone."""
+
+    def total(mask):
+        plan = ghost.plan_clipped_sum(loss, params, batch, scale=scale)
+        limits = [l2_clip_norm] if way == "one pass" else []
+        if way != "recorded":
+            plan = plan.streaming(ghost.single_parameters(plan, limits, []))
+
+        def coefficients(norms):
+            return jax.tree.map(lambda n: jnp.where(n > l2_clip_norm, l2_clip_norm / n, 1.0), norms)
+
+        return ghost.clipped_sum(
+            loss, params, batch, coefficients=coefficients, mask=mask, scale=scale, plan=plan, limits=limits
+        ).sum["w"]
+
+    return jax.lax.map(total, jnp.eye(4, dtype=bool))
+
+
+@pytest.mark.parametrize("way", ["recorded", "two passes", "one pass"])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_coefficient_is_too_small_for_its_example(way, seed):
+    rng = np.random.default_rng(seed)
+    loss, params, batch, pull = _program(rng)
+    number = float(rng.choice([1.0, 1e-10, 1e10]))
+    diagonal = rng.uniform(0.5, 1, params["w"].shape) if rng.random() < 0.5 else np.ones(())
+    scale = None if number == 1 else {"w": jnp.asarray(number * diagonal, jnp.float32)}
+    scaled = np.maximum(np.max(np.abs(batch["x"]), (1, 2)), np.max(np.abs(batch["y"]), (1, 2))).astype(np.float64)
+    scaled *= pull * number
+    for example in range(4):  # clip norms about which its products vanish
+        for l2_clip_norm in scaled[example] * TINY * 10.0 ** rng.uniform([-2, -1, 0, 12], [-1, 0, 1, 16]):
+            if not 1e-28 < l2_clip_norm < 1e30:
+                continue
+            with jax.numpy_rank_promotion("allow"):
+                sums = _contributions(loss, params, batch, way, np.float32(l2_clip_norm), scale)
+            found = np.linalg.norm(np.asarray(sums, np.float64).reshape(4, -1), axis=1)
+            assert (found <= l2_clip_norm * (1 + SLACK)).all(), (l2_clip_norm, found)
+            ordinary = (scaled / min(number, 1) < 1e34) & (scaled < l2_clip_norm * 1e-12 / TINY)
+            assert (found[ordinary] > 0).all(), (l2_clip_norm, found)
