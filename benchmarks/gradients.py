@@ -28,22 +28,20 @@ def diagonal(family: Family) -> Any:
     return jax.tree.map(lambda p: jnp.asarray(rng.uniform(0.5, 2.0, p.shape), jnp.float32), family.params)
 
 
-def _mean_gradient(family: Family) -> Callable:
-    def mean_loss(params, batch):
-        return jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
-
-    return jax.grad(mean_loss)
+def mean_loss(family: Family) -> Callable:
+    """What training without privacy descends."""
+    return lambda params, batch: jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
 
 
 def ordinary(family: Family) -> Callable:
     """The mean gradient that training without privacy computes."""
-    gradient = _mean_gradient(family)
+    gradient = jax.grad(mean_loss(family))
     return jax.jit(lambda params, batch, diagonal: gradient(params, batch))
 
 
 def ordinary_in_parts(family: Family) -> Callable:
     """The same, accumulated over as many parts as dpopt takes the batch in."""
-    gradient, parts = _mean_gradient(family), dpopt.ghost.plan_clipped_sum(*family).parts
+    gradient, parts = jax.grad(mean_loss(family)), dpopt.ghost.plan_clipped_sum(*family).parts
 
     def run(params, batch, diagonal):
         def step(total, part):

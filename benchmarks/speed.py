@@ -163,10 +163,7 @@ def whole_steps(family: Family, l2_clip_norm: float, budget_s: float) -> dict[st
 
     @jax.jit
     def ordinary_step(params: Any, state: Any, batch: Any) -> Any:
-        def mean_loss(params):
-            return jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
-
-        loss, gradient = jax.value_and_grad(mean_loss)(params)
+        loss, gradient = jax.value_and_grad(gradients.mean_loss(family))(params, batch)
         updates, state = adam.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -230,10 +227,10 @@ def markdown(content: dict[str, Any]) -> str:
     body = [[r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *cells(r, columns)] for r in rows]
     lines = [["family", "ordinary (ms)", *columns], ["---"] + ["---:"] * (len(columns) + 1), *body]
     tables = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    last = "; last a step of DP-Adam, noise and metrics included, over one of Adam" if STEP in columns else ""
     said = (
-        f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's; last a step of "
-        "DP-Adam, noise and metrics included, over one of Adam. On CPUs the fast "
-        "engine takes a large batch in parts, whose memory is used again; `ghost whole` does not, and `ordinary in "
+        f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's{last}. On CPUs the "
+        "fast engine takes a large batch in parts, whose memory is used again; `ghost whole` does not, and `ordinary in "
         "parts` is the ordinary gradient added up over as many parts in a loop, where XLA's convolutions are slow."
     )
     return f"{said}\n\n{tables}"

@@ -45,7 +45,7 @@ def test_full_batches_follow_the_exact_formula(sigma, steps):
 
 
 @given(st.floats(0.6, 5.0), st.sampled_from([1e-3, 0.02, 0.3]), st.sampled_from([1, 30, 200]))
-@settings(max_examples=6)
+@settings(max_examples=12)
 def test_rdp_is_looser_and_epsilon_falls_with_noise(sigma, q, steps):
     run = dict(sampling_prob=q, steps=steps, delta=1e-5)
     pld, rdp = (dpopt.epsilon(noise_multiplier=sigma, **run, accountant=a) for a in ("pld", "rdp"))

@@ -24,6 +24,7 @@ DEFAULT_MEMORY = 1.25  # times an ordinary gradient's memory
 _SMALL_BYTES = 1 << 26  # this much may be taken whatever the ordinary gradient takes
 _LEAST_PART = 4  # examples
 _FASTEST = "it should be the fastest, and the memory allows it"
+_SMALL = f"it should be the fastest, and takes less than {_SMALL_BYTES >> 20} MB, which is always allowed"
 
 
 class Memory(NamedTuple):
@@ -100,7 +101,7 @@ def choose(
     formed = size * sum(leaf_bytes(plan.trace, leaf.leaf) for leaf in plan.leaves)
     recorded = size / parts * sum(activation_bytes(c) for c in plan.trace.contacts)
     if (formed if wants_vmap else recorded) <= _SMALL_BYTES:  # no more need be asked
-        return Way(None, 1, _FASTEST) if wants_vmap else Way(plan.of(size // parts), parts, _FASTEST)
+        return Way(None, 1, _SMALL) if wants_vmap else Way(plan.of(size // parts), parts, _SMALL)
     used = {leaf.leaf for leaf in plan.leaves if leaf.contacts}
     if used <= single:  # one pass: nothing is recorded, nothing computed twice
         return Way(plan.streaming(single), 1, "every parameter is clipped by its own norm, as its gradient comes")
