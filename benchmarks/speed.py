@@ -230,8 +230,8 @@ def markdown(content: dict[str, Any]) -> str:
     last = "; last a step of DP-Adam, noise and metrics included, over one of Adam" if STEP in columns else ""
     said = (
         f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's{last}. On CPUs the "
-        "fast engine takes a large batch in parts, whose memory is used again; `ghost whole` does not, and `ordinary in "
-        "parts` is the ordinary gradient added up over as many parts in a loop, where XLA's convolutions are slow."
+        "fast engine takes a large batch in parts, whose memory is used again; `ghost whole` does not, and `ordinary "
+        "in parts` is the ordinary gradient added up over as many parts in a loop, where XLA's convolutions are slow."
     )
     return f"{said}\n\n{tables}"
 
