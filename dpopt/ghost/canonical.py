@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.rows import bounded
 
 
@@ -33,7 +34,7 @@ def channels_last(function: Callable) -> Callable:
 
         for eqn in closed.jaxpr.eqns:
             args = [read(v) for v in eqn.invars]
-            if eqn.primitive.name == "conv_general_dilated":
+            if eqn.primitive is CONVOLUTION:
                 outs = [_convolve(eqn.primitive, *args, **eqn.params)]
             else:
                 out = eqn.primitive.bind(*args, **eqn.params)

@@ -18,14 +18,13 @@ from jax import lax
 
 from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
+from dpopt.ghost.primitives import BILINEAR, DOT
 from dpopt.ghost.rows import wide
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries, size_behind, sum_squares, tiny
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
-# Linear in the example-dependent input as well.
-_BILINEAR = {"dot_general", "conv_general_dilated"}
 # Larger coefficients make nothing vanish but what next to nothing is left of as it is.
 SMALL = 2.0**-30
 
@@ -99,7 +98,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
 
 def weighs_input(contact: Contact, x: jax.Array, y: jax.Array) -> bool:
     """Whether coefficients multiply the input: fewer bytes to move, and layers that share it share this."""
-    return contact.primitive in _BILINEAR and x.size < y.size
+    return contact.primitive in BILINEAR and x.size < y.size
 
 
 def not_weighed(contact: Contact, recorded: Any) -> jax.Array:
@@ -128,7 +127,7 @@ def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array) -> jax.Array
 def is_outer_product(contact: Contact) -> bool:
     """Whether one example's gradient is a single outer product, of its input and its cotangent."""
     factors = contact.factors
-    if contact.primitive != "dot_general" or factors is None:
+    if contact.primitive is not DOT or factors is None:
         return False
     return factors.shape[:2] == (1, 1) and factors.positions == 1
 

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
+from dpopt.ghost.primitives import LAYOUT
 from dpopt.ghost.program import Block, Loop, Scope, Trace
 from dpopt.ghost.rules import SHIFTED_SUM, Factors
-from dpopt.ghost.values import LAYOUT, Contact, wide_dtype
+from dpopt.ghost.values import Contact, wide_dtype
 
 # Operations in the time that one byte takes to or from memory: CPUs and GPUs lie near 5 to 20.
 OPERATIONS_PER_BYTE = 8
@@ -98,7 +99,7 @@ def computed(scope: Scope) -> tuple[float, int]:
             inner, operations = computed(op.scope)
             steps = op.scope.length if isinstance(op, Loop) else 1
             total, count = total + steps * inner, count + steps * operations
-        elif getattr(op, "name", None) not in LAYOUT:
+        elif getattr(op, "primitive", None) not in LAYOUT:
             numbers = [v for v in op.outputs if jnp.issubdtype(v.dtype, jnp.floating)]
             total, count = total + sum(size(v.shape) * v.dtype.itemsize for v in numbers), count + 1
     return total, count

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dpopt.ghost.primitives import ADD, SPLITTING
 from dpopt.ghost.program import Block, Scope
 from dpopt.ghost.values import Contact, ContactOp, Op, Value
-
-_SPLITTING = {"split", "reshape", "squeeze", "expand_dims", "transpose"}  # of one input, linear
 
 
 def share_taps(scope: Scope, results: Sequence[Value]) -> None:
@@ -32,10 +31,10 @@ def share_taps(scope: Scope, results: Sequence[Value]) -> None:
         op = found[0] if len(found) == 1 else None
         if not isinstance(op, Op):
             return value
-        if op.name == "add" and value.shape == op.outputs[0].shape:
+        if op.primitive is ADD and value.shape == op.outputs[0].shape:
             return origin(op.outputs[0])
-        if op.name in _SPLITTING and len(op.inputs) == 1:
-            return op.name, str(op.params), value.shape, tuple(origin(v) for v in op.outputs)
+        if op.primitive in SPLITTING and len(op.inputs) == 1:
+            return op.primitive, str(op.params), value.shape, tuple(origin(v) for v in op.outputs)
         return value
 
     first: dict[Any, Contact] = {}

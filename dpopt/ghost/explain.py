@@ -14,6 +14,7 @@ from dpopt._stacked import layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
 from dpopt.ghost.memory import DEFAULT_MEMORY, Memory, Way, choose, estimate
 from dpopt.ghost.plan import Plan
+from dpopt.ghost.values import Contact
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Explanation:
         for leaf in self.plan.leaves:
             names: dict[str, int] = {}
             for c in leaf.contacts:
-                names[c.primitive] = names.get(c.primitive, 0) + 1
+                names[_name(c)] = names.get(_name(c), 0) + 1
             notes = ", standardized" if leaf.standardized else ""
             if leaf.method == "explicit" and set(leaf.contacts) <= self.plan.kept:
                 notes += ", kept"
@@ -87,6 +88,10 @@ class Explanation:
         # Not the table, which `explain` has printed already where a notebook shows this.
         ratio = self.plan.ghost_cost / max(self.plan.ordinary_cost, 1.0)
         return f"<Explanation: {len(self.plan.leaves)} parameters, {ratio:.2f} times an ordinary gradient>"
+
+
+def _name(contact: Contact) -> str:
+    return "identity" if contact.primitive is None else contact.primitive.name
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
@@ -140,7 +145,7 @@ def explain(
     ghost in two passes  6.44        1.00
     vmap                 17.00       2.33
     <BLANKLINE>
-    engine='auto' takes vmap: it should be the fastest, and the memory allows it.
+    engine='auto' takes vmap: it should be the fastest, and takes less than 64 MB, which is always allowed.
     """  # noqa: E501
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
     plan = plan_example(loss_fn, params, example, batch_size, scale, None, has_aux)

@@ -32,13 +32,14 @@ from dpopt.ghost.costs import (
     product,
     shared_cost,
 )
+from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import Standardized, standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
 
 # XLA turns a vmapped filter gradient into a grouped convolution, which takes about three times as long
 # (924 ms against 304 on two cores for 128x32x32x64 to 64 channels).
-_VMAPPED_CONVOLUTION, _CONVOLUTION = 3, "conv_general_dilated"
+_VMAPPED_CONVOLUTION = 3
 # Ghost must not lose to vmap by more than 5%; the model is trusted to that and no further.
 _MARGIN = 1.05
 # Where all gradients of the batch are smaller than this, both engines take the same few microseconds, and vmap half as
@@ -298,7 +299,7 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     repeated = sum(n * norm_cost(c, "explicit", False)[0] for c, n in shared_forming.items())
     norms = sum(chosen[leaf][1] for leaf in chosen) - repeated
     weighted = sum(OPERATIONS_PER_BYTE * formed_bytes(c) if c in kept else products[c] for c in trace.contacts)
-    vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive == _CONVOLUTION else 1) for c, n in products.items())
+    vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive is CONVOLUTION else 1) for c, n in products.items())
     per_example = 3 * OPERATIONS_PER_BYTE * sum(leaf_bytes(trace, i) for i in range(len(uses)))
     return Plan(
         trace,

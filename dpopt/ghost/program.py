@@ -42,7 +42,7 @@ class Scope:
             if self.parent is not None:
                 self.promoted[value] = self.parent.promote(value)
             else:
-                contact = self.trace.new_contact(value, "identity", value.shape, value.dtype)
+                contact = self.trace.new_contact(value, None, value.shape, value.dtype)
                 contact.of_step = contact
                 self.promoted[value] = Value(value.shape, value.dtype, dynamic=True)
                 self.trace.identities.append((contact, self.promoted[value]))
@@ -108,7 +108,7 @@ class LoopScope(Scope):
             outside.append(stack)
         axes = [0 if m else None for m in mapped]
         batched = jax.vmap(lambda *a: op.run(*a), in_axes=axes, axis_size=self.length)
-        self.parent.static(Op(batched, op.name, [self.stacked.get(v, v) for v in op.inputs], outside))
+        self.parent.static(Op(batched, op.primitive, [self.stacked.get(v, v) for v in op.inputs], outside))
 
     def reads(self):
         return {self.stacked.get(v, v) for v in self.needs()}

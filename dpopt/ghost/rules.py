@@ -25,7 +25,9 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
+from dpopt.ghost.primitives import CONVOLUTION, DOT, GATHER
 from dpopt.ghost.rows import bounded
 
 
@@ -73,11 +75,14 @@ class Factors(NamedTuple):
 SHIFTED_SUM = 16
 
 Rule = Callable[[Use], "Factors | None"]
-_RULES: dict[str, Rule] = {}
+_RULES: dict[Any, Rule] = {}
 
 
-def rule(primitive: str) -> Callable[[Rule], Rule]:
-    """Registers the decorated function as the rule of ``primitive``; None from it means "not mine"."""
+def rule(primitive: Any) -> Callable[[Rule], Rule]:
+    """Registers the decorated function as the rule of a JAX primitive; None from it means "not mine"."""
+
+    if not isinstance(primitive, core.Primitive):
+        raise TypeError(f"rule needs a JAX primitive, such as jax.lax.gather_p; got {primitive!r}.")
 
     def register(function: Rule) -> Rule:
         _RULES[primitive] = function
@@ -86,7 +91,7 @@ def rule(primitive: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def factors_for(primitive: str, use: Use) -> Factors | None:
+def factors_for(primitive: Any, use: Use) -> Factors | None:
     """The factorisation of one use, or None where no rule applies."""
     found = _RULES.get(primitive)
     return found(use) if found else None
@@ -108,7 +113,7 @@ def _arranger(shape: tuple[int, ...], *groups: tuple[int, ...]):
     )
 
 
-@rule("dot_general")
+@rule(DOT)
 def dot_general(use: Use) -> Factors | None:
     """Dense layers of any rank: contracted axes are ``a``, free axes ``p``, batch axes ``N``."""
     contracting, batching = use.params["dimension_numbers"]
@@ -155,7 +160,7 @@ def _rows(use: Use, axes: tuple[int, ...], positions: int, offset: tuple[int, ..
     return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=single)
 
 
-@rule("gather")
+@rule(GATHER)
 def gather(use: Use) -> Factors | None:
     """Look-ups, ``table[i]`` or ``table[i, j]``, repeated indices included: along each axis one entry, or all.
 
@@ -189,7 +194,7 @@ def gather(use: Use) -> Factors | None:
     return _rows(use, axes, math.prod(use.input[:-1]), tuple(dims.offset_dims), index)
 
 
-@rule("conv_general_dilated")
+@rule(CONVOLUTION)
 def conv_general_dilated(use: Use) -> Factors | None:
     """Convolutions: for each filter offset, the shifted and strided input meets the output cotangent."""
     p = use.params

@@ -22,6 +22,20 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from dpopt.ghost.primitives import (
+    ADD,
+    ADD_ANY,
+    BROADCAST,
+    CASTS,
+    DIV,
+    INTEGER_POW,
+    MUL,
+    NEG,
+    PER_FILTER,
+    REDUCE_SUM,
+    SQUARE,
+    SUB,
+)
 from dpopt.ghost.program import Trace
 from dpopt.ghost.values import Contact, Op, Value, wide_dtype
 
@@ -148,16 +162,6 @@ class _Quadratic(NamedTuple):
     zero: Any
 
 
-# With one number per filter in and out. (Those with several arguments broadcast axes of length 1 at most, which can mix
-# no two filters unless the result has more axes than it may have.)
-_PER_FILTER = {
-    "neg", "exp", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "square", "abs", "sign", "integer_pow",
-    "pow", "add", "sub", "mul", "div", "max", "min", "select_n", "stop_gradient", "convert_element_type", "copy",
-    "reshape", "squeeze", "expand_dims", "broadcast_in_dim",
-}  # fmt: skip
-_CASTS = {"convert_element_type", "reduce_precision", "copy"}
-
-
 class _PerFilter:
     """Equations on affine functions of a filter's entries."""
 
@@ -170,22 +174,22 @@ class _PerFilter:
         if op.params is None:  # inside a loop
             raise _Unlike(op)
         if not any(whole):
-            if op.name not in _PER_FILTER:
+            if op.primitive not in PER_FILTER:
                 raise _Unlike(op)
-            if op.name == "broadcast_in_dim" and op.outputs[0].shape == self.shape != self.kept:
+            if op.primitive is BROADCAST and op.outputs[0].shape == self.shape != self.kept:
                 return self._spread(op, *args)
             return op.run(*args)[0]
-        if op.name in _CASTS:
+        if op.primitive in CASTS:
             return args[0]
-        if op.name == "reduce_sum" and tuple(op.params["axes"]) == self.axes:
+        if op.primitive is REDUCE_SUM and tuple(op.params["axes"]) == self.axes:
             return jnp.squeeze(self._total(args[0]), self.axes)
-        if op.name == "square" or (op.name == "integer_pow" and op.params["y"] == 2):
+        if op.primitive is SQUARE or (op.primitive is INTEGER_POW and op.params["y"] == 2):
             return self._combined(_product, args[0], args[0])
-        if op.name == "neg":
+        if op.primitive is NEG:
             return self._combined(_product, args[0], -1.0)
-        if op.name not in _WHOLE:
+        if op.primitive not in _WHOLE:
             raise _Unlike(op)
-        return self._combined(_WHOLE[op.name], *args)
+        return self._combined(_WHOLE[op.primitive], *args)
 
     def _combined(self, function: Callable, *args: Any) -> Any:
         if any(isinstance(x, _Quadratic) for x in args):
@@ -243,10 +247,10 @@ def _sum(x: _Affine, y: _Affine) -> _Affine:
     return _Affine(_plus(x.slope, y.slope), _plus(x.level, y.level))
 
 
-_WHOLE: dict[str, Callable[[_Affine, _Affine], Any]] = {
-    "add": _sum,
-    "add_any": _sum,
-    "sub": lambda x, y: _sum(x, _negative(y)),
-    "mul": _product,
-    "div": _quotient,
+_WHOLE: dict[Any, Callable[[_Affine, _Affine], Any]] = {
+    ADD: _sum,
+    ADD_ANY: _sum,
+    SUB: lambda x, y: _sum(x, _negative(y)),
+    MUL: _product,
+    DIV: _quotient,
 }

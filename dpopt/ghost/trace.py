@@ -37,12 +37,22 @@ from dpopt.ghost import rules
 from dpopt.ghost.canonical import as_gather, convolution
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.failures import CannotFollow, planning
-from dpopt.ghost.linear import ELEMENTWISE, pulls_sums
+from dpopt.ghost.linear import pulls_sums
+from dpopt.ghost.primitives import (
+    CALLS,
+    CASTS,
+    CONVOLUTION,
+    DYNAMIC_SLICE,
+    ENTRYWISE,
+    LAYOUT,
+    REMAT,
+    SCAN,
+    STOP_GRADIENT,
+    TRANSPOSE,
+    WHILE,
+)
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
-from dpopt.ghost.values import LAYOUT, Contact, ContactOp, Entry, Op, Value, is_narrow
-
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-_REMAT = {"remat", "remat2", "checkpoint"}
+from dpopt.ghost.values import Contact, ContactOp, Entry, Op, Value, is_narrow
 
 
 def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = False) -> Trace:
@@ -105,10 +115,10 @@ def _walk(jaxpr: Any, consts: Sequence, args: Sequence[Value], scope: Scope) -> 
 
 def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     """Adds one equation to the prologue or the body and returns its outputs."""
-    name = eqn.primitive.name
+    primitive = eqn.primitive
     weights = [i for i, v in enumerate(inputs) if v.leaves]
-    if weights and name in _CALLS:
-        inner = eqn.params[_CALLS[name]]
+    if weights and primitive in CALLS:
+        inner = eqn.params[CALLS[primitive]]
         return _walk(inner.jaxpr, inner.consts, inputs, scope)
     dynamic = any(v.dynamic for v in inputs)
     outputs = [Value(v.aval.shape, v.aval.dtype, dynamic) for v in eqn.outvars]
@@ -123,13 +133,13 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
                 out.constant = value
             return outputs
         _describe(eqn, inputs, outputs)
-        scope.static(Op(_binder(eqn), name, inputs, outputs, eqn.params))
+        scope.static(Op(_binder(eqn), primitive, inputs, outputs, eqn.params))
         return outputs
-    if weights and name in _REMAT:
+    if weights and primitive is REMAT:
         return _visit_remat(eqn, inputs, outputs, scope)
-    if weights and name == "scan":
+    if weights and primitive is SCAN:
         return _visit_scan(eqn, inputs, scope)
-    if weights == [0] and name == "dynamic_slice":
+    if weights == [0] and primitive is DYNAMIC_SLICE:
         look_up = as_gather(eqn)
         if look_up is not None:
             return _walk(look_up.jaxpr, look_up.consts, inputs, scope)
@@ -138,11 +148,11 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
         if contact_op is not None:
             scope.ops.append(contact_op)
             return outputs
-    if weights and name == "while":
-        raise CannotFollow(name, "it has no reverse-mode derivative; use scan or fori_loop")
+    if weights and primitive is WHILE:
+        raise CannotFollow(primitive.name, "it has no reverse-mode derivative; use scan or fori_loop")
     inputs = [scope.promote(v) if v.leaves else v for v in inputs]
     moving = [i for i, v in enumerate(inputs) if v.dynamic]
-    scope.ops.append(Op(_differentiated(eqn, moving), name, inputs, outputs, eqn.params))
+    scope.ops.append(Op(_differentiated(eqn, moving), primitive, inputs, outputs, eqn.params))
     return outputs
 
 
@@ -156,7 +166,7 @@ def _belongs_to_body(eqn: Any, inputs: list[Value], outputs: list[Value], scope:
 
 def _differentiated(eqn: Any, moving: Sequence[int]) -> Callable:
     """The equation as a function of which the inputs in ``moving`` get gradients."""
-    return convolution(eqn, moving) if eqn.primitive.name == "conv_general_dilated" else _binder(eqn)
+    return convolution(eqn, moving) if eqn.primitive is CONVOLUTION else _binder(eqn)
 
 
 def _binder(eqn: Any) -> Callable:
@@ -181,10 +191,10 @@ def _is_index_arithmetic(inputs: list[Value], outputs: list[Value]) -> bool:
 
 def _describe(eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
     """How the outputs of a prologue equation depend on parameters."""
-    name = eqn.primitive.name
+    primitive = eqn.primitive
     sources = [v for v in inputs if v.leaves]
     leaves = frozenset().union(*(v.leaves for v in inputs))
-    if name == "stop_gradient" or not leaves:
+    if primitive is STOP_GRADIENT or not leaves:
         return
     for out in outputs:
         if not jnp.issubdtype(out.dtype, jnp.floating):
@@ -194,15 +204,15 @@ def _describe(eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
         if others or source.entry is None:
             continue
         size = math.prod(source.shape)
-        if name in LAYOUT and math.prod(out.shape) <= size:
+        if primitive in LAYOUT and math.prod(out.shape) <= size:
             order, by_layer = source.entry.order, source.entry.by_layer
-            if name == "transpose":
+            if primitive is TRANSPOSE:
                 by_layer = by_layer and eqn.params["permutation"][0] == 0
                 order = order and tuple(order[i] for i in eqn.params["permutation"])
-            elif name not in ("convert_element_type", "reduce_precision", "copy"):
+            elif primitive not in CASTS:
                 order, by_layer = None, False
             out.entry = Entry(source.entry.copy, order, by_layer)
-        elif name in ELEMENTWISE and out.shape == source.shape:
+        elif primitive in ENTRYWISE and out.shape == source.shape:
             out.entry = Entry(False, *source.entry[1:])
 
 
@@ -216,20 +226,20 @@ def _factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int
         return None
     weight, x, out = inputs[position], inputs[moving[0]], outputs[0]
     use = rules.Use(eqn.params, position, moving[0], fixed, weight.shape, x.shape, out.shape)
-    factors = rules.factors_for(eqn.primitive.name, use)
+    factors = rules.factors_for(eqn.primitive, use)
     if factors is None:
         return None
     located, loops = scope.locate(weight)
     steps = tuple(length for length, _ in loops)
     apply = _wide_apply(eqn, position, moving[0], fixed)
     of_step = Contact(
-        -1, weight, eqn.primitive.name, out.shape, out.dtype, factors, apply, x.shape, x.dtype, _is_precise(eqn)
+        -1, weight, eqn.primitive, out.shape, out.dtype, factors, apply, x.shape, x.dtype, _is_precise(eqn)
     )
     for length, mapped in reversed(loops):
         factors = rules.lift(factors, length, mapped)
         apply = jax.vmap(apply, in_axes=(0 if mapped else None, 0))
     contact = scope.trace.new_contact(
-        located, eqn.primitive.name, (*steps, *out.shape), out.dtype, factors, apply,
+        located, eqn.primitive, (*steps, *out.shape), out.dtype, factors, apply,
         (*steps, *x.shape), x.dtype, _is_precise(eqn), loops=loops, of_step=of_step,
     )  # fmt: skip
     return ContactOp(contact, _differentiated(eqn, moving), inputs, outputs, moving[0])

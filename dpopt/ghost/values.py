@@ -16,12 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.ghost import rules
-
-# Every output entry copies one input entry and no input entry is copied twice.
-LAYOUT = {
-    "reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p", "slice", "split",
-    "convert_element_type", "reduce_precision", "broadcast_in_dim", "dynamic_slice",
-}  # fmt: skip
+from dpopt.ghost.primitives import CAST, LAYOUT, ROUND_TO
 
 
 class Entry(NamedTuple):
@@ -49,7 +44,7 @@ class Op:
     """An equation: ``run`` maps input arrays to a list of output arrays."""
 
     run: Callable
-    name: str
+    primitive: Any
     inputs: list[Value]
     outputs: list[Value]
     params: dict[str, Any] | None = None  # the equation's, unless a loop made it one for all steps
@@ -63,7 +58,7 @@ class Op:
 
         A sum that is rounded to 16 bits is wrong by more than one example adds to it.
         """
-        if self.name == "reduce_precision" and self.inputs[0].leaves:
+        if self.primitive is ROUND_TO and self.inputs[0].leaves:
             return [_straight_through(lambda x: self.run(x)[0], values[0])]
         own = [v for v in (*self.inputs, *self.outputs) if v.leaves]
         if not any(is_narrow(v.dtype) for v in own):
@@ -72,9 +67,9 @@ class Op:
             return self.run(*(x.astype(v.dtype) if v.leaves else x for x, v in zip(values, self.inputs, strict=True)))
         values = [x.astype(wide_dtype(v.dtype)) if is_narrow(v.dtype) else x
                   for x, v in zip(values, self.inputs, strict=True)]  # fmt: skip
-        if self.name in LAYOUT - {"convert_element_type"}:
+        if self.primitive in LAYOUT - {CAST}:
             return self.run(*values)
-        outs = values if self.name == "convert_element_type" else self.run(*values)
+        outs = values if self.primitive is CAST else self.run(*values)
         return [_rounded(x, v.dtype) for x, v in zip(outs, self.outputs, strict=True)]
 
 
@@ -96,7 +91,7 @@ class Contact:
 
     index: int
     weight: Value  # as the prologue holds it: scanned weights have a leading axis of steps
-    primitive: str
+    primitive: Any  # None: the weight itself
     tap_shape: tuple[int, ...]
     tap_dtype: Any
     factors: rules.Factors | None = None  # None: the tap sits on the weight itself

@@ -92,7 +92,10 @@ def test_rules_are_used_where_they_should_be():
         _, leaves = plan_of(case)
         leaves = {name.replace("']", "").replace("['", ""): leaf for name, leaf in leaves.items()}
         for name, primitive in uses.items():
-            assert {c.primitive for c in leaves[name].contacts} == {primitive}, (case.__name__, name)
+            assert {c.primitive and c.primitive.name for c in leaves[name].contacts} == {primitive}, (
+                case.__name__,
+                name,
+            )
 
 
 def test_products_that_are_added_up_share_a_tap():

@@ -1,0 +1,80 @@
+"""What the engine knows about JAX's primitives, in one place.
+
+A primitive is told by itself, not by its name, which one of somebody else's may have too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+from jax.extend.core import primitives
+
+
+def primitive(name: str) -> Any:
+    """JAX's own primitive of that name, or None where this version of JAX has none."""
+    return next((found for place in (primitives, lax) if (found := getattr(place, f"{name}_p", None))), None)
+
+
+def _all(names: str) -> frozenset[Any]:
+    return frozenset(primitive(name) for name in names.split()) - {None}
+
+
+ADD, ADD_ANY, SUB, MUL, DIV, NEG = (primitive(name) for name in ("add", "add_jaxvals", "sub", "mul", "div", "neg"))
+SQUARE, INTEGER_POW, REDUCE_SUM = (primitive(name) for name in ("square", "integer_pow", "reduce_sum"))
+DOT, CONVOLUTION, GATHER, DYNAMIC_SLICE = (
+    primitive(name) for name in ("dot_general", "conv_general_dilated", "gather", "dynamic_slice")
+)
+TRANSPOSE, BROADCAST, CAST, ROUND_TO = (
+    primitive(name) for name in ("transpose", "broadcast_in_dim", "convert_element_type", "reduce_precision")
+)
+STOP_GRADIENT, SCAN, WHILE, REMAT = (primitive(name) for name in ("stop_gradient", "scan", "while", "remat"))
+
+# Their equations are read as if they stood in the program that calls them; where those are.
+CALLS = {primitive("jit"): "jaxpr", primitive("closed_call"): "call_jaxpr"}
+# Linear in either operand.
+BILINEAR = _all("dot_general conv_general_dilated")
+# Every output entry copies one input entry and no input entry is copied twice.
+LAYOUT = _all("""
+    reshape transpose squeeze rev copy slice split convert_element_type reduce_precision broadcast_in_dim dynamic_slice
+""")
+# ... in its place.
+CASTS = _all("convert_element_type reduce_precision copy")
+# Of one input, linear: equal cotangents of their outputs make equal cotangents of their inputs.
+SPLITTING = _all("split reshape squeeze transpose")
+# An output entry depends on the inputs' entries there alone.
+ENTRYWISE = _all("""
+    neg exp exp2 log log1p expm1 tanh logistic sqrt rsqrt square abs sin cos integer_pow sign erf add sub mul div max
+    min
+""")
+# Computed in float32 where the loss has fewer bits: they take operands of any floating type.
+WIDENED = (
+    LAYOUT
+    | ENTRYWISE
+    | _all("""
+    add_jaxvals clamp concatenate cumsum dot_general floor pad pow reduce_max reduce_min reduce_sum round select_n
+""")
+)
+# Make one number per filter of such. (Those with several arguments broadcast axes of length 1 at most, which can mix no
+# two filters unless the result has more axes than it may have.)
+PER_FILTER = _all("""
+    neg exp log log1p tanh logistic sqrt rsqrt cbrt square abs sign integer_pow pow add sub mul div max min select_n
+    stop_gradient convert_element_type copy reshape squeeze broadcast_in_dim
+""")
+# JAX's own operations, whose derivatives are the mathematical ones: linear in the cotangent.
+ORDINARY = (
+    WIDENED
+    | PER_FILTER
+    | _all("""
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e ceil cholesky complex conj conv_general_dilated cosh
+    cumlogsumexp cummax cummin cumprod device_put digamma dynamic_update_slice eig eigh erf_inv erfc fft gather
+    householder_product igamma igamma_grad_a igammac imag iota lgamma lu name nextafter optimization_barrier polygamma
+    qr real reduce_prod reduce_window_max reduce_window_min reduce_window_sum regularized_incomplete_beta rem scatter
+    scatter_add scatter_max scatter_min scatter_mul scatter_sub select_and_gather_add select_and_scatter_add
+    sharding_constraint sinh sort stack svd tan tile top_k triangular_solve unstack zeta
+    and argmax argmin bitcast_convert_type clz eq eq_to ge gt is_finite le le_to lt lt_to lu_pivots_to_permutation ne
+    not or population_count reduce_and reduce_or reduce_xor shift_left shift_right_arithmetic shift_right_logical xor
+""")
+)
+# Linear if all that they hold is, derivative rules included.
+HOLDING = _all("call closed_call cond custom_jvp_call jit remat scan")
