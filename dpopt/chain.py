@@ -281,7 +281,7 @@ def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
     """The noise on a sum of this sensitivity: a number, or a schedule where the multiplier is one.
 
     Raises:
-        ValueError: if noise is asked for on a sum of infinite sensitivity.
+        ValueError: if noise is asked for on a sum of infinite sensitivity, or of sensitivity 0.
 
     *Privacy*: arithmetic on public constants.
 
@@ -299,4 +299,6 @@ def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
             "noise_multiplier > 0 needs a finite l2_clip_norm: noise scaled to an infinite norm is infinite. Set "
             "noise_multiplier=0 to switch privacy off."
         )
+    if _validate.concrete(sensitivity) == 0:
+        raise ValueError("l2_clip_norm=0 leaves nothing of any example to train on; pass a positive one.")
     return noise_multiplier * sensitivity

@@ -21,16 +21,24 @@ LEAST_CLIP_NORM = 2.0**-100
 _TOO_SMALL = "Float32 would lose gradients of that size and smaller; multiply the loss by a constant instead."
 
 
+def _check_clip_norm(*, allow_inf: bool = False, **named: Any) -> None:
+    """Raises unless it is 0, which leaves nothing of any example, or large enough for float32."""
+    _validate.non_negative(allow_inf=allow_inf, **named)
+    for name, value in named.items():
+        if _validate.concrete(value) != 0:
+            _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, **{name: value})
+
+
 @_stacked.takes_rows
 @dataclasses.dataclass(frozen=True)
 class FlatClip:
     r"""Scales an example down to norm C over all parameters: :math:`c_i = \min(1, C / \|g_i\|_2)`.
 
     Args:
-        l2_clip_norm: C, positive; ``math.inf`` switches clipping off.
+        l2_clip_norm: C; ``math.inf`` switches clipping off, 0 leaves nothing of any example.
 
     Raises:
-        ValueError, TypeError: if C is not a positive number, or below 2^-100.
+        ValueError, TypeError: if C is not a number, or negative, or between 0 and 2^-100.
 
     *Privacy*: sensitivity C under add/remove-one.
 
@@ -41,8 +49,7 @@ class FlatClip:
     l2_clip_norm: Any
 
     def __post_init__(self):
-        _validate.positive(l2_clip_norm=self.l2_clip_norm, allow_inf=True)
-        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm)
+        _check_clip_norm(l2_clip_norm=self.l2_clip_norm, allow_inf=True)
 
     @property
     def sensitivity(self) -> Any:
@@ -63,11 +70,11 @@ class GroupClip:
     Args:
         l2_clip_norms: the :math:`C_k`, as a pytree that is a prefix of the parameters; everything below one entry is
             one group, so ``{"encoder": 1.0, "head": 0.1}`` has two and a tree with one number a leaf clips leaf by
-            leaf.
+            leaf. 0 leaves nothing of a group.
 
     Raises:
-        ValueError, TypeError: if an entry is not a positive, finite number, or below 2^-100; when clipping, if the tree
-            is no prefix.
+        ValueError, TypeError: if an entry is not a finite number, or negative, or between 0 and 2^-100; when clipping,
+            if the tree is no prefix.
 
     *Privacy*: sensitivity :math:`\sqrt{\sum_k C_k^2}` under add/remove-one.
 
@@ -83,8 +90,7 @@ class GroupClip:
             raise ValueError("l2_clip_norms has no entries; give one clip norm a group of parameters.")
         for path, entry in entries:
             name = f"l2_clip_norms{jax.tree_util.keystr(path)}"
-            _validate.positive(**{name: entry})
-            _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, **{name: entry})
+            _check_clip_norm(**{name: entry})
 
     @property
     def sensitivity(self) -> float:
@@ -131,14 +137,14 @@ class LayerwiseClip:
     keeps the direction of every gradient, is often the more accurate for the same C.
 
     Args:
-        l2_clip_norm: C, of the whole gradient, positive and finite.
+        l2_clip_norm: C, of the whole gradient, finite; 0 leaves nothing of any example.
         scanned: which parameters hold a layer in each entry of their first axis, as ``jax.lax.scan`` and ``nn.scan``
             take them: a pytree of booleans that is a prefix of the parameters, such as ``{"layers": True, "embed":
             False}``.
 
     Raises:
-        ValueError, TypeError: if C is not a positive, finite number, or below 2^-100; when clipping, if ``scanned`` is
-            no prefix of the parameters, or True for a scalar.
+        ValueError, TypeError: if C is not a finite number, or negative, or between 0 and 2^-100; when clipping, if
+            ``scanned`` is no prefix of the parameters, or True for a scalar.
 
     *Privacy*: sensitivity C under add/remove-one. An example whose gradient is not finite contributes zero to the
     parameters concerned.
@@ -154,8 +160,7 @@ class LayerwiseClip:
     scanned: Any = False
 
     def __post_init__(self):
-        _validate.positive(l2_clip_norm=self.l2_clip_norm)
-        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm)
+        _check_clip_norm(l2_clip_norm=self.l2_clip_norm)
         for path, entry in jax.tree_util.tree_leaves_with_path(self.scanned):
             if not isinstance(entry, bool):
                 where = jax.tree_util.keystr(path)
@@ -196,13 +201,14 @@ class NormalizedClip:
     r"""Gives every example about the same norm (AUTO-S): :math:`c_i = C / (\|g_i\|_2 + \gamma)`.
 
     Args:
-        l2_clip_norm: C, positive and finite. With it the learning rate scales; no threshold is left to tune.
+        l2_clip_norm: C, finite; 0 leaves nothing of any example. With it the learning rate scales; no threshold is left
+            to tune.
         gamma: stability constant, positive: an example of norm far below it keeps a small weight. Below about 1e-15
             the ghost engine may have to form gradients one at a time, to tell norms of that size apart.
 
     Raises:
-        ValueError, TypeError: if an argument is not a positive, finite number, or below 2^-100; if gamma is below
-            2^-100 of C.
+        ValueError, TypeError: if an argument is not a finite number, or negative, or between 0 and 2^-100; if gamma is
+            0, or below 2^-100 of C.
 
     *Privacy*: sensitivity C under add/remove-one (the norm stays below C).
 
@@ -216,8 +222,9 @@ class NormalizedClip:
     gamma: Any = 0.01
 
     def __post_init__(self):
-        _validate.positive(l2_clip_norm=self.l2_clip_norm, gamma=self.gamma)
-        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, l2_clip_norm=self.l2_clip_norm, gamma=self.gamma)
+        _check_clip_norm(l2_clip_norm=self.l2_clip_norm)
+        _validate.positive(gamma=self.gamma)
+        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, gamma=self.gamma)
         bound = _validate.concrete(self.l2_clip_norm)
         if bound is not None:
             _validate.at_least(bound * LEAST_CLIP_NORM, "C / gamma would overflow.", gamma=self.gamma)

@@ -124,6 +124,8 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
             return 0.0  # also under an infinite clip norm, where 0 / inf would be no better
         if _validate.concrete(clip.sensitivity) == math.inf:
             raise ValueError("noise on a sum with an infinite clip norm protects nothing: pass a finite l2_clip_norm.")
+        if _validate.concrete(clip.sensitivity) == 0:
+            raise ValueError("a clip norm of 0 leaves nothing of any example to train on: pass a positive one.")
         return stddev / clip.sensitivity
 
     query = Query(multiplier) if callable(noise.noise_stddev) else Query(multiplier(0))

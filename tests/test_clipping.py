@@ -218,7 +218,7 @@ def test_zero_gradients_stay_zero():
     ("c", "error", "shown"),
     [
         (-1.0, ValueError, "-1.0"),
-        (0.0, ValueError, "0.0"),
+        (1e-31, ValueError, "1e-31"),
         (math.nan, ValueError, "nan"),
         (jnp.float32(-2.0), ValueError, "-2.0"),
         ("1", TypeError, "'1'"),
@@ -237,6 +237,37 @@ def test_a_bad_clip_norm_is_refused_and_shown(make, c, error, shown):
 def test_only_a_flat_clip_may_be_infinite(make):
     with pytest.raises(ValueError, match="finite"):
         make(math.inf)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+@pytest.mark.parametrize(
+    "clip",
+    [FlatClip(0.0), GroupClip({"a": 0.0, "b": 0.0}), dpopt.LayerwiseClip(0.0), NormalizedClip(0.0, gamma=0.1)],
+    ids=lambda clip: type(clip).__name__,
+)
+def test_a_clip_norm_of_zero_leaves_nothing(engine, clip):
+    loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["a"]) * p["b"])  # noqa: E731
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    batch = jnp.asarray([[1.0, 2, 3], [np.inf, 0, 0], [0, 0, 0]])
+    total = dpopt.per_example_grads(loss, engine=engine)(params, batch, mask=None).clipped_sum(clip)
+    assert clip.sensitivity == 0 and norm(total.sum) == 0
+
+
+def test_a_group_of_clip_norm_zero_is_left_out():
+    grads = {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 4))}
+    clip = GroupClip({"a": 0.0, "b": 1.0})
+    total = stacked_grads(grads, mask=None).clipped_sum(clip).sum
+    assert clip.sensitivity == 1.0 and norm(total["a"]) == 0
+    assert_near(norm(total["b"]), 2.0)
+
+
+def test_there_is_no_noise_for_a_clip_norm_of_zero():
+    with pytest.raises(ValueError, match="leaves nothing of any example"):
+        dpopt.dp_sgd(0.1, l2_clip_norm=0.0, noise_multiplier=1.0, expected_batch_size=4, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="leaves nothing of any example"):
+        dpopt.chain(
+            clip_and_sum(0.0), dpopt.add_gaussian_noise(1.0, jax.random.key(0)), dpopt.normalize_by(4), optax.sgd(0.1)
+        )
 
 
 def test_a_group_tree_that_does_not_fit_is_refused():
@@ -288,7 +319,7 @@ def test_layerwise_clip_shares_the_norm_among_parameters_and_layers():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"l2_clip_norm": 0.0}, ValueError, "l2_clip_norm"),
+        ({"l2_clip_norm": -1.0}, ValueError, "l2_clip_norm"),
         ({"l2_clip_norm": 1.0, "scanned": {"w": 1}}, TypeError, "scanned.*True or False"),
     ],
 )
