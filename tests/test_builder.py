@@ -156,7 +156,7 @@ def test_builder_is_immutable():
         (lambda: builder().clip(1.0).noise(1.0).build(), r"missing then"),
         (lambda: builder().clip(1.0).noise(1.0).then(dpopt.clip_and_sum(1.0)), "only post-processing"),
         (lambda: builder().clip(math.inf).noise(1.0), "finite l2_clip_norm"),
-        (lambda: builder().clip(-1.0), "l2_clip_norm must be positive; got -1"),
+        (lambda: builder().clip(-1.0), "l2_clip_norm must be non-negative; got -1"),
         (lambda: builder().clip(1.0).noise(-1.0), "noise_multiplier must be non-negative"),
         (lambda: builder().clip(1.0).budget(epsilon=0.0, delta=1e-5), "epsilon must be positive"),
         (lambda: builder().clip(1.0).budget(epsilon=1.0, delta=1.0), "delta must be below 1"),

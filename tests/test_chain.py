@@ -231,7 +231,7 @@ def test_extra_arguments_reach_the_stages():
         ({"noise_multiplier": -1.0}, "noise_multiplier must be non-negative and finite; got -1.0"),
         ({"noise_multiplier": math.nan}, "noise_multiplier.*got nan"),
         ({"noise_multiplier": math.inf}, "noise_multiplier.*got inf"),
-        ({"l2_clip_norm": -2.0}, "l2_clip_norm must be positive; got -2.0"),
+        ({"l2_clip_norm": -2.0}, "l2_clip_norm must be non-negative; got -2.0"),
         ({"l2_clip_norm": math.nan}, "l2_clip_norm.*got nan"),
         ({"l2_clip_norm": math.inf}, "needs a finite l2_clip_norm"),
         ({"expected_batch_size": 0}, "expected_batch_size must be positive and finite; got 0"),
