@@ -9,11 +9,11 @@ demo: .venv/installed-benchmarks
 	$(BIN)/python -m benchmarks quickstart
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Also what is marked slow: runs killed many times over, simulated devices, the audit.
 test-all: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
 
 # The site, in site/; a broken link or an unknown name is an error. (The variable silences the theme's own notice.)
 docs: .venv/installed-docs

@@ -21,7 +21,7 @@ def _settings():
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_no_example_moves_the_sum_further(part):
     for seed in range(part, PROGRAMS, _PARTS):
-        outcome = check.run(seed, compare=seed % 3 == 0)
+        outcome = check.run(seed, compare=seed % 6 == 0)
         assert not outcome.failures, f"python -m tests.fuzz --seed {seed}: {outcome.failures}"
 
 
