@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt._norms import safe_norm
 from dpopt.ghost import norms
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.primitives import BILINEAR, DOT
@@ -29,11 +30,39 @@ _PRECISION = lax.Precision.HIGHEST
 SMALL = 2.0**-30
 
 
-def form(contact: Contact, x: jax.Array, y: jax.Array) -> Any:
+class Seen(NamedTuple):
+    """What the passes saw at a contact, ``[B, ...]``, or of one example."""
+
+    x: Any  # the input; None at the weight itself
+    y: jax.Array  # the output's cotangent
+    out: Any = None  # the output, where a norm reads it
+
+
+class Formed(NamedTuple):
+    """Gradients at a contact that were formed for their norms, ``[B, ...]``, or one: their sum needs nothing else."""
+
+    gradient: jax.Array  # folded where there are factors
+
+
+def form(contact: Contact, record: Seen | Formed) -> jax.Array:
     """One example's gradient of a contact's weight, folded where there are factors."""
+    if isinstance(record, Formed):
+        return record.gradient
     if contact.factors is None:
-        return y.astype(wide_dtype(y.dtype))
-    return norms.explicit(contact.factors, x, y)
+        return record.y.astype(wide_dtype(record.y.dtype))
+    return norms.explicit(contact.factors, record.x, record.y)
+
+
+def size_of_terms(contact: Contact, record: Seen | Formed) -> jax.Array | None:
+    """How large the terms are that one example's gradient is the sum of; None where it is the only one.
+
+    What is formed is added up over examples as it is, and so counts as one term."""
+    if isinstance(record, Formed) or contact.factors is None or contact.factors.positions == 1:
+        return None
+    factors, right = contact.factors, safe_norm(record.y.reshape(-1), axis=0)
+    if factors.one_hot:
+        return factors.positions**0.5 * right
+    return factors.shape[0] ** 0.5 * safe_norm(record.x.reshape(-1), axis=0) * right
 
 
 def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any, lost: Any) -> Square:
@@ -43,7 +72,7 @@ def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal:
         diagonal = factors.fold(diagonal)
     if method != "explicit":
         return norms.square(method, cast(Factors, factors), x, y, diagonal)
-    formed = form(contact, x, y)
+    formed = form(contact, Seen(x, y))
     found = of_entries(formed if diagonal is None else formed * diagonal, lost)
     if factors is None or factors.positions == 1:
         return found
@@ -54,19 +83,19 @@ def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal:
     return cancelled_before(found, size_behind(jnp.sqrt(found.value), size, total, typical))
 
 
-def forming(contact: Contact, xs: dict, ys: dict, kept: dict) -> tuple[Callable, Any]:
-    """How one example's gradient comes about, and from what: it may be there already."""
-    if contact in kept:
-        return lambda formed: formed, kept[contact]
-    return lambda recorded: form(contact, *recorded), (xs[contact], ys[contact])
-
-
 def unfold(contact: Contact, gradient: Any) -> jax.Array:
     return gradient if contact.factors is None else contact.factors.unfold(gradient)
 
 
-def combined(contact: Contact, formed: Any, c: jax.Array) -> jax.Array:
-    """``sum_i c_i G_i`` at one contact, from the kept gradients."""
+def weighted(contact: Contact, record: Seen | Formed, c: jax.Array) -> jax.Array:
+    """``sum_i c_i G_i`` at one contact."""
+    if isinstance(record, Formed):
+        return combined(contact, record.gradient, c)
+    return transposed(contact, record.x, record.y, c)
+
+
+def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
+    """The same from gradients that are formed."""
     return unfold(contact, jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
 
 
@@ -75,7 +104,7 @@ def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
 
 
 def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
-    """``sum_i c_i G_i`` at one contact: its primitive, linear in the weight, transposed."""
+    """The same from what was seen: the contact's primitive, linear in the weight, transposed."""
     if contact.apply is None:
         return jnp.sum(_weighted(y, c), axis=0)
     if weighs_input(contact, x, y):
@@ -101,9 +130,11 @@ def weighs_input(contact: Contact, x: jax.Array, y: jax.Array) -> bool:
     return contact.primitive in BILINEAR and x.size < y.size
 
 
-def not_weighed(contact: Contact, recorded: Any) -> jax.Array:
+def not_weighed(contact: Contact, record: Seen | Formed) -> jax.Array:
     """``[B]``: how large entries are of the factor that is not weighed; 1 where there is no such factor."""
-    x, y = recorded if isinstance(recorded, tuple) else (None, recorded)  # or a kept gradient
+    if isinstance(record, Formed):
+        return jnp.ones(len(record.gradient))
+    x, y = record.x, record.y
     if x is None or contact.apply is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.ones(len(y))
     other = y if weighs_input(contact, x, y) else x

@@ -20,12 +20,14 @@ import jax.numpy as jnp
 
 from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import planning
+from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.plan import Plan, leaf_paths, make_plan
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, settled, without_bad_rows
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.values import wide_dtype
 from dpopt.ghost.weighing import without_too_large
+from dpopt.ghost.weighted_sum import weighted_sum
 
 
 class GhostResult(NamedTuple):
@@ -128,40 +130,31 @@ def clipped_sum(
     batch = _finite_padding(batch, mask)
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
-    def weigh(leaf_norms: list[jax.Array], mask: jax.Array | bool = mask) -> list[jax.Array]:
+    def weigh(norms: list[jax.Array]) -> list[jax.Array]:
         # What is not finite counts as infinite, so that it contributes zero, and so does what is clipped with it.
-        leaf_norms = [jnp.where(jnp.isfinite(n), n, jnp.inf) for n in leaf_norms]
-        given = coefficients(jax.tree.unflatten(tree, leaf_norms))
+        norms = [jnp.where(jnp.isfinite(n), n, jnp.inf) for n in norms]
+        given = coefficients(jax.tree.unflatten(tree, norms))
         masked: dict[int, jax.Array] = {}  # one array per distinct coefficient: sums are shared
         return [masked.setdefault(id(c), _masked(c, mask)) for c in tree.flatten_up_to(given)]
 
-    def result(total, leaf_norms, losses, aux, ok):
+    def result(total, norms, losses, aux, ok):
         aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
         remainder = None if total.remainder is None else jax.tree.unflatten(tree, total.remainder)
-        value, leaf_norms = jax.tree.unflatten(tree, total.value), jax.tree.unflatten(tree, leaf_norms)
-        return GhostResult(value, leaf_norms, losses, aux, ok, remainder)
+        value, norms = jax.tree.unflatten(tree, total.value), jax.tree.unflatten(tree, norms)
+        return GhostResult(value, norms, losses, aux, ok, remainder)
 
     if plan.streamed:
         return result(
             *streamed.clipped_sum(run, jax.tree.leaves(batch), weigh, mask, limits, layer_axes or [0] * len(leaves))
         )
-    losses, aux, xs, ys, outs = run.passes(jax.tree.leaves(batch))
-    contacts = list(ys)
-    seen = settled(mask & ~jnp.isfinite(losses), [(xs.get(k), ys[k], outs.get(k)) for k in contacts])
-    xs, ys, outs = ({k: arrays[i] for k, arrays in zip(contacts, seen, strict=True)} for i in range(3))
-    leaf_norms, lower_norms, kept = run.norms(xs, ys, outs)
-    # A loss may compute in fewer bits than its parameters have.
-    leaf_norms = [n.astype(x.dtype) for n, x in zip(leaf_norms, run.wide, strict=True)]
-
-    recorded = run.recorded(xs, ys, kept)
-    leaf_norms = one_by_one.certain(run, leaf_norms, lower_norms, weigh, mask, recorded, kept)
-    weights = weigh(leaf_norms)
+    losses, aux, seen, _ = run.passes(jax.tree.leaves(batch))
+    found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen))
+    norms = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
+    is_fine = finite([*norms, mask])
     # The sum is the same for all batches: what an example adds must not depend on whether another is bad.
-    recorded = without_bad_rows(~finite([*leaf_norms, mask]), recorded)
-    at = dict(zip(run.contacts_of(None), recorded, strict=True))
-    weights = without_too_large(run, dict(enumerate(weights)), dict(enumerate(leaf_norms)), at, {})
-    total = run.weighted_sum(list(weights.values()), recorded, kept)
-    return result(total, leaf_norms, losses, aux, mask & finite([*leaf_norms, mask]))
+    records = without_bad_rows(~is_fine, found.records)
+    weights = without_too_large(run, dict(enumerate(weigh(norms))), dict(enumerate(norms)), records, {})
+    return result(weighted_sum(run, weights, records), norms, losses, aux, mask & is_fine)
 
 
 def _masked(c: jax.Array, mask: jax.Array | bool) -> jax.Array:

@@ -22,6 +22,7 @@ from dpopt import _sums
 from dpopt._norms import safe_norm, shrink_to
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.contacts import (
+    Seen,
     can_weigh,
     combined,
     form,
@@ -166,7 +167,7 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
     diagonal = None if diagonal is None else cast(Factors, contact.factors).fold(diagonal)
 
     def of_chunk(x, y, keep):
-        formed = jax.vmap(lambda x, y: form(contact, x, y))(x, y)
+        formed = jax.vmap(lambda x, y: form(contact, Seen(x, y)))(x, y)
         scaled = formed if diagonal is None else formed * diagonal[None]
         norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
         fine = (keep > 0) & jnp.isfinite(norm)

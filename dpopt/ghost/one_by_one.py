@@ -6,7 +6,7 @@ For examples whose norm float32 could not tell otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jax import lax
 from dpopt._norms import safe_norm
 from dpopt._once import if_any
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import transposed, unfold
+from dpopt.ghost.contacts import Formed, Seen, unfold, weighted
+from dpopt.ghost.leaf_norms import roundings
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import TOLERANCE, shifted_norm, with_roundings
 from dpopt.ghost.values import Contact
@@ -27,8 +28,7 @@ def certain(
     lower: list[jax.Array],
     weigh: Callable[[list[jax.Array]], list[jax.Array]],
     mask: jax.Array,
-    recorded: list,
-    kept: dict,
+    records: Mapping[Contact, Seen | Formed],
     leaves: Sequence[int] | None = None,
 ) -> list[jax.Array]:
     """The upper bounds of norms, but norms of the gradients themselves where the clip would tell.
@@ -39,7 +39,7 @@ def certain(
     Args:
         lower: the norms but for what may be missing from them (squares.py).
         weigh: coefficients for norms.
-        recorded: at the contacts of ``leaves`` (None: all), whose norms are looked at.
+        records: what is known of the examples at the contacts of ``leaves`` (None: all), whose norms are looked at.
     """
     leaves = range(len(upper)) if leaves is None else leaves
     if not leaves:
@@ -47,13 +47,14 @@ def certain(
     high, low = weigh(upper), weigh(lower)
     fine = [jnp.isfinite(upper[i]) & (high[i] >= (1 - TOLERANCE) * low[i]) for i in leaves]
     uncertain = mask & ~jnp.all(jnp.stack(fine), axis=0)
-    own = if_any(uncertain, lambda own: _norms(run, uncertain, own, recorded, kept, leaves), [upper[i] for i in leaves])
+    own = if_any(uncertain, lambda own: _norms(run, uncertain, own, records, leaves), [upper[i] for i in leaves])
     found = dict(zip(leaves, own, strict=True))
     return [found.get(i, n) for i, n in enumerate(upper)]
 
 
 def _norms(
-    run: Run, chosen: jax.Array, leaf_norms: list[jax.Array], recorded: list, kept: dict, leaves: Sequence[int]
+    run: Run, chosen: jax.Array, known: list[jax.Array], records: Mapping[Contact, Seen | Formed],
+    leaves: Sequence[int],
 ) -> list[jax.Array]:  # fmt: skip
     """Norms of ``leaves``; of the ``chosen`` examples those of the formed gradients, with what the sum may lose."""
     contacts = run.contacts_of(leaves)
@@ -61,15 +62,15 @@ def _norms(
     offsets = [0.0 if o is None else safe_norm(o.reshape(-1), axis=0) for o in (run.offsets[i] for i in leaves)]
 
     def one(rows):
-        recorded, is_chosen, known = rows
-        formed = _formed(contacts, recorded, kept)
+        records, is_chosen, known = rows
+        formed = _formed(contacts, records)
         own = [safe_norm(g.reshape(-1), axis=0) for g in _gradient(run, contacts, formed, leaves)]
-        totals = run.roundings(gains, contacts, formed, recorded, kept)
+        totals = roundings(gains, contacts, formed, records)
         own = [with_roundings(n, t) for n, t in zip(own, totals, strict=True)]
         own = [shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)]
         return [jnp.where(is_chosen, o.astype(n.dtype), n) for n, o in zip(known, own, strict=True)]
 
-    rows = recorded, chosen, leaf_norms
+    rows = [records[c] for c in contacts], chosen, known
     together = _together(run)
     if together == 1:
         return lax.map(one, rows)
@@ -82,12 +83,12 @@ def _together(run: Run) -> int:
     return math.gcd(run.plan.batch_size, jax.device_count())
 
 
-def _formed(contacts: Sequence[Contact], recorded: list, kept: dict) -> list[jax.Array]:
+def _formed(contacts: Sequence[Contact], records: Sequence[Seen | Formed]) -> list[jax.Array]:
     """One example's gradients at the contacts: the primitives transposed, few operations, hence quick to compile."""
-    batches_of_one = jax.tree.map(lambda x: x[None], recorded)
+    batches_of_one = jax.tree.map(lambda x: x[None], records)
     return [
-        unfold(c, r) if c in kept else transposed(c, alone[0], alone[1], jnp.ones(1))
-        for c, r, alone in zip(contacts, recorded, batches_of_one, strict=True)
+        unfold(c, r.gradient) if isinstance(r, Formed) else weighted(c, alone, jnp.ones(1))
+        for c, r, alone in zip(contacts, records, batches_of_one, strict=True)
     ]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from dpopt._once import if_any
 from dpopt._trees import per_example
+
+_Key = TypeVar("_Key")
 
 
 def finite(leaf_norms: Sequence[jax.Array]) -> jax.Array:
@@ -24,14 +26,14 @@ def selected(chosen: jax.Array, x: Any) -> Any:
     return jnp.where(per_example(chosen, x), x, 0)
 
 
-def settled(bad: jax.Array, recorded: list) -> list:
-    """What is ``recorded`` at each contact, arrays ``[B, ...]``, as all that follows is to see it.
+def settled(bad: jax.Array, seen: dict[_Key, Any]) -> dict[_Key, Any]:
+    """What was ``seen`` at each contact, arrays ``[B, ...]``, as all that follows is to see it.
 
     Where a loss has lost its digits, the cotangent that is added up would not be the one whose norm was taken, were it
     computed twice; `if_any` sees to that. The step there is, where rows are ``bad``, makes infinities of theirs NaN,
     which means the same.
     """
-    arrays, rebuild = distinct(recorded)
+    arrays, rebuild = _distinct(seen)
 
     def step(arrays: list) -> list:
         return [jnp.where(per_example(bad, x), _without_infinities(x), x) for x in arrays]
@@ -45,22 +47,26 @@ def _without_infinities(x: jax.Array) -> jax.Array:
     return x if x.dtype == bool else jnp.minimum(x, jnp.iinfo(x.dtype).max - 1)  # an index: out of range as before
 
 
-def without_bad_rows(bad: jax.Array, recorded: list) -> list:
-    """Arrays, ``[B, ...]``, with zeros for rows that are not finite, of which there are some where any are ``bad``."""
-    arrays, rebuild = distinct(recorded)
+def without_bad_rows(bad: jax.Array, records: dict[_Key, Any]) -> dict[_Key, Any]:
+    """The same arrays, ``[B, ...]``, with zeros for rows that are not finite: there are some where any are ``bad``."""
+    arrays, rebuild = _distinct(records)
     return rebuild(if_any(bad, lambda arrays: [selected(_finite_rows(x), x) for x in arrays], arrays))
 
 
-def distinct(tree: Any) -> tuple[list[jax.Array], Callable[[list], Any]]:
-    """The arrays of a tree, each once, and how to put others in their places.
+def _distinct(trees: dict[_Key, Any]) -> tuple[list[jax.Array], Callable[[list], dict[_Key, Any]]]:
+    """The arrays of some trees, each once, and how to put others in their places.
 
     Layers share their cotangent with their bias, and their input: what a loop held twice would be copied."""
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(list(trees.values()))
     place: dict[int, int] = {}
     for x in leaves:
         place.setdefault(id(x), len(place))
     arrays = {place[id(x)]: x for x in leaves}
-    return list(arrays.values()), lambda found: jax.tree.unflatten(structure, [found[place[id(x)]] for x in leaves])
+
+    def rebuild(found: list) -> dict[_Key, Any]:
+        return dict(zip(trees, jax.tree.unflatten(structure, [found[place[id(x)]] for x in leaves]), strict=True))
+
+    return list(arrays.values()), rebuild
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ their factors first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +24,14 @@ import jax.numpy as jnp
 from dpopt import _sums
 from dpopt._norms import safe_norm
 from dpopt.ghost import one_by_one
+from dpopt.ghost.contacts import Formed, Seen
 from dpopt.ghost.hooks import ClipHook, NormHook, SumHook
+from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected, settled
 from dpopt.ghost.values import Contact, wide_dtype
 from dpopt.ghost.weighing import without_too_large
+from dpopt.ghost.weighted_sum import to_leaf, to_leaves, weighted_sum
 
 
 class Streamed(NamedTuple):
@@ -54,55 +57,51 @@ def clipped_sum(
     """
     plan = run.plan
     hooks = _hooks(run, limits, layer_axes)
-    losses, aux, xs, ys, outs = run.passes(batch, hooks, mask)
-    contacts = list(xs)
-    seen = settled(mask & ~jnp.isfinite(losses), [(xs[k], ys[k], outs[k]) for k in contacts])
-    for k, (x, y, out) in zip(contacts, seen, strict=True):
-        xs[k], ys[k], outs[k] = x, y, out
+    losses, aux, seen, asked = run.passes(batch, hooks, mask)
     known, sums, largest = {}, {}, {}
-    for contact, hook in hooks.items():
+    for contact, bounds in asked.items():
         (leaf,) = contact.weight.leaves
-        bounds = ys[contact]
-        if isinstance(hook, ClipHook):
+        if isinstance(hooks[contact], ClipHook):
             bounds, total = bounds
-            sums[leaf] = _sums.Sum(*(None if t is None else run.pulled_to_leaf(contact, t) for t in total))
+            sums[leaf] = _sums.Sum(*(None if t is None else to_leaf(run, contact, t) for t in total))
         else:  # all steps together
             largest[contact] = jnp.max(bounds[..., 2].reshape(plan.batch_size, -1), axis=1)
             bounds = jnp.stack([safe_norm(b.reshape(plan.batch_size, -1), axis=1) for b in _both(bounds)], axis=1)
         number = run.number(leaf)
         known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
-    upper, lower, _ = run.norms(xs, ys, outs, known)
-    upper, lower = ([n.astype(x.dtype) for n, x in zip(bounds, run.wide, strict=True)] for bounds in (upper, lower))
-    looked_at = [i for i in range(len(upper)) if i not in known]  # what is streamed is scaled before it is squared
-    recorded = run.recorded(xs, ys, {}, looked_at)
-    upper = one_by_one.certain(run, upper, lower, weigh, mask, recorded, {}, looked_at)
-    weights, others = weigh(upper), [leaf for leaf in range(len(upper)) if leaf not in sums]
-    weights = {leaf: weights[leaf] for leaf in others}
-    if others:
-        pairs = {k: (xs[k], ys[k]) for k in contacts}
-        weights = without_too_large(run, weights, dict(enumerate(upper)), pairs, largest)
-    if not others:
-        rest = _sums.Sum([])
-    elif any(leaf in known for leaf in others):
-        rest = _twice(run, batch, weights)
-    else:  # what is left was recorded
-        fine = [jnp.any(jnp.stack([weights[i] != 0 for i in k.weight.leaves]), axis=0) for k in run.contacts_of(others)]
-        recorded = run.recorded(xs, ys, {}, others)
-        recorded = [jax.tree.map(lambda x, f=f: selected(f, x), r) for f, r in zip(fine, recorded, strict=True)]
-        rest = run.weighted_sum(list(weights.values()), recorded, {}, others)
-    rests = [None] * len(others) if rest.remainder is None else rest.remainder
-    sums |= {leaf: _sums.Sum(*pair) for leaf, pair in zip(others, zip(rest.value, rests, strict=True), strict=True)}
+    found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen), known)
+    looked_at = [
+        i for i in range(len(found.upper)) if i not in known
+    ]  # what is streamed is scaled before it is squared
+    norms = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, looked_at)
+    weights = {leaf: c for leaf, c in enumerate(weigh(norms)) if leaf not in sums}
+    if weights:
+        weights = without_too_large(run, weights, dict(enumerate(norms)), found.records, largest)
+        rest = _twice(run, batch, weights) if weights.keys() & known.keys() else _once(run, weights, found.records)
+        rests = [None] * len(weights) if rest.remainder is None else rest.remainder
+        sums |= {
+            leaf: _sums.Sum(*pair) for leaf, pair in zip(weights, zip(rest.value, rests, strict=True), strict=True)
+        }
     value, remainder = ([s[i] for _, s in sorted(sums.items())] for i in (0, 1))
     if any(r is not None for r in remainder):
         remainder = [jnp.zeros_like(v) if r is None else r for v, r in zip(value, remainder, strict=True)]
         total = _sums.Sum(value, remainder)
     else:
         total = _sums.Sum(value)
-    return Streamed(total, upper, losses, aux, mask & finite([*upper, mask]))
+    return Streamed(total, norms, losses, aux, mask & finite([*norms, mask]))
 
 
 def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bounds[..., 0], bounds[..., 1]
+
+
+def _once(run: Run, weights: dict[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> _sums.Sum:
+    """The sums of some parameters, all of whose contacts were recorded."""
+    chosen = {}
+    for contact in run.contacts_of(list(weights)):
+        counts = jnp.any(jnp.stack([weights[leaf] != 0 for leaf in contact.weight.leaves]), axis=0)
+        chosen[contact] = jax.tree.map(lambda x, counts=counts: selected(counts, x), records[contact])
+    return weighted_sum(run, weights, chosen)
 
 
 def _twice(run: Run, batch: Sequence[jax.Array], weights: dict[int, jax.Array]) -> _sums.Sum:
@@ -163,4 +162,4 @@ def _second_pass(run: Run, leaf_groups: dict[int, int], coefficients: list, exam
         return jax.grad(loss)([[zeros[c]] * len(groups_of[c]) for c in contacts])
 
     totals = dict(zip(contacts, jax.vmap(one, out_axes=None)(coefficients, examples), strict=True))
-    return run.pulled_to_leaves(leaf_groups, coefficients, lambda c, group: totals[c][groups_of[c].index(group)])
+    return to_leaves(run, leaf_groups, coefficients, lambda c, group: totals[c][groups_of[c].index(group)])
