@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import planning
 from dpopt.ghost.leaf_norms import leaf_norms
-from dpopt.ghost.plan import Plan, leaf_paths, make_plan
+from dpopt.ghost.plan import Plan
+from dpopt.ghost.planner import leaf_paths, make_plan
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, settled, without_bad_rows
 from dpopt.ghost.trace import trace_loss

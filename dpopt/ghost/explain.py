@@ -26,7 +26,7 @@ class Explanation:
     memory: Memory
 
     def __str__(self) -> str:
-        plan, ordinary = self.plan, max(self.plan.ordinary_cost, 1.0)
+        plan, ordinary = self.plan, max(self.plan.batch_size * self.plan.ordinary_cost, 1.0)
         return "\n".join([
             *_table(("parameter", "shape", "contacts", "norm", "operations", "extra bytes"), self._parameters()),
             "",
@@ -52,8 +52,8 @@ class Explanation:
                 str(self.plan.trace.leaves[leaf.leaf].shape),
                 ", ".join(n if k == 1 else f"{n} x{k}" for n, k in names.items()) or "none",
                 leaf.method + notes,
-                f"{leaf.operations:.2g}",
-                f"{leaf.bytes:.2g}",
+                f"{self.plan.batch_size * leaf.operations:.2g}",
+                f"{self.plan.batch_size * leaf.bytes:.2g}",
             )
             path = self.plan.paths[leaf.leaf]
             equal.setdefault((re.sub(r"\d+", "*", path), *row), []).append(path)

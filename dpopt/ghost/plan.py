@@ -1,13 +1,6 @@
-"""Planning: which norm for which parameter, and what it should cost.
+"""A plan: which norm for which parameter, what it should cost, and in how many parts a batch is best taken.
 
-A parameter whose every contact keeps its entries apart (reshaped, transposed, cast, multiplied by
-constants) can have its norm taken at the contact by any method of norms.py, and so can one whose
-filters are normalised on the way (standardized.py). For any other (a low-rank product, a learned gain
-on a filter, a bias added to a whole sequence) the contacts' per-example gradients are formed and
-*pulled back* through the prologue, example by example.
-
-A formed gradient is *kept* for the weighted sum, which then needs no matrix product of its own, as
-long as all that is kept stays smaller than the activations.
+planner.py makes it, for one example; whatever is said of a batch follows from that.
 """
 
 from __future__ import annotations
@@ -16,40 +9,26 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import jax
 
 from dpopt import _sums
 from dpopt.ghost.costs import (
-    OPERATIONS_PER_BYTE,
-    activation_bytes,
     computed,
-    formed_bytes,
     forming_bytes,
     leaf_bytes,
     norm_cost,
-    product,
-    shared_cost,
 )
-from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
-from dpopt.ghost.standardized import Standardized, standardized
-from dpopt.ghost.values import Contact, Entry, wide_dtype
+from dpopt.ghost.standardized import Standardized
+from dpopt.ghost.values import Contact, Entry
 
-# XLA turns a vmapped filter gradient into a grouped convolution, which takes about three times as long
-# (924 ms against 304 on two cores for 128x32x32x64 to 64 channels).
-_VMAPPED_CONVOLUTION = 3
 # Ghost must not lose to vmap by more than 5%; the model is trusted to that and no further.
 _MARGIN = 1.05
 # Where all gradients of the batch are smaller than this, both engines take the same few microseconds, and vmap half as
 # long to compile (measured on networks of 300 to 70,000 parameters).
 _TINY_BYTES = 1 << 16
-# Kept gradients may take this share of what the contacts' inputs and cotangents take.
-_KEPT_SHARE = 1.0
-# ... and one contact's gradients at most this many times its own input and cotangent, which they
-# replace in memory from then on.
-_KEPT_RATIO = 1.0
 # Formed gradients that are not kept live in a buffer of this size: it should fit a cache.
 _CHUNK_BYTES = 1 << 22
 # ... and in two passes of this size: a loop over chunks holds its inputs twice.
@@ -67,14 +46,16 @@ class LeafPlan:
     leaf: int
     contacts: tuple[Contact, ...]
     method: str  # none, rank_one, gram, segments, shared_gram, explicit or pulled_back
-    operations: float  # for the norms of the whole batch
-    bytes: float  # of buffers that an ordinary gradient does not have
+    operations: float  # for one example's norm
+    bytes: float  # of buffers that an ordinary gradient does not have, for one example
     standardized: Standardized | None = None  # its filters are normalised on the way to the contact
 
 
 @dataclass
 class Plan:
-    """The trace, a method for every parameter, and the contacts whose gradients are kept."""
+    """The trace, a method for every parameter, and the contacts whose gradients are kept.
+
+    Costs are in operations, for one example."""
 
     trace: Trace
     batch_size: int
@@ -83,7 +64,7 @@ class Plan:
     ordinary_cost: float
     ghost_cost: float
     vmap_cost: float
-    scaled: Sequence[bool]  # what it was made for: see make_plan
+    scaled: Sequence[bool]  # what it was made for: see `planner.make_plan`
     shifted: bool
     paths: Sequence[str] = ()
     streamed: Mapping[Contact, str] = dataclasses.field(default_factory=dict)  # contacts with hooks, and their methods
@@ -106,14 +87,19 @@ class Plan:
             groups = [*apart, (contacts, members)]
         return [(sorted(c, key=lambda k: k.index), sorted(m)) for c, m in groups]
 
+    @property
+    def outputs(self) -> frozenset[Contact]:
+        """The contacts whose outputs norms are computed from."""
+        return frozenset(leaf.contacts[0] for leaf in self.leaves if leaf.standardized and leaf.method == "gram")
+
     def chunk(self, contacts: Sequence[Contact]) -> int:
         """How many examples to form gradients for at a time."""
         size = sum(forming_bytes(c) for c in contacts if c.factors)
         return self._divisor(self._chunk_bytes / max(size, 1))
 
     def fitting(self, size: float) -> int:
-        """How many examples to take at a time, if all of them need buffers of this many bytes together."""
-        return self._divisor(self._chunk_bytes * self.batch_size / max(size, 1))
+        """How many examples to take at a time, if each needs buffers of this many bytes."""
+        return self._divisor(self._chunk_bytes / max(size, 1))
 
     @property
     def _chunk_bytes(self) -> int:
@@ -139,7 +125,7 @@ class Plan:
 
     def of(self, batch_size: int) -> Plan:
         """The same for another batch size."""
-        plan = make_plan(self.trace, batch_size, self.scaled, self.shifted, self.paths)
+        plan = dataclasses.replace(self, batch_size=batch_size)
         return plan.streaming(self.single) if self.streamed else plan
 
     def streaming(self, single: Collection[int] = ()) -> Plan:
@@ -150,11 +136,11 @@ class Plan:
                 (contact,), one = leaf.contacts, cast(Contact, leaf.contacts[0].of_step)
                 scaling = self.scaled[leaf.leaf] or not cast(Entry, contact.weight.entry).copy
                 if all(is_mapped for _, is_mapped in contact.loops):
-                    methods = _methods(one, scaling)
+                    ways = methods(one, scaling)
                     # What is formed in one pass is added up as well: then the norm costs next to nothing.
                     if leaf.leaf in single and self.batch_size <= _sums.ROWS and jax.device_count() == 1:
-                        methods = [m for m in methods if m in ("explicit", "rank_one", "segments")]
-                    chosen[contact] = min(methods, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
+                        ways = [m for m in ways if m in ("explicit", "rank_one", "segments")]
+                    chosen[contact] = min(ways, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
         # Contacts that share a tap are recorded together or not at all.
         groups: dict[Contact, set[Contact]] = {}
         for contact in self.trace.contacts:
@@ -181,7 +167,8 @@ class Plan:
         return formed <= _TINY_BYTES or self.ghost_cost > _MARGIN * self.vmap_cost
 
 
-def _methods(contact: Contact, scaled: bool) -> list[str]:
+def methods(contact: Contact, scaled: bool) -> list[str]:
+    """The ways to the norm of one contact's gradient where its weight's entries stay apart, under a diagonal or not."""
     if contact.factors is None:
         return ["explicit"]
     if contact.factors.positions == 1:
@@ -191,21 +178,8 @@ def _methods(contact: Contact, scaled: bool) -> list[str]:
     return ["explicit"] if scaled else ["gram", "explicit"]
 
 
-def _standardized_methods(contact: Contact, scaled: bool) -> list[str]:
-    # The Gram matrices' way reads the contact's output, which must not have been rounded more than they are.
-    reads_output = contact.is_precise and contact.tap_dtype == wide_dtype(contact.tap_dtype)
-    return ["gram", "explicit"] if reads_output and not scaled else ["explicit"]
-
-
-def _sources(trace: Trace) -> list[list[Contact]]:
-    uses: list[list[Contact]] = [[] for _ in trace.leaves]
-    for contact in trace.contacts:
-        for leaf in contact.weight.leaves:
-            uses[leaf].append(contact)
-    return uses
-
-
 def is_direct(contact: Contact) -> bool:
+    """Whether the contact's weight is one parameter whose entries stay apart."""
     return len(contact.weight.leaves) == 1 and contact.weight.entry is not None
 
 
@@ -217,104 +191,3 @@ def orientation(contact: Contact) -> tuple[int, int] | None:
     if not entry.copy or entry.order is None or len(entry.order) != 2:
         return None
     return entry.order[factors.axes[0]], entry.order[factors.axes[1]]
-
-
-def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bool, paths: Sequence[str] = ()) -> Plan:
-    """Chooses a method for every parameter.
-
-    Args:
-      trace: the traced loss.
-      batch_size: examples in the batch.
-      scaled: per parameter, whether a diagonal (not a mere number) multiplies its gradient.
-      shifted: whether an offset is added to the gradients.
-      paths: names of the parameters, for ``explain``.
-    """
-    uses = _sources(trace)
-    activations = sum(activation_bytes(c) for c in trace.contacts)
-    chosen: dict[int, tuple[str, float, float]] = {}
-    normalized: dict[int, Standardized] = {}
-    forming: set[Contact] = set()  # contacts whose per-example gradients must be formed
-    optional: list[tuple[float, int, Contact]] = []  # ... or may be, with what keeping them saves
-    for leaf, contacts in enumerate(uses):
-        if not contacts:
-            chosen[leaf] = ("none", 0, 0)
-            continue
-        contact = contacts[0]
-        alone = len(contacts) == 1
-        if alone and not is_direct(contact) and not shifted and (found := standardized(trace, contact)):
-            normalized[leaf] = found
-        if alone and (is_direct(contact) or leaf in normalized):
-            if leaf in normalized:
-                scaling, methods = scaled[leaf], _standardized_methods(contact, scaled[leaf])
-            else:
-                scaling = scaled[leaf] or not cast(Entry, contact.weight.entry).copy
-                methods = _methods(contact, scaling)
-            costs = {m: norm_cost(contact, m, scaling) for m in methods}
-            method = min(costs, key=lambda m: costs[m][0] + (m == "explicit") * product(contact) * 1e-6)
-            if method != "explicit" and "explicit" in costs and not shifted:
-                saving = costs[method][0] + product(contact) - costs["explicit"][0]
-                if saving > 0:
-                    optional.append((saving, leaf, contact))
-            if shifted and method == "explicit":
-                method = "pulled_back"
-            chosen[leaf] = (method, *costs.get(method, costs.get("explicit", (0, 0))))
-            if method in ("explicit", "pulled_back"):
-                forming.add(contact)
-            continue
-        tied = {orientation(c) for c in contacts}
-        shared = len(contacts) > 1 and None not in tied and not scaled[leaf]
-        explicit = [norm_cost(c, "explicit", scaled[leaf]) for c in contacts]
-        whole = (sum(c for c, _ in explicit), sum(b for _, b in explicit) + leaf_bytes(trace, leaf))
-        if shared:
-            joined = shared_cost(contacts)
-            if joined[0] < whole[0]:
-                chosen[leaf] = ("shared_gram", *joined)
-                continue
-        chosen[leaf] = ("pulled_back", *whole)
-        forming.update(contacts)
-    budget = _KEPT_SHARE * activations
-    kept: set[Contact] = set()
-    for contact in sorted(forming, key=formed_bytes):
-        size = 0 if contact.factors is None else formed_bytes(contact)
-        if size <= min(budget, _KEPT_RATIO * activation_bytes(contact)):
-            kept.add(contact)
-            budget -= size
-    for _, leaf, contact in sorted(optional, key=lambda o: formed_bytes(o[2]) / o[0]):
-        if formed_bytes(contact) <= min(budget, _KEPT_RATIO * activation_bytes(contact)):
-            kept.add(contact)
-            budget -= formed_bytes(contact)
-            chosen[leaf] = ("explicit", *norm_cost(contact, "explicit", scaled[leaf]))
-    leaves = [
-        LeafPlan(leaf, tuple(uses[leaf]), method, batch_size * operations, batch_size * size, normalized.get(leaf))
-        for leaf, (method, operations, size) in sorted(chosen.items())
-    ]
-    for leaf in leaves:
-        if leaf.standardized and leaf.method == "gram":
-            leaf.contacts[0].output_read = True
-    products = {c: product(c) for c in trace.contacts}
-    passes = 2 * sum(products.values())  # forward, and backward to the inputs
-    shared_forming = {c: 0.0 for c in forming}
-    for contact in forming:  # a concatenated weight is formed once for all its parameters
-        shared_forming[contact] = len(contact.weight.leaves) - 1
-    repeated = sum(n * norm_cost(c, "explicit", False)[0] for c, n in shared_forming.items())
-    norms = sum(chosen[leaf][1] for leaf in chosen) - repeated
-    weighted = sum(OPERATIONS_PER_BYTE * formed_bytes(c) if c in kept else products[c] for c in trace.contacts)
-    vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive is CONVOLUTION else 1) for c, n in products.items())
-    per_example = 3 * OPERATIONS_PER_BYTE * sum(leaf_bytes(trace, i) for i in range(len(uses)))
-    return Plan(
-        trace,
-        batch_size,
-        leaves,
-        frozenset(kept),
-        ordinary_cost=batch_size * (passes + sum(products.values())),
-        ghost_cost=batch_size * (passes + norms + weighted),
-        vmap_cost=batch_size * (passes + vmapped + per_example),
-        scaled=scaled,
-        shifted=shifted,
-        paths=paths,
-    )
-
-
-def leaf_paths(params: Any) -> list[str]:
-    """The parameters' names, as ``jax.tree_util.keystr`` writes them."""
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]

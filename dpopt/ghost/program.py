@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from dpopt.ghost.values import Contact, ContactOp, Op, Value, read, tap
+from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read, tap
 
 
 class Scope:
@@ -70,7 +70,7 @@ class Scope:
         """``needs``, as the enclosing scope names them."""
         return self.needs()
 
-    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
+    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
         for op in self.ops:
             op.evaluate(env, taps, record)
 
@@ -141,16 +141,15 @@ class Remat(Block):
 
     options: dict
 
-    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
+    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
         contacts = self.scope.contacts()
         tapped = [c for c in contacts if c in taps]
         reads = [v for v in self.scope.reads() if v in env]
 
         def body(values, own_taps):
-            local, own_record = dict(zip(reads, values, strict=True)), {}
-            own = own_record if record is not None else None
+            local, own = dict(zip(reads, values, strict=True)), _own(record)
             self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own)
-            return read(local, self.scope.results), [own_record.get(c, (None, None)) for c in contacts]
+            return read(local, self.scope.results), _found(own, contacts)
 
         outs, recorded = jax.checkpoint(body, **self.options)(read(env, reads), [taps[c] for c in tapped])
         env.update(zip(self.outputs, outs, strict=True))
@@ -166,7 +165,7 @@ class Loop(Block):
     carries: list[Value]  # inside, at the start of a step
     options: dict
 
-    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
+    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
         contacts = self.scope.contacts()
         tapped = [c for c in contacts if c in taps]
         needed = self.scope.needs()
@@ -178,19 +177,27 @@ class Loop(Block):
         def body(carry, x):
             values, own_taps = x
             own_taps = [join(own) for own, (_, join) in zip(own_taps, split.values(), strict=True)]
-            local, own_record = dict(env), {}
+            local, own = dict(env), _own(record)
             local.update(zip(self.carries, carry, strict=True))
             local.update(zip(steps, values, strict=True))
-            own = own_record if record is not None else None
             self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own)
             results = read(local, self.scope.results)
-            return results[:count], (results[count:], [own_record.get(c, (None, None)) for c in contacts])
+            return results[:count], (results[count:], _found(own, contacts))
 
         xs = ([scanned[v] for v in steps], [scanned_tap for scanned_tap, _ in split.values()])
         carry, (ys, recorded) = lax.scan(body, read(env, self.inputs), xs, **self.options)
         env.update(zip(self.outputs, [*carry, *ys], strict=True))
         if record is not None:
             record.update(zip(contacts, recorded, strict=True))
+
+
+def _own(record: Record | None) -> Record | None:
+    """A record of a scope's own, if there is to be one."""
+    return None if record is None else Record(record.outputs)
+
+
+def _found(record: Record | None, contacts: Sequence[Contact]) -> list[tuple]:
+    return [(record or {}).get(c, (None, None)) for c in contacts]
 
 
 def _split(given: Any, is_mapped: bool) -> tuple[Any, Callable]:
@@ -224,8 +231,10 @@ class Trace:
             env.update(zip(op.outputs, outs, strict=True))
         return env
 
-    def run_body(self, static: dict, example: Sequence[jax.Array], taps: dict[Contact, Any], records: bool = True):
-        """Loss, auxiliary leaves and the recorded inputs and outputs (None where not needed), for one example.
+    def run_body(
+        self, static: dict, example: Sequence[jax.Array], taps: dict[Contact, Any], record: Record | None = None
+    ) -> tuple[Any, list, list[tuple]]:
+        """Loss, auxiliary leaves, and each contact's input and output if they are recorded, for one example.
 
         A tap is an array, added to the contact's output for differentiation, or a hook (hooks.py)."""
         env = {**static, **dict(zip(self.example, example, strict=True))}
@@ -236,7 +245,6 @@ class Trace:
                 env[value] = given.attach(contact.of_step, lambda w: w, [weight], None)
             else:
                 env[value] = weight if given is None else tap(weight, given)
-        record: dict[Contact, tuple] = {}
-        self.body.evaluate(env, taps, record if records else None)
+        self.body.evaluate(env, taps, record)
         loss, *aux = read(env, self.results)
-        return loss, aux, [record.get(c, (None, None)) for c in self.contacts]
+        return loss, aux, _found(record, self.contacts)

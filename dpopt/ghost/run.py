@@ -16,7 +16,7 @@ from dpopt.ghost.contacts import Seen, along
 from dpopt.ghost.hooks import ClipHook, NormHook
 from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
-from dpopt.ghost.values import Contact, Entry, wide_dtype
+from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
 
 
 class Run:
@@ -51,7 +51,7 @@ class Run:
             def loss(taps, asked):
                 given = dict(zip(tapped, taps, strict=True))
                 given |= {c: h.asking(a, keep) for (c, h), a in zip(hooks.items(), asked, strict=True)}
-                value, aux, recorded = self.trace.run_body(static, example, given)
+                value, aux, recorded = self.trace.run_body(static, example, given, Record(self.plan.outputs))
                 return value, (aux, [recorded[c.index] for c in contacts])
 
             taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped], [h.asked for h in hooks.values()]

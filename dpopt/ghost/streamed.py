@@ -156,7 +156,7 @@ def _second_pass(run: Run, leaf_groups: dict[int, int], coefficients: list, exam
                 c: SumHook(own, [coefficients[group] for group in groups_of[c]])
                 for c, own in zip(contacts, totals, strict=True)
             }
-            return trace.run_body(static, example, hooks, records=False)[0]
+            return trace.run_body(static, example, hooks)[0]
 
         zeros = {c: jnp.zeros(c.weight.shape, wide_dtype(c.weight.dtype)) for c in contacts}
         return jax.grad(loss)([[zeros[c]] * len(groups_of[c]) for c in contacts])

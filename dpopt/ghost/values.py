@@ -8,7 +8,7 @@ trace.py builds them from a jaxpr; program.py puts them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Op:
     outputs: list[Value]
     params: dict[str, Any] | None = None  # the equation's, unless a loop made it one for all steps
 
-    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
+    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
         del taps, record
         env.update(zip(self.outputs, self.run(*read(env, self.inputs)), strict=True))
 
@@ -99,12 +99,19 @@ class Contact:
     input_shape: tuple[int, ...] = ()
     input_dtype: Any = None
     is_precise: bool = False  # the output is computed in its own dtype's full precision
-    output_read: bool = False  # set by the planner: the output is recorded as well
     shares: Contact | None = None  # another contact whose output has the same cotangent: this one needs no tap
     loops: tuple[
         tuple[int, bool], ...
     ] = ()  # around it, from outside: length, and whether each step has its own weight
     of_step: Contact | None = None  # the same in one step
+
+
+class Record(dict[Contact, tuple]):
+    """What contacts saw while the body ran: each one's input, and its output if it is among ``outputs``."""
+
+    def __init__(self, outputs: Collection[Contact] = ()):
+        super().__init__()
+        self.outputs = outputs
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +122,7 @@ class ContactOp:
     outputs: list[Value]
     input_position: int
 
-    def evaluate(self, env: dict, taps: dict, record: dict | None) -> None:
+    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
         contact, values = self.contact, read(env, self.inputs)
         given: Any = taps.get(contact)
         if hasattr(given, "attach"):
@@ -123,7 +130,7 @@ class ContactOp:
         else:
             (out,) = self.run(*values)
             if record is not None:
-                record[contact] = values[self.input_position], out if contact.output_read else None
+                record[contact] = values[self.input_position], out if contact in record.outputs else None
             out = out if given is None else tap(out, given)
         env[self.outputs[0]] = out
 
