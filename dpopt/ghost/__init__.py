@@ -4,8 +4,8 @@
 * values.py, program.py  the traced loss: its parts, and the program that they make, which runs with taps
 * trace.py         finds where parameters meet the example, and puts taps there; linear.py through what a sum is pulled
                    back; cotangents.py where one tap is enough; canonical.py equations in the form that is fast or that
-                   rules know; failures.py what is said where none of it will do
-* rules.py         one function per primitive: its gradient as a sum of outer products, of rows.py
+                   rules know; factored.py contacts that a rule covers; failures.py what is said where nothing will do
+* rules/           one function per primitive: its gradient as a sum of outer products, of rows.py
 * norms.py         per-example squared norms from those factors, with bounds on what float32 loses (squares.py);
                    standardized.py through normalised filters
 * plan.py          which norm for which parameter; planner.py chooses by cost (costs.py), memory.py the way that fits

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.rows import bounded
+from dpopt.ghost.values import is_narrow
 
 
 def channels_last(function: Callable) -> Callable:
@@ -111,3 +112,23 @@ def as_gather(eqn: Any) -> core.ClosedJaxpr | None:
         return lax.gather(table, at, numbers, eqn.params["slice_sizes"], mode=lax.GatherScatterMode.CLIP)
 
     return jax.make_jaxpr(look_up)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
+
+
+def differentiated(eqn: Any, moving: Sequence[int]) -> Callable:
+    """The equation as a function of which the inputs in ``moving`` get gradients."""
+    return convolution(eqn, moving) if eqn.primitive is CONVOLUTION else binder(eqn)
+
+
+def binder(eqn: Any) -> Callable:
+    """The equation as a function of its inputs, to a list of its outputs."""
+
+    def run(*args):
+        params = eqn.primitive.get_bind_params(eqn.params)
+        functions, params = params if isinstance(params, tuple) else ((), params)
+        wanted = params.get("preferred_element_type")
+        if wanted is not None and is_narrow(wanted) and not is_narrow(args[0].dtype):  # run wide: see `Op.wide`
+            params = {**params, "preferred_element_type": args[0].dtype}
+        out = eqn.primitive.bind(*functions, *args, **params)
+        return list(out) if eqn.primitive.multiple_results else [out]
+
+    return run

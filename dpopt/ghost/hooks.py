@@ -2,7 +2,7 @@
 
 A hook is an input that the forward pass ignores. What it asks for (the norms of the examples' gradients, or their
 weighted sum) leaves the backward pass as that input's cotangent, so autodiff carries it out of scans and rematerialised
-blocks by itself. The engine maps examples by ``vmap``, through which `_batched` sees all of them at once.
+blocks by itself. The engine maps examples by ``vmap``, through which `batched` sees all of them at once.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
 from dpopt.ghost.values import Contact
+from dpopt.ghost.watching import batched, watched
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -81,14 +82,14 @@ class NormHook:
         return self, lambda own: own
 
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
-        """The contact's output, watched; see `_watched`."""
+        """The contact's output, watched; see `watched`."""
 
         def backward(hook, x, y):
             of_one = functools.partial(_bounds_of_one, contact, self)
-            bounds = _batched(of_one, functools.partial(_bounds, contact, self), True)((x, y), hook.diagonal)
+            bounds = batched(of_one, functools.partial(_bounds, contact, self), True)((x, y), hook.diagonal)
             return dataclasses.replace(hook, bounds=bounds, diagonal=None)
 
-        return _watched(self, run, values, at, backward)
+        return watched(self, run, values, at, backward)
 
 
 @_hook(static=("method", "chunk"))
@@ -119,7 +120,7 @@ class ClipHook:
         return dataclasses.replace(self, keep=None), lambda own: dataclasses.replace(own, keep=self.keep)
 
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
-        """The contact's output, watched; see `_watched`."""
+        """The contact's output, watched; see `watched`."""
 
         def of_batch(x, y, keep, shared):
             limit, diagonal = shared
@@ -145,10 +146,10 @@ class ClipHook:
             return bounds[0], total
 
         def backward(hook, x, y):
-            both = _batched(of_one, of_batch, (True, False))((x, y, hook.keep), (hook.limit, hook.diagonal))
+            both = batched(of_one, of_batch, (True, False))((x, y, hook.keep), (hook.limit, hook.diagonal))
             return dataclasses.replace(hook, bounds=both[0], total=both[1], limit=None, diagonal=None, keep=None)
 
-        return _watched(self, run, values, at, backward)
+        return watched(self, run, values, at, backward)
 
 
 def _gain(hook: ClipHook, contact: Contact, diagonal: jax.Array | None) -> jax.Array:
@@ -222,7 +223,7 @@ class SumHook:
         return None, lambda _: self
 
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
-        """The contact's output, watched; see `_watched`."""
+        """The contact's output, watched; see `watched`."""
 
         def of_batch(x, y, coefficients, _):
             return [
@@ -235,61 +236,10 @@ class SumHook:
             return of_batch(x, y, coefficients, None)
 
         def backward(hook, x, y):
-            totals = _batched(of_one, of_batch, False)((x, y, hook.coefficients), None)
+            totals = batched(of_one, of_batch, False)((x, y, hook.coefficients), None)
             return dataclasses.replace(hook, totals=totals, coefficients=[None] * len(totals))
 
-        return _watched(self, run, values, at, backward)
-
-
-def _watched(hook: Any, run: Callable, values: list, at: int | None, backward: Callable) -> jax.Array:
-    """``run(*values)``, whose backward pass also gives the hook its cotangent, ``backward(hook, x, y)``.
-
-    ``at``: which of the values depends on the example, x; None where the only one is the weight itself.
-    """
-
-    @jax.custom_vjp
-    def watched(hook, values):
-        del hook
-        return run(*values)
-
-    def forward(hook, values):
-        return run(*values), (hook, values)
-
-    def back(saved, y):
-        hook, values = saved
-        cotangents: list = [None] * len(values)
-        if at is None:
-            return backward(hook, None, y), cotangents
-        x = values[at]
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            before, after = values[:at], values[at + 1 :]
-            (cotangents[at],) = jax.vjp(lambda x: run(*before, x, *after), x)[1](y)
-        return backward(hook, x, y), cotangents
-
-    watched.defvjp(forward, back)
-    return watched(hook, values)
-
-
-def _batched(of_one: Callable, of_batch: Callable, is_per_example: Any) -> Callable:
-    """``of_one(*rows, shared)``, or ``of_batch`` of all rows at once where the engine maps it over the batch.
-
-    What is not per example (a prefix of the output says so) is the batch's own: the engine's ``vmap`` returns it as it
-    is.
-    """
-
-    @jax.custom_batching.custom_vmap
-    def function(rows, shared):
-        return of_one(*rows, shared)
-
-    @function.def_vmap
-    def _(size, are_mapped, rows, shared):
-        def filled(x, is_mapped):
-            return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-
-        out = of_batch(*jax.tree.map(filled, rows, are_mapped[0]), shared)
-        return out, jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), is_per_example, out)
-
-    return function
+        return watched(self, run, values, at, backward)
 
 
 def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any) -> tuple[jax.Array, ...]:

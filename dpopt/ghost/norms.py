@@ -1,6 +1,6 @@
 """Squared norms of per-example gradients from their factors, without the gradients where possible.
 
-With ``G = sum_t l_t (x) r_t`` (rules.py) there are four ways, all exact, and the planner picks one:
+With ``G = sum_t l_t (x) r_t`` (rules/) there are four ways, all exact, and the planner picks one:
 
 * ``rank_one``  T = 1:  ``|G|^2 = |l|^2 |r|^2``; with a diagonal S, ``(l^2) @ (S^2) . (r^2)``: one matmul.
 * ``gram``      ``|G|^2 = <l l', r r'>``, both T x T: ``T^2 (a + p)`` operations and no weight-sized buffer.

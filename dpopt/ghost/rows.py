@@ -1,7 +1,7 @@
 """The rows of one factor: vectors, or one-hot vectors that are kept as indices.
 
 An index of the table's size or more stands for a row of zeros: what a look-up out of range leaves behind
-(rules.py). Norms (norms.py) use one-hot rows through the functions here alone, so none can forget them.
+(rules/). Norms (norms.py) use one-hot rows through the functions here alone, so none can forget them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The loss of **one example** is traced to a jaxpr and its equations are sorted in
   be pulled through (linear.py: a ``custom_vjp`` of the user's, complex values).
 
 A **contact** is where a value of the prologue that depends on parameters enters the body. If a rule
-covers the equation (rules.py), the contact sits on its *output*: the tap's cotangent together with
+covers the equation (rules/), the contact sits on its *output*: the tap's cotangent together with
 the other input gives the weight's gradient without forming it. Otherwise it sits on the *weight
 itself*, and the tap's cotangent is that weight's per-example gradient, whatever consumes it
 (``cond``, ``custom_vjp``, an addition): exact, by JAX's own differentiation.
@@ -26,22 +26,20 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import partial_eval
 
 from dpopt._programs import equations, scan_arguments
 from dpopt._rows import draws_otherwise_in_rows
-from dpopt.ghost import rules
-from dpopt.ghost.canonical import as_gather, convolution
+from dpopt.ghost.canonical import as_gather, binder, differentiated
 from dpopt.ghost.cotangents import share_taps
+from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import pulls_sums
 from dpopt.ghost.primitives import (
     CALLS,
     CASTS,
-    CONVOLUTION,
     DYNAMIC_SLICE,
     ENTRYWISE,
     LAYOUT,
@@ -52,7 +50,7 @@ from dpopt.ghost.primitives import (
     WHILE,
 )
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
-from dpopt.ghost.values import Contact, ContactOp, Entry, Op, Value, is_narrow
+from dpopt.ghost.values import Entry, Op, Value
 
 
 def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = False) -> Trace:
@@ -128,12 +126,12 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     if not dynamic:
         if _is_index_arithmetic(inputs, outputs):
             with jax.ensure_compile_time_eval():
-                values = _binder(eqn)(*(v.constant for v in inputs))
+                values = binder(eqn)(*(v.constant for v in inputs))
             for out, value in zip(outputs, values, strict=True):
                 out.constant = value
             return outputs
         _describe(eqn, inputs, outputs)
-        scope.static(Op(_binder(eqn), primitive, inputs, outputs, eqn.params))
+        scope.static(Op(binder(eqn), primitive, inputs, outputs, eqn.params))
         return outputs
     if weights and primitive is REMAT:
         return _visit_remat(eqn, inputs, outputs, scope)
@@ -144,7 +142,7 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
         if look_up is not None:
             return _walk(look_up.jaxpr, look_up.consts, inputs, scope)
     if len(weights) == 1 and len(outputs) == 1:
-        contact_op = _factored(eqn, inputs, outputs, weights[0], scope)
+        contact_op = factored(eqn, inputs, outputs, weights[0], scope)
         if contact_op is not None:
             scope.ops.append(contact_op)
             return outputs
@@ -152,34 +150,16 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
         raise CannotFollow(primitive.name, "it has no reverse-mode derivative; use scan or fori_loop")
     inputs = [scope.promote(v) if v.leaves else v for v in inputs]
     moving = [i for i, v in enumerate(inputs) if v.dynamic]
-    scope.ops.append(Op(_differentiated(eqn, moving), primitive, inputs, outputs, eqn.params))
+    scope.ops.append(Op(differentiated(eqn, moving), primitive, inputs, outputs, eqn.params))
     return outputs
 
 
 def _belongs_to_body(eqn: Any, inputs: list[Value], outputs: list[Value], scope: Scope) -> bool:
     """Whether an equation that no example enters is computed beside those of the examples all the same."""
     if any(v.leaves for v in inputs):
-        return not pulls_sums(eqn, _binder(eqn), inputs, outputs)
+        return not pulls_sums(eqn, binder(eqn), inputs, outputs)
     # Hoisted out of a loop it would run for all steps by vmap.
     return isinstance(scope, LoopScope) and draws_otherwise_in_rows(eqn)
-
-
-def _differentiated(eqn: Any, moving: Sequence[int]) -> Callable:
-    """The equation as a function of which the inputs in ``moving`` get gradients."""
-    return convolution(eqn, moving) if eqn.primitive is CONVOLUTION else _binder(eqn)
-
-
-def _binder(eqn: Any) -> Callable:
-    def run(*args):
-        params = eqn.primitive.get_bind_params(eqn.params)
-        functions, params = params if isinstance(params, tuple) else ((), params)
-        wanted = params.get("preferred_element_type")
-        if wanted is not None and is_narrow(wanted) and not is_narrow(args[0].dtype):  # run wide: see `Op.wide`
-            params = {**params, "preferred_element_type": args[0].dtype}
-        out = eqn.primitive.bind(*functions, *args, **params)
-        return list(out) if eqn.primitive.multiple_results else [out]
-
-    return run
 
 
 def _is_index_arithmetic(inputs: list[Value], outputs: list[Value]) -> bool:
@@ -214,60 +194,6 @@ def _describe(eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
             out.entry = Entry(source.entry.copy, order, by_layer)
         elif primitive in ENTRYWISE and out.shape == source.shape:
             out.entry = Entry(False, *source.entry[1:])
-
-
-def _factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int, scope: Scope) -> ContactOp | None:
-    """A contact on the equation's output, where a rule covers it."""
-    moving = [i for i, v in enumerate(inputs) if v.dynamic]
-    if len(moving) != 1:
-        return None
-    fixed = {i: v.constant for i, v in enumerate(inputs) if i not in (position, moving[0])}
-    if any(value is None for value in fixed.values()):
-        return None
-    weight, x, out = inputs[position], inputs[moving[0]], outputs[0]
-    use = rules.Use(eqn.params, position, moving[0], fixed, weight.shape, x.shape, out.shape)
-    factors = rules.factors_for(eqn.primitive, use)
-    if factors is None:
-        return None
-    located, loops = scope.locate(weight)
-    steps = tuple(length for length, _ in loops)
-    apply = _wide_apply(eqn, position, moving[0], fixed)
-    of_step = Contact(
-        -1, weight, eqn.primitive, out.shape, out.dtype, factors, apply, x.shape, x.dtype, _is_precise(eqn)
-    )
-    for length, mapped in reversed(loops):
-        factors = rules.lift(factors, length, mapped)
-        apply = jax.vmap(apply, in_axes=(0 if mapped else None, 0))
-    contact = scope.trace.new_contact(
-        located, eqn.primitive, (*steps, *out.shape), out.dtype, factors, apply,
-        (*steps, *x.shape), x.dtype, _is_precise(eqn), loops=loops, of_step=of_step,
-    )  # fmt: skip
-    return ContactOp(contact, _differentiated(eqn, moving), inputs, outputs, moving[0])
-
-
-def _is_precise(eqn: Any) -> bool:
-    precision = eqn.params.get("precision")
-    highest = precision is not None and set(precision) == {lax.Precision.HIGHEST}
-    return highest or jax.default_backend() == "cpu"  # accelerators multiply in fewer bits by default
-
-
-def _wide_apply(eqn: Any, position: int, moving: int, fixed: dict[int, Any]) -> Callable:
-    """The equation as a linear function of its weight, computed in at least float32 and at full precision."""
-
-    def apply(weight, x):
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            x = x.astype(jnp.promote_types(x.dtype, weight.dtype))
-            weight = weight.astype(x.dtype)
-        args = [fixed.get(i) for i in range(len(eqn.invars))]
-        args[position], args[moving] = weight, x
-        params = dict(eqn.params)
-        if params.get("preferred_element_type") is not None:
-            params["preferred_element_type"] = weight.dtype
-        if "precision" in params:  # as the norms are, whatever the model's own products are
-            params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-        return eqn.primitive.bind(*args, **params)
-
-    return apply
 
 
 def _visit_remat(eqn: Any, inputs: list[Value], outputs: list[Value], scope: Scope) -> list[Value]:

@@ -1,0 +1,69 @@
+"""Contacts on the outputs of equations that a rule covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dpopt.ghost import rules
+from dpopt.ghost.canonical import differentiated
+from dpopt.ghost.program import Scope
+from dpopt.ghost.values import Contact, ContactOp, Value
+
+
+def factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int, scope: Scope) -> ContactOp | None:
+    """A contact on the equation's output, where a rule covers it."""
+    moving = [i for i, v in enumerate(inputs) if v.dynamic]
+    if len(moving) != 1:
+        return None
+    fixed = {i: v.constant for i, v in enumerate(inputs) if i not in (position, moving[0])}
+    if any(value is None for value in fixed.values()):
+        return None
+    weight, x, out = inputs[position], inputs[moving[0]], outputs[0]
+    use = rules.Use(eqn.params, position, moving[0], fixed, weight.shape, x.shape, out.shape)
+    factors = rules.factors_for(eqn.primitive, use)
+    if factors is None:
+        return None
+    located, loops = scope.locate(weight)
+    steps = tuple(length for length, _ in loops)
+    apply = _wide_apply(eqn, position, moving[0], fixed)
+    of_step = Contact(
+        -1, weight, eqn.primitive, out.shape, out.dtype, factors, apply, x.shape, x.dtype, _is_precise(eqn)
+    )
+    for length, mapped in reversed(loops):
+        factors = rules.lift(factors, length, mapped)
+        apply = jax.vmap(apply, in_axes=(0 if mapped else None, 0))
+    contact = scope.trace.new_contact(
+        located, eqn.primitive, (*steps, *out.shape), out.dtype, factors, apply,
+        (*steps, *x.shape), x.dtype, _is_precise(eqn), loops=loops, of_step=of_step,
+    )  # fmt: skip
+    return ContactOp(contact, differentiated(eqn, moving), inputs, outputs, moving[0])
+
+
+def _is_precise(eqn: Any) -> bool:
+    precision = eqn.params.get("precision")
+    highest = precision is not None and set(precision) == {lax.Precision.HIGHEST}
+    return highest or jax.default_backend() == "cpu"  # accelerators multiply in fewer bits by default
+
+
+def _wide_apply(eqn: Any, position: int, moving: int, fixed: dict[int, Any]) -> Callable:
+    """The equation as a linear function of its weight, computed in at least float32 and at full precision."""
+
+    def apply(weight, x):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(jnp.promote_types(x.dtype, weight.dtype))
+            weight = weight.astype(x.dtype)
+        args = [fixed.get(i) for i in range(len(eqn.invars))]
+        args[position], args[moving] = weight, x
+        params = dict(eqn.params)
+        if params.get("preferred_element_type") is not None:
+            params["preferred_element_type"] = weight.dtype
+        if "precision" in params:  # as the norms are, whatever the model's own products are
+            params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+        return eqn.primitive.bind(*args, **params)
+
+    return apply

@@ -1,0 +1,128 @@
+"""What a rule is: how a primitive's gradient by its weight is a sum of outer products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+
+class Use(NamedTuple):
+    """One equation where a weight meets an example-dependent value, as a rule sees it.
+
+    Shapes are those of a single example and, under ``scan``, of a single step.
+    """
+
+    params: dict[str, Any]  # the equation's parameters
+    position: int  # which input is the weight
+    input_position: int  # which input is the example-dependent value x
+    literals: dict[int, Any]  # the other inputs that are known constants
+    weight: tuple[int, ...]  # shapes ...
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+class Factors(NamedTuple):
+    """``G[k, n] = sum_t left[k][n, t] (x) right[n, t]``, an array ``[K, N, a, p]`` per example.
+
+    ``K`` counts offsets that share ``right`` (a filter's window; else 1), ``N`` independent groups
+    (batch dimensions of the weight), ``T`` contracted positions.
+    """
+
+    shape: tuple[int, int, int, int]  # K, N, a, p
+    positions: int  # T
+    split: Callable[[jax.Array, jax.Array], tuple[list[jax.Array], jax.Array]]
+    """``(x, y) -> (left, right)`` for one example: K arrays [N, T, a] (or indices [N, T], see rows.py); [N, T, p]."""
+    fold: Callable[[jax.Array], jax.Array]
+    """The weight rearranged to ``[K, N, a, p]``."""
+    unfold: Callable[[jax.Array], jax.Array]
+    """The inverse of ``fold``."""
+    one_hot: bool = False  # left holds indices of one-hot vectors
+    axes: tuple[int, int] | None = None  # weight axes of a and p when each is one axis and K = N = 1
+    filters: tuple[int, ...] | None = None  # weight axes that make up N, then p, if they do
+    inner: Callable[[jax.Array, Callable], jax.Array] | None = None
+    """``(x, product) -> sum_k left[k] left[k]'`` [N, T, T] in a cheaper way than that, where there is one.
+
+    ``product`` gives ``z z'``, [N, S, S], of an array [N, S, a] transposed to [N, a, S]."""
+    rows: int = 0  # S
+
+
+# Operations in the time that it takes to add one shifted entry to a sum of them.
+SHIFTED_SUM = 16
+
+Rule = Callable[[Use], "Factors | None"]
+_RULES: dict[Any, Rule] = {}
+
+
+def rule(primitive: Any) -> Callable[[Rule], Rule]:
+    """Registers the decorated function as the rule of a JAX primitive; None from it means "not mine"."""
+
+    if not isinstance(primitive, core.Primitive):
+        raise TypeError(f"rule needs a JAX primitive, such as jax.lax.gather_p; got {primitive!r}.")
+
+    def register(function: Rule) -> Rule:
+        _RULES[primitive] = function
+        return function
+
+    return register
+
+
+def factors_for(primitive: Any, use: Use) -> Factors | None:
+    """The factorisation of one use, or None where no rule applies."""
+    found = _RULES.get(primitive)
+    return found(use) if found else None
+
+
+def pick(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """How many entries those axes have together."""
+    return math.prod(shape[i] for i in axes)
+
+
+def arranger(shape: tuple[int, ...], *groups: tuple[int, ...]):
+    """``fold`` and ``unfold`` between ``shape`` and ``[1, *groups]``, each group of axes merged."""
+    order = [axis for group in groups for axis in group]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    merged = (1, *(pick(shape, group) for group in groups))
+    permuted = tuple(shape[i] for i in order)
+    return (
+        lambda w: jnp.transpose(w, order).reshape(merged),
+        lambda g: jnp.transpose(g.reshape(permuted), inverse),
+    )
+
+
+def lift(factors: Factors, length: int, mapped: bool) -> Factors:
+    """The factors of a use inside ``scan``: x and y gain a leading axis of ``length`` steps.
+
+    A weight that is itself scanned (layers) has its own gradient in every step: steps are groups.
+    A weight that all steps share (time) adds up over steps: steps are positions.
+    """
+    K, N, a, p = factors.shape
+    inner = jax.vmap(factors.split)
+
+    def split(x, y):
+        left, right = inner(x, y)  # [L, N, T, ...]
+        if mapped:
+            return [z.reshape(length * N, *z.shape[2:]) for z in left], right.reshape(length * N, factors.positions, p)
+
+        def merge(z):
+            z = jnp.swapaxes(z, 0, 1)
+            return z.reshape(N, length * factors.positions, *z.shape[3:])
+
+        return [merge(z) for z in left], merge(right)
+
+    if not mapped:
+        return factors._replace(positions=length * factors.positions, split=split, inner=None)
+    fold, unfold = jax.vmap(factors.fold, out_axes=1), jax.vmap(factors.unfold, in_axes=1)
+    return factors._replace(
+        shape=(K, length * N, a, p),
+        split=split,
+        fold=lambda w: fold(w).reshape(K, length * N, a, p),
+        unfold=lambda g: unfold(g.reshape(K, length, N, a, p)),
+        axes=None,
+        filters=None,
+        inner=None,
+    )

@@ -1,0 +1,90 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dpopt.ghost.primitives import CONVOLUTION
+from dpopt.ghost.rules.base import SHIFTED_SUM, Factors, Use, rule
+
+
+@rule(CONVOLUTION)
+def conv_general_dilated(use: Use) -> Factors | None:
+    """Convolutions: for each filter offset, the shifted and strided input meets the output cotangent."""
+    p = use.params
+    if use.position != 1 or p["batch_group_count"] != 1:
+        return None
+    dims, groups = p["dimension_numbers"], p["feature_group_count"]
+    (out_axis, in_axis, *window_axes) = dims.rhs_spec
+    window = tuple(use.weight[i] for i in window_axes)
+    a, b = use.weight[in_axis], use.weight[out_axis] // groups
+    images = use.input[dims.lhs_spec[0]]
+    outputs = tuple(use.output[i] for i in dims.out_spec[2:])
+    positions = images * math.prod(outputs)
+
+    spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
+
+    def split(x, y):
+        # Channels before positions: the product of left and right then contracts left's last
+        # axis, which CPUs do twice as fast as the other way round.
+        x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
+        left = []
+        for offset in range(math.prod(window)):
+            start, limit = [0, 0], [x.shape[0], images]
+            for axis, at in enumerate(_unravel(offset, window)):
+                first = at * p["rhs_dilation"][axis]
+                start.append(first)
+                limit.append(first + p["window_strides"][axis] * (outputs[axis] - 1) + 1)
+            shifted = lax.slice(x, start, limit, (1, 1, *p["window_strides"]))
+            left.append(jnp.swapaxes(shifted.reshape(groups, a, positions), 1, 2))
+        y = jnp.transpose(y, (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1]))
+        return left, jnp.swapaxes(y.reshape(positions, groups, b), 0, 1)
+
+    # Weight axes in the order window, output group, input channel, output channel within the group.
+    order = (*window_axes, out_axis, in_axis)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+
+    def fold(w):
+        w = jnp.transpose(w, order).reshape(math.prod(window), groups, b, a)
+        return jnp.swapaxes(w, 2, 3)
+
+    def unfold(g):
+        g = jnp.swapaxes(g, 2, 3).reshape(*window, groups * b, a)
+        return jnp.transpose(g, inverse)
+
+    def inner(x, product):
+        # Products of pixels, once; those of two windows are sums of them, shifted along both alike.
+        x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
+        pixels = product(x.reshape(groups, a, -1)).reshape(groups, *x.shape[2:], *x.shape[2:])
+        total = 0
+        for offset in range(math.prod(window)):
+            first = [at * d for at, d in zip(_unravel(offset, window), p["rhs_dilation"], strict=True)]
+            start, limit = (0, *first, *first), [f + n for f, n in zip(first, outputs, strict=True)]
+            total += lax.slice(pixels, start, (groups, *limit, *limit))
+        return cast(jax.Array, total).reshape(groups, positions, positions)
+
+    K, sides = math.prod(window), (use.input[i] for i in dims.lhs_spec[2:])
+    padded = [max(n - 1, 0) * (d + 1) + min(n, 1) + lo + hi for n, (lo, hi, d) in zip(sides, spatial, strict=True)]
+    rows = math.prod(padded)
+    shifts = SHIFTED_SUM * K * positions**2
+    is_cheaper = 2 * a * rows**2 + shifts < 2 * a * K * positions**2
+    offered = images == 1 and set(p["window_strides"]) == {1} and is_cheaper
+    return Factors(
+        (K, groups, a, b), positions, split, fold, unfold,
+        filters=(out_axis,), inner=inner if offered else None, rows=rows,
+    )  # fmt: skip
+
+
+def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    at: tuple[int, ...] = ()
+    for size in reversed(shape):
+        flat, remainder = divmod(flat, size)
+        at = (remainder, *at)
+    return at

@@ -1,0 +1,36 @@
+"""Products of matrices."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from dpopt.ghost.primitives import DOT
+from dpopt.ghost.rules.base import Factors, Use, arranger, pick, rule
+
+
+@rule(DOT)
+def dot_general(use: Use) -> Factors | None:
+    """Dense layers of any rank: contracted axes are ``a``, free axes ``p``, batch axes ``N``."""
+    contracting, batching = use.params["dimension_numbers"]
+    ours, theirs = use.position, use.input_position
+    w_contract, x_contract = tuple(contracting[ours]), tuple(contracting[theirs])
+    w_batch, x_batch = tuple(batching[ours]), tuple(batching[theirs])
+    w_free = tuple(i for i in range(len(use.weight)) if i not in w_contract + w_batch)
+    x_free = tuple(i for i in range(len(use.input)) if i not in x_contract + x_batch)
+    groups, positions = pick(use.weight, w_batch), pick(use.input, x_free)
+    a, p = pick(use.weight, w_contract), pick(use.weight, w_free)
+    # The output's axes are: batch, then the left operand's free axes, then the right operand's.
+    weight_last = ours == 1
+
+    def split(x, y):
+        left = jnp.transpose(x, x_batch + x_free + x_contract).reshape(groups, positions, a)
+        if weight_last:
+            right = y.reshape(groups, positions, p)
+        else:
+            right = jnp.swapaxes(y.reshape(groups, p, positions), 1, 2)
+        return [left], right
+
+    fold, unfold = arranger(use.weight, w_batch, w_contract, w_free)
+    single = len(w_contract) == len(w_free) == 1 and not w_batch
+    axes = (w_contract[0], w_free[0]) if single else None
+    return Factors((1, groups, a, p), positions, split, fold, unfold, axes=axes, filters=(*w_batch, *w_free))

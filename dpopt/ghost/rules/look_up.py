@@ -1,0 +1,66 @@
+"""Look-ups in tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+
+from dpopt.ghost.primitives import GATHER
+from dpopt.ghost.rows import bounded
+from dpopt.ghost.rules.base import Factors, Use, arranger, pick, rule
+
+
+def _rows(use: Use, axes: tuple[int, ...], positions: int, offset: tuple[int, ...], index: Callable) -> Factors:
+    """Factors of a look-up along some axes of a table; ``offset``: output axes that hold what was looked up."""
+    size = pick(use.weight, axes)
+    p = math.prod(use.weight) // max(size, 1)
+    looked_up = tuple(i for i in range(len(use.output)) if i not in offset)
+    rest = tuple(i for i in range(len(use.weight)) if i not in axes)
+
+    def split(x, y):
+        # An index out of range read a fill value, or one that it must not rely on: neither has a gradient. It stays
+        # out of range, which stands for a row of zeros (rows.py).
+        ids = index(x).reshape(1, positions)
+        right = jnp.transpose(y, looked_up + offset).reshape(1, positions, p)
+        return [ids], jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
+
+    fold, unfold = arranger(use.weight, (), axes, rest)
+    single = (axes[0], rest[0]) if len(axes) == len(rest) == 1 else None
+    return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=single)
+
+
+@rule(GATHER)
+def gather(use: Use) -> Factors | None:
+    """Look-ups, ``table[i]`` or ``table[i, j]``, repeated indices included: along each axis one entry, or all.
+
+    (What looks up once, a dynamic slice, has become one when it is traced.)"""
+    dims, sizes = use.params["dimension_numbers"], tuple(use.params["slice_sizes"])
+    if use.position != 0:
+        return None
+    batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True))
+    whole = [axis for axis, n in enumerate(use.weight) if sizes[axis] == n and axis not in batched]
+    axes = tuple(axis for axis in range(len(use.weight)) if axis not in whole)
+    if not axes or any(sizes[axis] != 1 for axis in axes) or not {*axes} <= {*dims.start_index_map, *batched}:
+        return None
+    clips, size = use.params["mode"] == lax.GatherScatterMode.CLIP, pick(use.weight, axes)
+
+    def index(x):
+        """The place among the looked-up axes, counted together."""
+        flat, inside = jnp.zeros(x.shape[:-1], jnp.int32), jnp.ones(x.shape[:-1], bool)
+        for axis in (*whole, *axes):  # where an axis is taken whole, it has to start at 0
+            n, last = use.weight[axis], use.weight[axis] - sizes[axis]
+            if axis in batched:
+                at = lax.broadcasted_iota(jnp.int32, flat.shape, batched[axis])
+            elif axis in dims.start_index_map:
+                at = bounded(x[..., dims.start_index_map.index(axis)], last + 1)
+            else:
+                continue
+            inside &= (at >= 0) & (at <= last)
+            if axis in axes:
+                flat = flat * n + jnp.clip(at, 0, last)
+        return flat if clips else jnp.where(inside, flat, size)
+
+    return _rows(use, axes, math.prod(use.input[:-1]), tuple(dims.offset_dims), index)
