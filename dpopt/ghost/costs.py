@@ -80,11 +80,19 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
     return 2 * N * T * T * (inner + p) + 3 * OPERATIONS_PER_BYTE * square, 2 * square
 
 
-def shared_cost(contacts: Sequence[Contact]) -> tuple[float, float]:
-    factors = [cast(Factors, c.factors) for c in contacts]  # each has an orientation, hence factors
-    T = sum(f.positions for f in factors)
-    _, _, a, p = factors[0].shape
-    return 2 * T * T * (a + p) + 12 * OPERATIONS_PER_BYTE * T * T, 8 * T * T
+def shared_cost(contacts: Sequence[Contact], turned: Sequence[bool]) -> tuple[float, float]:
+    """(operations, extra bytes) of the squared norm of a matrix that several contacts use, some of them ``turned``."""
+    positions = 0
+    sides = [0, 0], [0, 0]  # of the matrix: length, and how many vectors have inner products (one-hot ones have none)
+    for contact, is_turned in zip(contacts, turned, strict=True):
+        factors = cast(Factors, contact.factors)
+        left, right = sides[::-1] if is_turned else sides
+        left[0], right[0] = factors.shape[2:]
+        left[1] += 0 if factors.one_hot else factors.positions
+        right[1] += factors.positions
+        positions += factors.positions
+    operations = sum(2 * length * vectors**2 for length, vectors in sides)
+    return operations + 12 * OPERATIONS_PER_BYTE * positions**2, 8 * positions**2
 
 
 def leaf_bytes(trace: Trace, leaf: int) -> int:

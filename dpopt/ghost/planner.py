@@ -101,7 +101,7 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
     explicit = [norm_cost(c, "explicit", scaled) for c in contacts]
     whole = sum(n for n, _ in explicit), sum(b for _, b in explicit) + leaf_bytes(trace, leaf)
     if len(contacts) > 1 and not scaled and all(orientation(c) is not None for c in contacts):
-        joined = shared_cost(contacts)
+        joined = shared_cost(contacts, [orientation(c) != orientation(contacts[0]) for c in contacts])
         if joined[0] < whole[0]:
             return LeafPlan(leaf, tuple(contacts), "shared_gram", *joined)
     return LeafPlan(leaf, tuple(contacts), "pulled_back", *whole)

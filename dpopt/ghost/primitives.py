@@ -44,15 +44,15 @@ CASTS = _all("convert_element_type reduce_precision copy")
 SPLITTING = _all("split reshape squeeze transpose")
 # An output entry depends on the inputs' entries there alone.
 ENTRYWISE = _all("""
-    neg exp exp2 log log1p expm1 tanh logistic sqrt rsqrt square abs sin cos integer_pow sign erf add sub mul div max
-    min
+    neg exp exp2 log log1p expm1 tanh logistic sqrt rsqrt square abs sin cos integer_pow pow sign erf add sub mul div max
+    min clamp select_n
 """)
 # Computed in float32 where the loss has fewer bits: they take operands of any floating type.
 WIDENED = (
     LAYOUT
     | ENTRYWISE
     | _all("""
-    add_jaxvals clamp concatenate cumsum dot_general floor pad pow reduce_max reduce_min reduce_sum round select_n
+    add_jaxvals concatenate cumsum dot_general floor pad reduce_max reduce_min reduce_sum round
 """)
 )
 # Make one number per filter of such. (Those with several arguments broadcast axes of length 1 at most, which can mix no

@@ -526,6 +526,15 @@ def sliced(a):
     return loss, {"w": a(3, 4, 4)}, a(B, 4)
 
 
+def masked_weight(a):
+    mask = jnp.arange(4)[:, None] <= jnp.arange(3)[None]
+
+    def loss(p, x):
+        return half_square(jnp.tanh(x @ jnp.where(mask, p["w"], 0)) @ jnp.tril(p["v"]) + jnp.clip(p["b"], -0.5, 0.5))
+
+    return loss, {"w": a(4, 3), "v": a(3, 2), "b": a(2)}, a(B, 4)
+
+
 def regularized(a):  # a term that no example enters
     def loss(p, x):
         return half_square(x @ p["w"]) + 0.1 * jnp.sum(p["w"] ** 2) + jnp.sum(p["b"] ** 3)
@@ -562,5 +571,5 @@ CASES = [
     lora, summed_products, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,
     scanned_layers, scanned_layers_over_time, fori_loop, evolving_weight, unrolled_recurrence, remat,
     remat_policy, state_handed_back, custom_rules, cond, nested_jit, dropout, frozen_and_unused, used_twice, sliced,
-    regularized, constant_loss, joined_with_data, closed_over,
+    masked_weight, regularized, constant_loss, joined_with_data, closed_over,
 ]  # fmt: skip

@@ -86,6 +86,7 @@ def test_rules_are_used_where_they_should_be():
         ghost_cases.taken_along_axis: {"e": "gather"},
         ghost_cases.scanned_layers_over_time: {"w": "dot_general"},
         ghost_cases.remat: {"w": "dot_general"},
+        ghost_cases.masked_weight: {"w": "dot_general", "v": "dot_general"},
         ghost_cases.state_handed_back: {"w": "dot_general"},
     }
     for case, uses in expected.items():
