@@ -19,6 +19,10 @@ def main() -> None:
     )
     speed.add_argument("--seconds", type=float, default=20.0, help="time to spend on each family (default 20)")
     speed.add_argument("--out", type=Path, default=records.LOCAL, help="folder for JSON and plot")
+    zoo = commands.add_parser("zoo", help="a clipped gradient's time and memory on models of all kinds (an hour)")
+    zoo.add_argument("--only", help="part of a model's name")
+    zoo.add_argument("--seconds", type=float, default=10.0, help="time to spend on each model (default 10)")
+    zoo.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     noise = commands.add_parser("noise", help="a draw of noise against JAX's own normals (a minute)")
     noise.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     memory = commands.add_parser("memory", help="its peak memory against the ordinary one's (minutes)")
@@ -68,6 +72,10 @@ def main() -> None:
         from benchmarks.speed import main as measure
 
         measure(options.out, options.only, options.others, options.seconds)
+    if options.command == "zoo":
+        from benchmarks.zoo.command import main as measure_zoo
+
+        measure_zoo(options.out, options.only, options.seconds)
     if options.command == "noise":
         from benchmarks.noise_speed import main as time_noise
 

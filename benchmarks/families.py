@@ -28,12 +28,13 @@ def _classifier(model: nn.Module, x: np.ndarray, classes: int) -> Family:
     return Family(linen_loss(model, optax.softmax_cross_entropy_with_integer_labels), params, (jnp.asarray(x), y))
 
 
-def _normal(*shape: int) -> np.ndarray:
+def normal(*shape: int) -> np.ndarray:
+    """Numbers of variance 1, the same at every call."""
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def _tokens(vocabulary: int, *shape: int) -> np.ndarray:
-    # Zipf-like, since the words of a text repeat.
+def tokens(vocabulary: int, *shape: int) -> np.ndarray:
+    """Zipf-like, since the words of a text repeat."""
     draws = np.random.default_rng(0).zipf(1.3, size=shape)
     return np.minimum(draws - 1, vocabulary - 1).astype(np.int32)
 
@@ -48,12 +49,12 @@ def _ratings(batch_size: int) -> Family:
 
 
 FAMILIES: dict[str, Callable[[], Family]] = {
-    "logistic regression 10,000 x 500, B 64": lambda: _classifier(models.MLP((), 500), _normal(64, 10_000), 500),
-    "MLP 784-1024-1024-10, B 256": lambda: _classifier(models.MLP((1024, 1024), 10), _normal(256, 784), 10),
-    "CNN 4 conv, B 128": lambda: _classifier(models.CNN(), _normal(128, 32, 32, 3), 10),
-    "Wide-ResNet-16-4, B 32": lambda: _classifier(models.WideResNet(), _normal(32, 32, 32, 3), 10),
-    "Transformer T 64, B 32": lambda: _classifier(models.Transformer(), _tokens(5_000, 32, 64), 2),
-    "Transformer T 512, B 32": lambda: _classifier(models.Transformer(), _tokens(5_000, 32, 512), 2),
-    "LSTM T 128, B 64": lambda: _classifier(models.LSTMClassifier(), _tokens(10_000, 64, 128), 2),
+    "logistic regression 10,000 x 500, B 64": lambda: _classifier(models.MLP((), 500), normal(64, 10_000), 500),
+    "MLP 784-1024-1024-10, B 256": lambda: _classifier(models.MLP((1024, 1024), 10), normal(256, 784), 10),
+    "CNN 4 conv, B 128": lambda: _classifier(models.CNN(), normal(128, 32, 32, 3), 10),
+    "Wide-ResNet-16-4, B 32": lambda: _classifier(models.WideResNet(), normal(32, 32, 32, 3), 10),
+    "Transformer T 64, B 32": lambda: _classifier(models.Transformer(), tokens(5_000, 32, 64), 2),
+    "Transformer T 512, B 32": lambda: _classifier(models.Transformer(), tokens(5_000, 32, 512), 2),
+    "LSTM T 128, B 64": lambda: _classifier(models.LSTMClassifier(), tokens(10_000, 64, 128), 2),
     "matrix factorisation 943 x 1682, B 64": lambda: _ratings(64),
 }

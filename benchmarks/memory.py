@@ -84,18 +84,28 @@ def rise(program: Any, args: tuple) -> int:
     return sorted(readings)[len(readings) // 2]
 
 
+def as_planned(given: int, program: Any) -> dict[str, int]:
+    """Bytes by a compiled program's own account (``memory_analysis()``), ``given`` those of parameters and batch."""
+    output, scratch = program.output_size_in_bytes, program.temp_size_in_bytes
+    return {
+        "argument_bytes": given,
+        "output_bytes": output,
+        "scratch_bytes": scratch,
+        "compiled_bytes": given + output + scratch,
+    }
+
+
+def given_bytes(family: Family) -> int:
+    """Of parameters and batch."""
+    return sum(x.nbytes for x in jax.tree.leaves((family.params, family.batch)))
+
+
 def measure(family: Family, name: str) -> dict[str, Any]:
     """One way to the gradient of one family, in this process, which must not have run another."""
     args = (family.params, family.batch, gradients.diagonal(family))
-    given = sum(x.nbytes for x in jax.tree.leaves(args[:2]))
+    given = given_bytes(family)
     program = gradients.by_name(family, name, 1.0).lower(*args).compile()
-    planned = program.memory_analysis()
-    found: dict[str, Any] = {
-        "argument_bytes": given,
-        "output_bytes": planned.output_size_in_bytes,
-        "scratch_bytes": planned.temp_size_in_bytes,
-        "compiled_bytes": given + planned.output_size_in_bytes + planned.temp_size_in_bytes,
-    }
+    found: dict[str, Any] = as_planned(given, program.memory_analysis())
     try:
         return found | {"peak_bytes": given + rise(program, args)}
     except Unmeasurable as error:

@@ -15,6 +15,7 @@ SUITES = ("papers", "frontier")
 MEASURED = {
     "speed": "Speed",
     "memory": "Memory",
+    "zoo": "Models of all kinds",
     "opacus": "Opacus",
     "imdb-speed": "A full private run on IMDB",
     "scaling": "Scaling",
@@ -23,6 +24,7 @@ MEASURED = {
 }
 MODULE = {
     "imdb-speed": "benchmarks.imdb_speed",
+    "zoo": "benchmarks.zoo.summary",
     "opacus": "benchmarks.opacus_speed",
     "scaling-devices": "benchmarks.scaling",
     "scaling-llm": "benchmarks.llm_scaling",

@@ -39,26 +39,39 @@ def _call(fn: Callable, args: tuple) -> timing.Call:
     return lambda: jax.block_until_ready(fn(*args))
 
 
-def compiled(fn: Callable, args: tuple) -> tuple[float, int]:
-    """Seconds to trace and compile, and the bytes of scratch memory the program asks for."""
+def compiled(fn: Callable, args: tuple) -> tuple[float, Any]:
+    """Seconds to trace and compile, and the memory that the program asks for."""
     t = time.perf_counter()
     program = fn.lower(*args).compile()
-    return time.perf_counter() - t, program.memory_analysis().temp_size_in_bytes
+    return time.perf_counter() - t, program.memory_analysis()
+
+
+def clip_norm(family: Family) -> tuple[float, Any]:
+    """One that bites for half of the examples, and the clipped sum by the vmap engine in microbatches."""
+    size = max(1, min(8, gradients.batch_size(family) // 2))
+    promise = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=size)(
+        family.params, family.batch, mask=None
+    )
+    promise.clipped_sum(dpopt.FlatClip(1.0))
+    clip = float(np.median(promise.sensitive.norms))
+    return clip, promise.clipped_sum(dpopt.FlatClip(clip)).sum
 
 
 class Checked:
     """The ways to one family's gradient, each compiled, called and compared before it may be timed."""
 
     def __init__(self, family: str, args: tuple, vmap: dict[str, Callable], again: Any):
-        """The others are compared with ``vmap``; ``again`` is the first one's result, computed in another way."""
+        """The others are compared with ``vmap``, plain and perhaps with a diagonal; ``again`` is the plain result,
+        computed in another way."""
         self._family, self._args = family, args
         self.compile_s: dict[str, float] = {}
-        self.scratch: dict[str, int] = {}
+        self.memory: dict[str, Any] = {}  # as the compiled program plans it
         self.errors: dict[str, float] = {}
         self.once: dict[str, float] = {}  # seconds of one call
         for name, fn in vmap.items():
-            self.compile_s[name], self.scratch[name] = compiled(fn, args)
-        self._plain, self._scaled = (fn(*args) for fn in vmap.values())
+            self.compile_s[name], self.memory[name] = compiled(fn, args)
+        results = [fn(*args) for fn in vmap.values()]
+        self._plain, self._scaled = results[0], results[-1]
         self._mean: Any = None  # the ordinary gradient, once it is added
         # Exactness is tested in float64. In float32 a deep network's gradient differs between programs that do the
         # same, as the vmap engine whole and in microbatches; others may differ twice as much as those.
@@ -66,7 +79,7 @@ class Checked:
 
     def add(self, name: str, fn: Callable) -> Callable:
         if name not in self.compile_s:
-            self.compile_s[name], self.scratch[name] = compiled(fn, self._args)
+            self.compile_s[name], self.memory[name] = compiled(fn, self._args)
         result = jax.block_until_ready(fn(*self._args))
         if name == "ordinary":
             self._mean = result
@@ -85,15 +98,10 @@ def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
     """Times one family: ordinary gradient, dpopt's engines with and without a diagonal, and other libraries."""
     family = FAMILIES[name]()
     args = (family.params, family.batch, gradients.diagonal(family))
-    norms = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=8)(
-        family.params, family.batch, mask=None
-    )
-    norms.clipped_sum(dpopt.FlatClip(1.0))
-    clip = float(np.median(norms.sensitive.norms))  # so that the clip bites for half of the examples
-
+    clip, again = clip_norm(family)
     ways = {n: gradients.by_name(family, n, clip) for n in (*gradients.LIGHT, "vmap", "vmap, diagonal")}
     vmap = {n: ways[n] for n in ("vmap", "vmap, diagonal")}
-    checked = Checked(name, args, vmap, norms.clipped_sum(dpopt.FlatClip(clip)).sum)
+    checked = Checked(name, args, vmap, again)
     light = {n: checked.add(n, ways[n]) for n in gradients.LIGHT}
     heavy = {n: checked.add(n, vmap[n]) for n in (vmap if others else ["vmap"])}
     found: dict[str, Any] = {"parts": dpopt.ghost.plan_clipped_sum(*family).parts}
@@ -115,7 +123,7 @@ def measure(name: str, *, others: bool, budget_s: float) -> dict[str, Any]:
         "step_seconds": steps,
         "step_ratio": steps["private"] / steps["ordinary"],
         "compile_seconds": checked.compile_s,
-        "scratch_bytes": checked.scratch,
+        "scratch_bytes": {n: m.temp_size_in_bytes for n, m in checked.memory.items()},
         "largest_relative_error": checked.errors,
         "rounding": checked.rounding,
         **found,

@@ -1,0 +1,48 @@
+"""`python -m benchmarks zoo`: measures every model, and says how far the figures are from their targets."""
+
+import json
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks import records
+from benchmarks.zoo import summary
+from benchmarks.zoo.measure import about, measure
+from benchmarks.zoo.registry import ZOO
+
+
+def main(out: Path, only: str | None, budget_s: float) -> None:
+    """Measures every model (or those whose name contains ``only``) and writes ``zoo.json``.
+
+    What was measured before on the same machine and versions stays, but for what is measured anew. A model that fails
+    does not stop the others.
+
+    Raises:
+        SystemExit: if no name matches, or, at the end, if a model failed.
+    """
+    console = Console()
+    names = [n for n in ZOO if only is None or only.lower() in n.lower()]
+    if not names:
+        raise SystemExit(f"no model matches {only!r}; there are: {'; '.join(ZOO)}")
+    path = out / "zoo.json"
+    environment = records.environment((*records.PACKAGES, "equinox", "dm-haiku"))
+    before = json.loads(path.read_text()) if path.exists() else {"environment": None, "runs": []}
+    found = {r["model"]: r for r in before["runs"] if before["environment"] == environment}
+    for name in track(names, "measuring", console=console):
+        try:
+            found[name] = measure(name, ZOO[name], budget_s)
+        except Exception as error:
+            found[name] = about(name, ZOO[name]) | {"error": f"{type(error).__name__}: {error}"}
+        jax.clear_caches()  # compiled programs hold memory
+        console.print(*summary.cells(found[name]), sep="  ")
+        records.write_json(path, {"environment": environment, "runs": [found[n] for n in ZOO if n in found]})
+    rows = [found[n] for n in ZOO if n in found]
+    for view in summary.tables(rows):
+        console.print(view)
+    for note in summary.notes(rows):
+        console.print(note, markup=False)
+    console.print(f"Wrote {path}.")
+    if failed := summary.failed([found[n] for n in names]):
+        raise SystemExit(f"{len(failed)} of {len(names)} models failed: {'; '.join(r['model'] for r in failed)}")

@@ -1,0 +1,13 @@
+"""All models of the zoo, in the order of its tables."""
+
+import importlib
+
+try:
+    from benchmarks.zoo.entries import ZOO as ZOO
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"the zoo needs {error.name}: install the extra of its name, pip install -e '.[zoo]'", name=error.name
+    ) from error
+
+for _name in ("convnets", "mobile"):
+    importlib.import_module(f"benchmarks.zoo.{_name}")
