@@ -81,6 +81,11 @@ def first(batch: Any) -> Any:
     return jax.tree.map(lambda x: x[0], batch)
 
 
+def initial(init: Callable[[jax.Array], Any]) -> Any:
+    """Parameters by a model's own initialisation, which runs once: it is compiled without optimisation."""
+    return jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})(KEY)
+
+
 def of_linen(module: linen.Module, loss: Callable, inputs: Any, targets: Any, **apply_kwargs: Any) -> Family:
     """``loss(module(inputs), targets)`` of a module that takes a batch: each example is a batch of one.
 
@@ -91,7 +96,7 @@ def of_linen(module: linen.Module, loss: Callable, inputs: Any, targets: Any, **
         return x if isinstance(x, tuple) else (x,)
 
     one = jax.tree.map(lambda x: x[:1], inputs)
-    params = jax.jit(lambda key: module.init(key, *arguments(one), **apply_kwargs))(KEY)["params"]
+    params = initial(lambda key: module.init(key, *arguments(one), **apply_kwargs)["params"])
 
     def loss_fn(params, example):
         x, y = jax.tree.map(lambda a: a[None], example)
@@ -115,7 +120,7 @@ def of_equinox(module: eqx.Module, loss: Callable, batch: Any) -> Family:
 def of_haiku(loss: Callable, batch: Any) -> Family:
     """``loss(example)``, a function that calls Haiku modules."""
     transformed = hk.without_apply_rng(hk.transform(loss))
-    return Family(transformed.apply, jax.jit(transformed.init)(KEY, first(batch)), batch)
+    return Family(transformed.apply, initial(lambda key: transformed.init(key, first(batch))), batch)
 
 
 class Arrays:

@@ -179,7 +179,10 @@ def branchynet() -> Family:
                 x = block(x, features, stride)
             return hk.Linear(10)(jnp.mean(x, (0, 1)))
 
-        logits = hk.cond(entropy < 2.2, lambda x: exit_logits, deeper, x)
+        if hk.running_init():  # the branches of a cond must make the same parameters
+            logits = deeper(x)
+        else:
+            logits = hk.cond(entropy < 2.2, lambda x: exit_logits, deeper, x)
         return cross_entropy(exit_logits, label) + cross_entropy(logits, label)
 
     return of_haiku(loss, (images(8, 32), labels(10, 8)))

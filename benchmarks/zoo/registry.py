@@ -9,5 +9,17 @@ except ModuleNotFoundError as error:
         f"the zoo needs {error.name}: install the extra of its name, pip install -e '.[zoo]'", name=error.name
     ) from error
 
-for _name in ("convnets", "mobile"):
+for _name in (
+    "convnets",
+    "mobile",
+    "image_tokens",
+    "decoders",
+    "encoders",
+    "experts",
+    "recurrent",
+    "state_space",
+    "generative",
+    "graphs",
+    "recommenders",
+):
     importlib.import_module(f"benchmarks.zoo.{_name}")

@@ -1,0 +1,318 @@
+"""Long sequences: state space models, long convolutions, dilated convolutions."""
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+from benchmarks.families import Family, normal
+from benchmarks.zoo.decoders import next_token
+from benchmarks.zoo.entries import (
+    KEY,
+    Arrays,
+    cross_entropy,
+    labels,
+    model,
+    of_equinox,
+    of_haiku,
+    of_linen,
+    of_nnx,
+    words,
+)
+
+
+def _fft_convolved(x, filters):
+    """Causal convolution of ``[T, channels]`` by filters as long as the sequence."""
+    length = x.shape[0]
+    spectrum = jnp.fft.rfft(x, 2 * length, axis=0) * jnp.fft.rfft(filters, 2 * length, axis=0)
+    return jnp.fft.irfft(spectrum, 2 * length, axis=0)[:length]
+
+
+class _S4DLayer(nn.Module):
+    """Diagonal complex states; the whole sequence is convolved with their response."""
+
+    states: int = 32
+
+    @nn.compact
+    def __call__(self, x):
+        length, width = x.shape
+        log_step = self.param("log_dt", lambda key: jax.random.uniform(key, (width,), minval=-6.9, maxval=-2.3))
+        log_real = self.param("log_A_real", nn.initializers.constant(np.log(0.5)), (width, self.states))
+        imaginary = self.param("A_imag", lambda key: jnp.tile(np.pi * jnp.arange(self.states), (width, 1)))
+        c = self.param("C", nn.initializers.normal(0.5**0.5), (width, self.states, 2))
+        skip = self.param("D", nn.initializers.normal(1.0), (width,))
+        a = lax.complex(-jnp.exp(log_real), imaginary)
+        step = jnp.exp(log_step)[:, None]
+        weights = lax.complex(c[..., 0], c[..., 1]) * (jnp.exp(a * step) - 1.0) / a
+        powers = jnp.exp((a * step)[..., None] * jnp.arange(length))
+        filters = 2 * jnp.einsum("hn,hnl->lh", weights, powers).real
+        y = nn.gelu(_fft_convolved(x, filters) + x * skip)
+        value, gate = jnp.split(nn.Dense(2 * width)(y), 2, -1)
+        return value * nn.sigmoid(gate)
+
+
+class _S4D(nn.Module):
+    width: int = 96
+    depth: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(self.width)(x)
+        for _ in range(self.depth):
+            x = x + nn.vmap(_S4DLayer, variable_axes={"params": None}, split_rngs={"params": False})()(
+                nn.LayerNorm()(x)
+            )
+        return nn.Dense(10)(x.mean(1))
+
+
+@model("S4D", "linen", "state-spaces/s4")
+def s4d() -> Family:
+    return of_linen(_S4D(), cross_entropy, jnp.asarray(normal(8, 256, 1)), labels(10, 8))
+
+
+def _scan_states(decay, inputs):
+    """States ``h_t = decay_t h_(t-1) + inputs_t``, all times at once."""
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return lax.associative_scan(combine, (decay, inputs))[1]
+
+
+class _S5Layer(eqx.Module):
+    """One system of many inputs: complex diagonal states, an associative scan."""
+
+    spectrum: jax.Array
+    b: jax.Array
+    c: jax.Array
+    skip: jax.Array
+    log_step: jax.Array
+    norm: eqx.nn.LayerNorm
+    gate: eqx.nn.Linear
+
+    def __init__(self, width, states, *, key):
+        keys = jax.random.split(key, 4)
+        self.spectrum = jnp.stack([-0.5 * jnp.ones(states), np.pi * jnp.arange(states)], -1)
+        self.b = jax.random.normal(keys[0], (states, width, 2)) / width**0.5
+        self.c = jax.random.normal(keys[1], (width, states, 2)) / states**0.5
+        self.skip = jnp.ones(width)
+        self.log_step = jax.random.uniform(keys[2], (states,), minval=-6.9, maxval=-2.3)
+        self.norm, self.gate = eqx.nn.LayerNorm(width), eqx.nn.Linear(width, width, key=keys[3])
+
+    def __call__(self, x):
+        spectrum, b, c = (lax.complex(p[..., 0], p[..., 1]) for p in (self.spectrum, self.b, self.c))
+        u = jax.vmap(self.norm)(x)
+        decay = jnp.exp(spectrum * jnp.exp(self.log_step))
+        b = ((decay - 1) / spectrum)[:, None] * b
+        driven = jax.vmap(lambda u: b @ u.astype(b.dtype))(u)
+        states = _scan_states(jnp.broadcast_to(decay, driven.shape), driven)
+        y = jax.nn.gelu(jax.vmap(lambda s: 2 * (c @ s).real)(states) + self.skip * u)
+        return x + y * jax.nn.sigmoid(jax.vmap(self.gate)(y))
+
+
+@model("S5", "equinox", "lindermanlab/S5")
+def s5() -> Family:
+    keys = jax.random.split(KEY, 4)
+    net = (
+        eqx.nn.Linear(2, 96, key=keys[0]),
+        [_S5Layer(96, 64, key=k) for k in keys[1:3]],
+        eqx.nn.Linear(96, 10, key=keys[3]),
+    )
+
+    def loss(net, example):
+        encoder, layers, decoder = net
+        x = jax.vmap(encoder)(example[0])
+        for layer in layers:
+            x = layer(x)
+        return cross_entropy(decoder(x.mean(0)), example[1])
+
+    return of_equinox(net, loss, (jnp.asarray(normal(8, 256, 2)), labels(10, 8)))
+
+
+@model("LRU", "haiku", "NicolasZucchet/minimal-LRU")
+def lru() -> Family:
+    """Linear recurrent units: eigenvalues inside the unit circle, by modulus and phase."""
+    width, states = 96, 96
+
+    class _Layer(hk.Module):
+        def __call__(self, x):
+            uniform, normal_ = hk.initializers.RandomUniform, hk.initializers.RandomNormal
+            nu = hk.get_parameter("nu_log", (states,), init=uniform(-4.0, -1.0))
+            theta = hk.get_parameter("theta_log", (states,), init=uniform(-3.0, 1.0))
+            modulus = jnp.exp(-jnp.exp(nu))
+            decay = modulus * jnp.exp(1j * jnp.exp(theta))
+            scale = jnp.log(jnp.sqrt(1 - modulus**2))
+            gamma = hk.get_parameter("gamma_log", (states,), init=lambda shape, dtype: scale)
+            b_re, b_im = (hk.get_parameter(n, (states, width), init=normal_(0.07)) for n in ("B_re", "B_im"))
+            c_re, c_im = (hk.get_parameter(n, (width, states), init=normal_(0.1)) for n in ("C_re", "C_im"))
+            skip = hk.get_parameter("D", (width,), init=normal_())
+            driven = x @ ((b_re + 1j * b_im) * jnp.exp(gamma)[:, None]).T
+            h = _scan_states(jnp.tile(decay[None], (len(x), 1)), driven)
+            return (h @ (c_re + 1j * c_im).T).real + skip * x
+
+    def loss(example):
+        x = hk.Linear(width)(example[0])
+        for _ in range(2):
+            y = jax.nn.gelu(_Layer()(hk.LayerNorm(-1, True, True)(x)))
+            x = x + hk.Linear(width)(y) * jax.nn.sigmoid(hk.Linear(width)(y))
+        return cross_entropy(hk.Linear(10)(x.mean(0)), example[1])
+
+    return of_haiku(loss, (jnp.asarray(normal(8, 256, 2)), labels(10, 8)))
+
+
+class _MambaBlock(nnx.Module):
+    """A scan whose steps, inputs and outputs all depend on the input."""
+
+    def __init__(self, width: int, states: int = 16, rank: int = 8, *, rngs: nnx.Rngs):
+        inner = 2 * width
+        self.rank, self.states = rank, states
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.inputs = nnx.Linear(width, 2 * inner, use_bias=False, rngs=rngs)
+        self.conv = nnx.Conv(inner, inner, (4,), padding="CAUSAL", feature_group_count=inner, rngs=rngs)
+        self.selection = nnx.Linear(inner, rank + 2 * states, use_bias=False, rngs=rngs)
+        self.step = nnx.Linear(rank, inner, rngs=rngs)
+        self.log_a = nnx.Param(jnp.log(jnp.tile(jnp.arange(1.0, states + 1), (inner, 1))))
+        self.skip = nnx.Param(jnp.ones(inner))
+        self.outputs = nnx.Linear(inner, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        h, gate = jnp.split(self.inputs(self.norm(x)), 2, -1)
+        h = nnx.silu(self.conv(h))
+        step, b, c = jnp.split(self.selection(h), [self.rank, self.rank + self.states], -1)
+        step = nnx.softplus(self.step(step))
+        decay = jnp.exp(step[..., None] * -jnp.exp(self.log_a[...]))
+        driven = (step * h)[..., None] * b[:, :, None]
+
+        def advance(state, inputs):
+            decay, driven, c = inputs
+            state = decay * state + driven
+            return state, jnp.einsum("bds,bs->bd", state, c)
+
+        by_time = (jnp.moveaxis(z, 1, 0) for z in (decay, driven, c))
+        _, y = lax.scan(advance, jnp.zeros_like(driven[:, 0]), tuple(by_time))
+        y = jnp.moveaxis(y, 0, 1) + h * self.skip[...]
+        return x + self.outputs(y * nnx.silu(gate))
+
+
+class _Mamba(nnx.Module):
+    def __init__(self, vocabulary: int, width: int, *, rngs: nnx.Rngs):
+        self.table = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.blocks = nnx.List([_MambaBlock(width, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.table.attend(self.norm(x))
+
+
+@model("Mamba", "nnx", "state-spaces/mamba")
+def mamba() -> Family:
+    return of_nnx(_Mamba(2048, 128, rngs=nnx.Rngs(0)), cross_entropy, *next_token(2048, 4, 64))
+
+
+@model("Hyena", "jax", "HazyResearch/safari")
+def hyena() -> Family:
+    """Gated convolutions as long as the sequence, whose filters a small network of the position gives."""
+    array, width, length, depth, order, vocabulary = Arrays(), 128, 256, 2, 2, 2048
+
+    def block():
+        return {
+            "in": array(width, (order + 1) * width),
+            "short": array(3, (order + 1) * width, scale=0.5),
+            "filter": [array(9, 64, scale=1.0), array(64, 64), array(64, order * width)],
+            "bias": array(order, width, scale=1.0),
+            "out": array(width, width),
+            "up": array(width, 2 * width),
+            "down": array(2 * width, width),
+        }
+
+    params = {"table": array(vocabulary, width, scale=1.0), "blocks": [block() for _ in range(depth)]}
+    times = np.linspace(0, 1, length)[:, None]
+    angles = 2 * np.pi * times * np.arange(1, 5)
+    features = jnp.asarray(np.concatenate([times, np.cos(angles), np.sin(angles)], -1), jnp.float32)
+    window = jnp.asarray(np.exp(-times * np.linspace(3, 15, order * width)), jnp.float32)
+
+    def normed(x):
+        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    def mixed(p, x):
+        z = x @ p["in"]
+        padded = jnp.pad(z, ((2, 0), (0, 0)))
+        z = sum(padded[i : i + length] * p["short"][i] for i in range(3))
+        *gates, v = jnp.split(z, order + 1, -1)
+        h = features
+        for w in p["filter"][:-1]:
+            h = jnp.sin(h @ w)
+        filters = jnp.split(h @ p["filter"][-1] * window, order, -1)
+        for gate, filter_, bias in zip(gates, filters, p["bias"], strict=True):
+            v = gate * (_fft_convolved(v, filter_) + v * bias)
+        return v @ p["out"]
+
+    def loss(params, example):
+        x = params["table"][example[0]]
+        for p in params["blocks"]:
+            x = x + mixed(p, normed(x))
+            x = x + jax.nn.gelu(normed(x) @ p["up"]) @ p["down"]
+        return cross_entropy(normed(x) @ params["table"].T, example[1])
+
+    return Family(loss, params, next_token(vocabulary, 4, length))
+
+
+class _WaveNet(nn.Module):
+    """Dilated causal convolutions with gates; the outputs of all layers are added up."""
+
+    residual: int = 64
+    skip: int = 128
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(256, self.residual)(tokens)
+        total = 0.0
+        for dilation in (1, 2, 4, 8, 16, 32, 1, 2, 4, 8, 16, 32):
+            h = nn.Conv(2 * self.residual, (2,), kernel_dilation=dilation, padding="CAUSAL")(x)
+            a, b = jnp.split(h, 2, -1)
+            h = nn.tanh(a) * nn.sigmoid(b)
+            total = total + nn.Dense(self.skip)(h)
+            x = x + nn.Dense(self.residual)(h)
+        return nn.Dense(256)(nn.relu(nn.Dense(self.skip)(nn.relu(total))))
+
+
+@model("WaveNet", "linen", "ibab/tensorflow-wavenet")
+def wavenet() -> Family:
+    sound = words(256, 4, 257)
+    return of_linen(_WaveNet(), cross_entropy, sound[:, :-1], sound[:, 1:])
+
+
+@model("TCN, weight normalised", "haiku", "locuslab/TCN")
+def tcn() -> Family:
+    """Residual blocks of dilated causal convolutions, whose filters are a direction and a length."""
+
+    class _Conv(hk.Module):
+        def __init__(self, dilation):
+            super().__init__()
+            self._dilation = dilation
+
+        def __call__(self, x):
+            v = hk.get_parameter("v", (5, x.shape[-1], 96), init=hk.initializers.RandomNormal(0.05))
+            g = hk.get_parameter("g", (96,), init=jnp.ones)
+            w = v * (g * lax.rsqrt(jnp.sum(v * v, (0, 1)) + 1e-8))
+            y = lax.conv_general_dilated(
+                x[None], w, (1,), [(4 * self._dilation, 0)], rhs_dilation=(self._dilation,),
+                dimension_numbers=("NWC", "WIO", "NWC"),
+            )[0]  # fmt: skip
+            return jax.nn.relu(y + hk.get_parameter("b", (96,), init=jnp.zeros))
+
+    def loss(example):
+        x = example[0]
+        for dilation in (1, 2, 4, 8):
+            y = _Conv(dilation)(_Conv(dilation)(x))
+            x = jax.nn.relu(y + (x if x.shape == y.shape else hk.Linear(96)(x)))
+        return cross_entropy(hk.Linear(10)(x[-1]), example[1])
+
+    return of_haiku(loss, (jnp.asarray(normal(8, 256, 4)), labels(10, 8)))
