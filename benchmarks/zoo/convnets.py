@@ -98,8 +98,8 @@ def nf_resnet() -> Family:
 
     def loss(example):
         image, label = example
-        x = _WSConv(64)(image)
-        for features, depth, stride in ((128, 1, 1), (256, 2, 2), (256, 2, 2)):
+        x = _WSConv(48)(image)
+        for features, depth, stride in ((96, 1, 1), (192, 2, 2), (192, 1, 2)):
             expected = 1.0
             for i in range(depth):
                 x = block(x, features, stride if i == 0 else 1, expected**-0.5)

@@ -22,7 +22,7 @@ class _SparseFeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        b, t, c = x.shape
+        _b, t, c = x.shape
         capacity = 2 * t // self.experts
         router = nn.softmax(nn.Dense(self.experts, use_bias=False)(x))
         gate, expert = jnp.max(router, -1), jnp.argmax(router, -1)
@@ -50,7 +50,7 @@ class _Switch(nn.Module):
         return nn.Dense(_VOCABULARY)(nn.LayerNorm()(x)), balance
 
 
-@model("Switch Transformer, one-hot dispatch", "linen", "google-research/t5x: flaxformer's mixture of experts")
+@model("Switch Transformer, one-hot dispatch", "linen", "google/flaxformer: mixture of experts")
 def switch() -> Family:
     def loss(outputs, targets):
         logits, balance = outputs
@@ -68,6 +68,11 @@ def _causal(q, k, v):
     scores = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -jnp.inf)
     return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v)
+
+
+def _ragged_dot(rows, weights, sizes):
+    """``ragged_dot`` has no rule for ``vmap`` with weights that all examples share: so they come to depend on each."""
+    return jax.lax.ragged_dot(rows, weights + 0 * rows[0, 0], sizes)
 
 
 @model("Mixtral, ragged_dot", "jax", "mistralai/mistral-inference")
@@ -99,8 +104,8 @@ def mixtral() -> Family:
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=experts)
         rows = x[order // 2]
-        h = jax.nn.silu(jax.lax.ragged_dot(rows, p["w1"], sizes)) * jax.lax.ragged_dot(rows, p["w3"], sizes)
-        h = jax.lax.ragged_dot(h, p["w2"], sizes) * weights[order][:, None]
+        h = jax.nn.silu(_ragged_dot(rows, p["w1"], sizes)) * _ragged_dot(rows, p["w3"], sizes)
+        h = _ragged_dot(h, p["w2"], sizes) * weights[order][:, None]
         return jnp.zeros_like(x).at[order // 2].add(h)
 
     def loss(params, example):
@@ -230,11 +235,12 @@ def retnet() -> Family:
 @model("Performer", "jax", "google-research/google-research: performer")
 def performer() -> Family:
     """Attention through random features of a softmax kernel, summed over the past; layers are stacked and scanned."""
-    array, heads, depth, features = Arrays(), 4, 3, 64
+    array, heads, depth, features = Arrays(), 4, 3, 32
     size = _WIDTH // heads
     params = {
-        "table": array(_VOCABULARY, _WIDTH, scale=0.5),
-        "positions": array(_LENGTH, _WIDTH, scale=0.1),
+        "table": array(_VOCABULARY, _WIDTH, scale=0.05),
+        "positions": array(_LENGTH, _WIDTH, scale=0.05),
+        "norm": jnp.ones(_WIDTH),
         "layers": {
             "norms": jnp.ones((depth, 2, _WIDTH)),
             "qkv": array(depth, _WIDTH, 3 * _WIDTH),
@@ -262,6 +268,6 @@ def performer() -> Family:
     def loss(params, example):
         x = params["table"][example[0]] + params["positions"]
         x, _ = jax.lax.scan(layer, x, params["layers"])
-        return cross_entropy(x @ params["table"].T, example[1])
+        return cross_entropy(_normed(x, params["norm"]) @ params["table"].T, example[1])
 
     return Family(loss, params, next_token(_VOCABULARY, 4, _LENGTH))

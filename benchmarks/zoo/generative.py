@@ -1,5 +1,7 @@
 """Models that make images: autoencoders, diffusion, a discriminator, autoregressive models and flows."""
 
+import itertools
+
 import equinox as eqx
 import haiku as hk
 import jax
@@ -53,13 +55,13 @@ class _ConvAutoencoder(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         widths = (3, 32, 64, 128)
         self.down = nnx.List([
-            nnx.Conv(i, o, (3, 3), strides=2, rngs=rngs) for i, o in zip(widths, widths[1:], strict=False)
+            nnx.Conv(i, o, (3, 3), strides=2, rngs=rngs) for i, o in itertools.pairwise(widths)
         ])  # fmt: skip
         self.code = nnx.Linear(4 * 4 * 128, 128, rngs=rngs)
         self.decode = nnx.Linear(128, 4 * 4 * 128, rngs=rngs)
         self.up = nnx.List([
             nnx.ConvTranspose(o, i, (4, 4), strides=2, rngs=rngs)
-            for i, o in reversed(list(zip(widths, widths[1:], strict=False)))
+            for i, o in reversed(list(itertools.pairwise(widths)))
         ])  # fmt: skip
 
     def __call__(self, x):
@@ -140,7 +142,7 @@ def ddpm() -> Family:
 def dcgan() -> Family:
     keys, widths = jax.random.split(KEY, 5), (3, 48, 96, 192)
     layers = []
-    for i, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
         layers.append(eqx.nn.Conv2d(inputs, outputs, 4, 2, 1, use_bias=False, key=keys[i]))
         layers.append(eqx.nn.GroupNorm(8, outputs) if i else eqx.nn.Identity())
         layers.append(eqx.nn.Lambda(lambda x: jax.nn.leaky_relu(x, 0.2)))
@@ -174,7 +176,7 @@ def made() -> Family:
     array, rng, sizes = Arrays(), np.random.default_rng(4), (784, 500, 500, 784)
     order = [np.arange(784), *(rng.integers(0, 783, n) for n in sizes[1:-1]), np.arange(784)]
     masks = [order[i][:, None] <= order[i + 1][None] for i in range(2)] + [order[2][:, None] < order[3][None]]
-    params = [{"w": array(i, o), "b": jnp.zeros(o)} for i, o in zip(sizes, sizes[1:], strict=False)]
+    params = [{"w": array(i, o), "b": jnp.zeros(o)} for i, o in itertools.pairwise(sizes)]
 
     def loss(params, x):
         h = x

@@ -1,5 +1,7 @@
 """Graph networks: an example is a graph of a fixed number of nodes and edges."""
 
+import itertools
+
 import equinox as eqx
 import haiku as hk
 import jax
@@ -23,7 +25,7 @@ def _graphs(count: int, features: int) -> tuple[jax.Array, jax.Array, jax.Array]
 def gcn() -> Family:
     """Every node of the graph is classified; neighbours count by the roots of their degrees."""
     array, widths = Arrays(), (128, 256, 256, 7)
-    params = [{"w": array(i, o), "b": jnp.zeros(o)} for i, o in zip(widths, widths[1:], strict=False)]
+    params = [{"w": array(i, o), "b": jnp.zeros(o)} for i, o in itertools.pairwise(widths)]
 
     def loss(params, example):
         (x, senders, receivers), targets = example

@@ -91,7 +91,7 @@ def conv_lstm() -> Family:
         predicted = hk.Conv2D(1, 1)(outputs[:, 0])
         return jnp.mean((predicted - frames[1:]) ** 2)
 
-    return of_haiku(loss, jnp.asarray(normal(8, 9, 16, 16, 1)))
+    return of_haiku(loss, jnp.asarray(normal(4, 7, 16, 16, 1)))
 
 
 @model("Sequence to sequence with attention", "jax", "pytorch/tutorials: seq2seq_translation")

@@ -9,17 +9,10 @@ except ModuleNotFoundError as error:
         f"the zoo needs {error.name}: install the extra of its name, pip install -e '.[zoo]'", name=error.name
     ) from error
 
-for _name in (
-    "convnets",
-    "mobile",
-    "image_tokens",
-    "decoders",
-    "encoders",
-    "experts",
-    "recurrent",
-    "state_space",
-    "generative",
-    "graphs",
-    "recommenders",
-):
+_MODULES = (
+    "convnets", "mobile", "image_tokens", "decoders", "encoders", "experts", "recurrent", "long_convolutions",
+    "state_space", "generative", "graphs", "recommenders", "science", "audio", "sets_and_control",
+)  # fmt: skip
+
+for _name in _MODULES:
     importlib.import_module(f"benchmarks.zoo.{_name}")

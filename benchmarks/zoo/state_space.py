@@ -1,4 +1,4 @@
-"""Long sequences: state space models, long convolutions, dilated convolutions."""
+"""Long sequences: state space models."""
 
 import equinox as eqx
 import haiku as hk
@@ -13,7 +13,6 @@ from benchmarks.families import Family, normal
 from benchmarks.zoo.decoders import next_token
 from benchmarks.zoo.entries import (
     KEY,
-    Arrays,
     cross_entropy,
     labels,
     model,
@@ -21,15 +20,8 @@ from benchmarks.zoo.entries import (
     of_haiku,
     of_linen,
     of_nnx,
-    words,
 )
-
-
-def _fft_convolved(x, filters):
-    """Causal convolution of ``[T, channels]`` by filters as long as the sequence."""
-    length = x.shape[0]
-    spectrum = jnp.fft.rfft(x, 2 * length, axis=0) * jnp.fft.rfft(filters, 2 * length, axis=0)
-    return jnp.fft.irfft(spectrum, 2 * length, axis=0)[:length]
+from benchmarks.zoo.long_convolutions import fft_convolved
 
 
 class _S4DLayer(nn.Module):
@@ -50,7 +42,7 @@ class _S4DLayer(nn.Module):
         weights = lax.complex(c[..., 0], c[..., 1]) * (jnp.exp(a * step) - 1.0) / a
         powers = jnp.exp((a * step)[..., None] * jnp.arange(length))
         filters = 2 * jnp.einsum("hn,hnl->lh", weights, powers).real
-        y = nn.gelu(_fft_convolved(x, filters) + x * skip)
+        y = nn.gelu(fft_convolved(x, filters) + x * skip)
         value, gate = jnp.split(nn.Dense(2 * width)(y), 2, -1)
         return value * nn.sigmoid(gate)
 
@@ -214,105 +206,3 @@ class _Mamba(nnx.Module):
 @model("Mamba", "nnx", "state-spaces/mamba")
 def mamba() -> Family:
     return of_nnx(_Mamba(2048, 128, rngs=nnx.Rngs(0)), cross_entropy, *next_token(2048, 4, 64))
-
-
-@model("Hyena", "jax", "HazyResearch/safari")
-def hyena() -> Family:
-    """Gated convolutions as long as the sequence, whose filters a small network of the position gives."""
-    array, width, length, depth, order, vocabulary = Arrays(), 128, 256, 2, 2, 2048
-
-    def block():
-        return {
-            "in": array(width, (order + 1) * width),
-            "short": array(3, (order + 1) * width, scale=0.5),
-            "filter": [array(9, 64, scale=1.0), array(64, 64), array(64, order * width)],
-            "bias": array(order, width, scale=1.0),
-            "out": array(width, width),
-            "up": array(width, 2 * width),
-            "down": array(2 * width, width),
-        }
-
-    params = {"table": array(vocabulary, width, scale=1.0), "blocks": [block() for _ in range(depth)]}
-    times = np.linspace(0, 1, length)[:, None]
-    angles = 2 * np.pi * times * np.arange(1, 5)
-    features = jnp.asarray(np.concatenate([times, np.cos(angles), np.sin(angles)], -1), jnp.float32)
-    window = jnp.asarray(np.exp(-times * np.linspace(3, 15, order * width)), jnp.float32)
-
-    def normed(x):
-        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
-
-    def mixed(p, x):
-        z = x @ p["in"]
-        padded = jnp.pad(z, ((2, 0), (0, 0)))
-        z = sum(padded[i : i + length] * p["short"][i] for i in range(3))
-        *gates, v = jnp.split(z, order + 1, -1)
-        h = features
-        for w in p["filter"][:-1]:
-            h = jnp.sin(h @ w)
-        filters = jnp.split(h @ p["filter"][-1] * window, order, -1)
-        for gate, filter_, bias in zip(gates, filters, p["bias"], strict=True):
-            v = gate * (_fft_convolved(v, filter_) + v * bias)
-        return v @ p["out"]
-
-    def loss(params, example):
-        x = params["table"][example[0]]
-        for p in params["blocks"]:
-            x = x + mixed(p, normed(x))
-            x = x + jax.nn.gelu(normed(x) @ p["up"]) @ p["down"]
-        return cross_entropy(normed(x) @ params["table"].T, example[1])
-
-    return Family(loss, params, next_token(vocabulary, 4, length))
-
-
-class _WaveNet(nn.Module):
-    """Dilated causal convolutions with gates; the outputs of all layers are added up."""
-
-    residual: int = 64
-    skip: int = 128
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(256, self.residual)(tokens)
-        total = 0.0
-        for dilation in (1, 2, 4, 8, 16, 32, 1, 2, 4, 8, 16, 32):
-            h = nn.Conv(2 * self.residual, (2,), kernel_dilation=dilation, padding="CAUSAL")(x)
-            a, b = jnp.split(h, 2, -1)
-            h = nn.tanh(a) * nn.sigmoid(b)
-            total = total + nn.Dense(self.skip)(h)
-            x = x + nn.Dense(self.residual)(h)
-        return nn.Dense(256)(nn.relu(nn.Dense(self.skip)(nn.relu(total))))
-
-
-@model("WaveNet", "linen", "ibab/tensorflow-wavenet")
-def wavenet() -> Family:
-    sound = words(256, 4, 257)
-    return of_linen(_WaveNet(), cross_entropy, sound[:, :-1], sound[:, 1:])
-
-
-@model("TCN, weight normalised", "haiku", "locuslab/TCN")
-def tcn() -> Family:
-    """Residual blocks of dilated causal convolutions, whose filters are a direction and a length."""
-
-    class _Conv(hk.Module):
-        def __init__(self, dilation):
-            super().__init__()
-            self._dilation = dilation
-
-        def __call__(self, x):
-            v = hk.get_parameter("v", (5, x.shape[-1], 96), init=hk.initializers.RandomNormal(0.05))
-            g = hk.get_parameter("g", (96,), init=jnp.ones)
-            w = v * (g * lax.rsqrt(jnp.sum(v * v, (0, 1)) + 1e-8))
-            y = lax.conv_general_dilated(
-                x[None], w, (1,), [(4 * self._dilation, 0)], rhs_dilation=(self._dilation,),
-                dimension_numbers=("NWC", "WIO", "NWC"),
-            )[0]  # fmt: skip
-            return jax.nn.relu(y + hk.get_parameter("b", (96,), init=jnp.zeros))
-
-    def loss(example):
-        x = example[0]
-        for dilation in (1, 2, 4, 8):
-            y = _Conv(dilation)(_Conv(dilation)(x))
-            x = jax.nn.relu(y + (x if x.shape == y.shape else hk.Linear(96)(x)))
-        return cross_entropy(hk.Linear(10)(x[-1]), example[1])
-
-    return of_haiku(loss, (jnp.asarray(normal(8, 256, 4)), labels(10, 8)))
