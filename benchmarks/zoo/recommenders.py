@@ -37,14 +37,14 @@ class _DLRM(nn.Module):
 
     @nn.compact
     def __call__(self, numbers, categories):
-        for features in (256, 128, self.width):
+        for features in (512, 256, self.width):
             numbers = nn.relu(nn.Dense(features)(numbers))
         vectors = [nn.Embed(_ROWS, self.width)(categories[:, i]) for i in range(_FIELDS)]
         vectors = jnp.stack([numbers, *vectors], 1)
         products = jnp.einsum("bid,bjd->bij", vectors, vectors)
         below = np.tril_indices(_FIELDS + 1, -1)
         x = jnp.concatenate([numbers, products[:, below[0], below[1]]], -1)
-        for features in (512, 256):
+        for features in (512, 512, 256):
             x = nn.relu(nn.Dense(features)(x))
         return nn.Dense(1)(x)[:, 0]
 
@@ -62,8 +62,8 @@ class _DeepFM(nnx.Module):
         self.linear = nnx.Embed(_FIELDS * _ROWS, 1, rngs=rngs)
         self.table = nnx.Embed(_FIELDS * _ROWS, width, rngs=rngs)
         self.deep = nnx.Sequential(
-            nnx.Linear(_FIELDS * width, 256, rngs=rngs), nnx.relu,
-            nnx.Linear(256, 256, rngs=rngs), nnx.relu, nnx.Linear(256, 1, rngs=rngs),
+            nnx.Linear(_FIELDS * width, 400, rngs=rngs), nnx.relu,
+            nnx.Linear(400, 400, rngs=rngs), nnx.relu, nnx.Linear(400, 1, rngs=rngs),
         )  # fmt: skip
         self.bias = nnx.Param(jnp.zeros(()))
 
@@ -87,9 +87,9 @@ def collaborative() -> Family:
 
     def loss(example):
         user, item, liked = example
-        product = hk.Embed(users, 32)(user) * hk.Embed(items, 32)(item)
-        x = jnp.concatenate([hk.Embed(users, 64)(user), hk.Embed(items, 64)(item)])
-        for features in (256, 128, 64):
+        product = hk.Embed(users, 64)(user) * hk.Embed(items, 64)(item)
+        x = jnp.concatenate([hk.Embed(users, 128)(user), hk.Embed(items, 128)(item)])
+        for features in (512, 256, 128):
             x = jax.nn.relu(hk.Linear(features)(x))
         return binary_cross_entropy(hk.Linear(1)(jnp.concatenate([product, x]))[0], liked)
 
@@ -164,8 +164,8 @@ class _TwoTower(nn.Module):
     def __call__(self, seen, user, candidates):
         table = nn.Embed(self.items, self.width, name="items")
         x = jnp.concatenate([table(seen).mean(1), nn.Embed(5_000, 32, name="users")(user)], -1)
-        query = nn.Dense(self.width)(nn.relu(nn.Dense(256)(x)))
-        y = nn.Dense(self.width)(nn.relu(nn.Dense(256)(table(candidates))))
+        query = nn.Dense(self.width)(nn.relu(nn.Dense(512)(x)))
+        y = nn.Dense(self.width)(nn.relu(nn.Dense(512)(table(candidates))))
         query, y = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (query, y))
         return jnp.einsum("bd,bcd->bc", query, y) / 0.1
 
@@ -173,7 +173,7 @@ class _TwoTower(nn.Module):
 @model("Two towers, sampled softmax", "linen", "tensorflow/recommenders: retrieval")
 def two_tower() -> Family:
     rng = np.random.default_rng(8)
-    candidates = jnp.asarray(rng.integers(0, 20_000, (32, 33)), jnp.int32)
+    candidates = jnp.asarray(rng.integers(0, 20_000, (32, 101)), jnp.int32)
     users = jnp.asarray(rng.integers(0, 5_000, 32), jnp.int32)
     return of_linen(_TwoTower(), cross_entropy, (words(20_000, 32, 20), users, candidates), jnp.zeros(32, jnp.int32))
 

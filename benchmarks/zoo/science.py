@@ -111,7 +111,7 @@ class _NeRF(eqx.Module):
         for i, layer in enumerate(self.trunk):
             h = jax.nn.relu(layer(jnp.concatenate([h, start]) if i == 4 else h))
         seen = jnp.concatenate([self.feature(h), encoded(direction, 4)])
-        return jax.nn.sigmoid(self.colour(jax.nn.relu(self.view(seen)))), jax.nn.relu(self.density(h)[0])
+        return jax.nn.sigmoid(self.colour(jax.nn.relu(self.view(seen)))), jax.nn.softplus(self.density(h)[0] - 1)
 
 
 @model("NeRF", "equinox", "bmild/nerf")

@@ -182,7 +182,7 @@ def atari() -> Family:
 @model("MAML, one inner step", "haiku", "cbfinn/maml")
 def maml() -> Family:
     """An example is a task: the loss holds a step of descent on the task's own examples."""
-    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([128, 128, 1])(x)))
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([256, 256, 1])(x)))
     x, slope = jnp.asarray(normal(32, 20, 1)), jnp.asarray(normal(32, 1, 1))
     params = network.init(KEY, x[0])
 
