@@ -12,6 +12,8 @@ from benchmarks.zoo import summary
 from benchmarks.zoo.measure import about, measure
 from benchmarks.zoo.registry import ZOO
 
+_WIDTH = 180  # of what is written to a file
+
 
 def main(out: Path, only: str | None, budget_s: float) -> None:
     """Measures every model (or those whose name contains ``only``) and writes ``zoo.json``.
@@ -23,6 +25,8 @@ def main(out: Path, only: str | None, budget_s: float) -> None:
         SystemExit: if no name matches, or, at the end, if a model failed.
     """
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
     names = [n for n in ZOO if only is None or only.lower() in n.lower()]
     if not names:
         raise SystemExit(f"no model matches {only!r}; there are: {'; '.join(ZOO)}")
