@@ -17,6 +17,7 @@ def main() -> None:
     speed.add_argument(
         "--others", action="store_true", help="also time optax.contrib and jax_privacy (and Opacus, if installed)"
     )
+    speed.add_argument("--quick", action="store_true", help="do not time vmap; what the JSON has of it stays")
     speed.add_argument("--seconds", type=float, default=20.0, help="time to spend on each family (default 20)")
     speed.add_argument("--out", type=Path, default=records.LOCAL, help="folder for JSON and plot")
     zoo = commands.add_parser("zoo", help="a clipped gradient's time and memory on models of all kinds (an hour)")
@@ -71,7 +72,7 @@ def main() -> None:
     if options.command == "speed":
         from benchmarks.speed import main as measure
 
-        measure(options.out, options.only, options.others, options.seconds)
+        measure(options.out, options.only, options.others, not options.quick, options.seconds)
     if options.command == "zoo":
         from benchmarks.zoo.command import main as measure_zoo
 

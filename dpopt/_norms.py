@@ -15,7 +15,10 @@ def safe_norm(x: jax.Array, axis: int) -> jax.Array:
     bound = 2.0 ** (jnp.finfo(x.dtype).maxexp - 28)
     # And 1 for zeros: XLA may multiply a number that x was multiplied by with the reciprocal first; 0 * inf is NaN.
     unit = jnp.where(jnp.isfinite(largest) & (largest > 0), jnp.clip(largest, 1 / bound, bound), 1)
-    return jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(x / unit), axis=axis))
+    # The bounds, which change nothing, keep XLA from squaring x and its unit apart where both are constants: 0 * inf.
+    most = jnp.finfo(x.dtype).max
+    scaled = jnp.clip(x / unit, -most, most)
+    return jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axis))
 
 
 def shrink_to(l2_clip_norm: Any, norms: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from dpopt._norms import safe_norm
 from dpopt.ghost import norms
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import Formed, Seen, form, inner, size_of_terms, square_of_one, unfold
-from dpopt.ghost.plan import LeafPlan, orientation
+from dpopt.ghost.plan import LeafPlan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, size_behind, tiny
@@ -182,4 +182,9 @@ def roundings(
         typical = safe_norm(gain.reshape(-1), axis=0) / max(gain.size, 1) ** 0.5
         return size_behind(mapped, sizes[i], total, typical)
 
-    return [functools.reduce(jnp.hypot, (behind(*of) for of in own.items()), jnp.zeros(())) for own in gains]
+    def of_leaf(own: Mapping[int, jax.Array | None]) -> jax.Array:
+        if all(totals[i] is None and is_direct(contacts[i]) for i in own) and len(own) == 1:
+            return jnp.zeros(())  # nothing was added up
+        return functools.reduce(jnp.hypot, (behind(*of) for of in own.items()), jnp.zeros(()))
+
+    return [of_leaf(own) for own in gains]

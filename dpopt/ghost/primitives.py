@@ -44,8 +44,8 @@ CASTS = _all("convert_element_type reduce_precision copy")
 SPLITTING = _all("split reshape squeeze transpose")
 # An output entry depends on the inputs' entries there alone.
 ENTRYWISE = _all("""
-    neg exp exp2 log log1p expm1 tanh logistic sqrt rsqrt square abs sin cos integer_pow pow sign erf add sub mul div max
-    min clamp select_n
+    neg exp exp2 log log1p expm1 tanh logistic sqrt rsqrt square abs sin cos integer_pow pow sign erf add sub mul div
+    max min clamp select_n
 """)
 # Computed in float32 where the loss has fewer bits: they take operands of any floating type.
 WIDENED = (

@@ -89,16 +89,16 @@ class Run:
         return gradient if offset is None else gradient + offset
 
     def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[dict[int, jax.Array | None]]:
-        """Per parameter and contact of its own: how much entries of the contact's gradient count in ``S g``, about.
+        """Per parameter and contact of its own: how much entries of the contact's gradient count in ``S g``.
 
-        None: as they are."""
+        None: as they are. About, where the contact's weight mixes entries."""
 
         def of_leaf(leaf):
-            own = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}
-            copies = all(is_direct(c) and cast(Entry, c.weight.entry).copy for c in own.values())
-            if copies and self.scales[leaf] is None:
-                return dict.fromkeys(own)
-            return dict(zip(own, self.pull_back.gains(leaf, self.scales[leaf], list(own.values())), strict=True))
+            own, scale = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}, self.scales[leaf]
+            if all(is_direct(c) for c in own.values()):
+                diagonals = {i: self.diagonal(leaf, c, scale) for i, c in own.items()}
+                return {i: None if d is None else jnp.abs(d) for i, d in diagonals.items()}
+            return dict(zip(own, self.pull_back.gains(leaf, scale, list(own.values())), strict=True))
 
         return [of_leaf(leaf) for leaf in leaves]
 

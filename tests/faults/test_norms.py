@@ -175,6 +175,15 @@ def test_an_offset_that_cancels_the_gradient():
         assert contribution(lambda w, e: jnp.sum(w * e), jnp.zeros(50), x, clip, offset=offset) < 1 + SLACK
 
 
+@pytest.mark.parametrize("size", [1e21, 1e-30, 1e37])
+def test_norms_of_constants(size):
+    """XLA squared a constant and its unit apart while it compiled: 0 * inf."""
+    x = np.float32(size) * np.random.default_rng(0).uniform(0.5, 1, (4, 6)).astype(np.float32)
+    found = jax.jit(lambda y: safe_norm(x + 0 * y, axis=1))(0.0)
+    np.testing.assert_allclose(found, np.linalg.norm(x.astype(np.float64), axis=1), rtol=1e-6)
+    assert np.isinf(jax.jit(lambda y: safe_norm(jnp.array([[np.inf, 1.0]]) + y, axis=1))(0.0)).all()
+
+
 # --- rounding of long sums
 
 
