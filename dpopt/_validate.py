@@ -159,6 +159,11 @@ def floating_params(params: Any) -> None:
         raise ValueError("params has no leaves: there is nothing to train.")
     for path, leaf in leaves:
         dtype = jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise TypeError(
+                f"parameter {jax.tree_util.keystr(path) or 'params'} has dtype {dtype}: dpopt trains real parameters. "
+                "Keep its real and imaginary parts, and put them together in the loss (jax.lax.complex)."
+            )
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"parameter {jax.tree_util.keystr(path) or 'params'} has dtype {dtype}, which has no gradient: "

@@ -113,7 +113,8 @@ def choose(
     # Parts cost less time than a second pass, as long as each has a few examples.
     fitting = [k for k in more if found.recorded(k) <= limit and (k == parts or size // k >= _LEAST_PART)]
     if fitting:
-        reason = _FASTEST if fitting[0] == parts else "in fewer parts it would take more memory than is allowed"
+        fewest = "vmap, which should be faster, would take more memory than is allowed" if wants_vmap else _FASTEST
+        reason = fewest if fitting[0] == parts else "in fewer parts it would take more memory than is allowed"
         return Way(plan.of(size // fitting[0]), fitting[0], reason)
     if found.streamed < found.recorded(more[-1]):
         return Way(plan.streaming(single), 1, "what it records in one pass would take more memory than is allowed")
