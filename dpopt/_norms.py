@@ -15,10 +15,12 @@ def safe_norm(x: jax.Array, axis: int) -> jax.Array:
     bound = 2.0 ** (jnp.finfo(x.dtype).maxexp - 28)
     # And 1 for zeros: XLA may multiply a number that x was multiplied by with the reciprocal first; 0 * inf is NaN.
     unit = jnp.where(jnp.isfinite(largest) & (largest > 0), jnp.clip(largest, 1 / bound, bound), 1)
-    # The bounds, which change nothing, keep XLA from squaring x and its unit apart where both are constants: 0 * inf.
+    # The bounds, which change no finite number, keep XLA from squaring x and its unit apart where both are constants:
+    # 0 * inf. Of a single number XLA takes the root of the square for the number itself: they would hide an infinity.
     most = jnp.finfo(x.dtype).max
     scaled = jnp.clip(x / unit, -most, most)
-    return jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axis))
+    norm = jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axis))
+    return jnp.where(jnp.isinf(jnp.squeeze(largest, axis)), jnp.inf, norm)
 
 
 def shrink_to(l2_clip_norm: Any, norms: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from helpers import mlp_batch, mlp_loss, mlp_params, privacy_four
 
 import dpopt
 from dpopt import verification
-from dpopt.ghost.run import Run
+from dpopt.ghost import engine
 from dpopt.verification import VerificationError, verify
 
 PARAMS, BATCH = mlp_params(), mlp_batch(6)
@@ -39,33 +39,33 @@ def test_a_model_in_bfloat16_passes():
 
 
 def half_of_a_norm(monkeypatch):
-    real = Run.norms
+    real = engine.leaf_norms
 
-    def wrong(self, *args):
-        leaf_norms, *rest = real(self, *args)
-        return [leaf_norms[0] / 2, *leaf_norms[1:]], *rest
+    def wrong(*args):
+        found = real(*args)
+        return found._replace(upper=[found.upper[0] / 2, *found.upper[1:]])
 
-    monkeypatch.setattr(Run, "norms", wrong)
+    monkeypatch.setattr(engine, "leaf_norms", wrong)
 
 
 def a_sum_too_large(monkeypatch):
-    real = Run.weighted_sum
+    real = engine.weighted_sum
 
     def wrong(*args):
         total = real(*args)
         return total._replace(value=[t * (1 + (i == 3)) for i, t in enumerate(total.value)])
 
-    monkeypatch.setattr(Run, "weighted_sum", wrong)
+    monkeypatch.setattr(engine, "weighted_sum", wrong)
 
 
 def rows_that_mix(monkeypatch):
     """One example gets a little of its neighbour's weight, which shows only where the neighbour is masked out."""
-    real = Run.weighted_sum
+    real = engine.weighted_sum
 
-    def wrong(self, coefficients, *args):
-        return real(self, [c + 0.1 * jnp.roll(c, 1) * (c == 0) for c in coefficients], *args)
+    def wrong(run, weights, records):
+        return real(run, {i: c + 0.1 * jnp.roll(c, 1) * (c == 0) for i, c in weights.items()}, records)
 
-    monkeypatch.setattr(Run, "weighted_sum", wrong)
+    monkeypatch.setattr(engine, "weighted_sum", wrong)
 
 
 @pytest.mark.parametrize(
