@@ -2,8 +2,9 @@
 
 A clip coefficient multiplies one of an example's two factors there. What that leaves below the smallest normal number
 *tiny* vanishes: as much is lost of the factor, and the other factor, the way back to the parameter and its diagonal
-enlarge the loss. An example of which more than 2^-14 of what it is clipped to may be lost cannot be weighed, and is
-left out. In float32 this takes factors, or diagonals, some 1e30 times the clip norm.
+enlarge the loss. Products and partial sums vanish too, or do not, as the examples have it that they are added to. An
+example of which more than 2^-14 of what it is clipped to may be lost cannot be weighed, and is left out. In float32
+this takes factors, or diagonals, some 1e28 times the clip norm.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries,
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
-# Larger coefficients make nothing vanish but what next to nothing is left of as it is.
-SMALL = 2.0**-30
 
 
 class Seen(NamedTuple):
@@ -130,6 +129,15 @@ def weighs_input(contact: Contact, x: jax.Array, y: jax.Array) -> bool:
     return contact.primitive in BILINEAR and x.size < y.size
 
 
+def is_added_up(contact: Contact, record: Seen | Formed) -> bool:
+    """Whether entries of one example's weighed gradient are sums of several products."""
+    if isinstance(record, Formed) or contact.apply is None:
+        return False
+    if jnp.issubdtype(record.y.dtype, jnp.complexfloating):
+        return True  # real and imaginary parts
+    return contact.factors is None or contact.factors.positions > 1
+
+
 def not_weighed(contact: Contact, record: Seen | Formed) -> jax.Array:
     """``[B]``: how large entries are of the factor that is not weighed; 1 where there is no such factor."""
     if isinstance(record, Formed):
@@ -141,18 +149,24 @@ def not_weighed(contact: Contact, record: Seen | Formed) -> jax.Array:
     return jnp.max(jnp.abs(other), axis=range(1, other.ndim), initial=0)
 
 
-def lost_to_weighing(contact: Contact, other: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What an entry of a weighed gradient may have lost, given how large the factor is that is not weighed."""
+def lost_to_weighing(contact: Contact, other: jax.Array, rows: int) -> jax.Array:
+    """What an entry of the weighed sum of ``rows`` examples may lose of one of them, in units of tiny.
+
+    (As a number the bound itself would vanish under a small diagonal.)
+
+    Args:
+        other: how large the factor is that is not weighed; 0 where what is lost of the other makes no difference.
+    """
     if contact.factors is None:
         terms = math.prod(length for length, is_mapped in contact.loops if not is_mapped)
     else:
         terms = contact.factors.positions
-    return terms * tiny(dtype) * jnp.maximum(1, other)
+    return terms * (rows + other)  # what is below tiny on the way is kept or not, as other examples have it
 
 
 def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array) -> jax.Array:
-    """Whether coefficients may multiply examples of which up to ``lost`` vanishes then."""
-    return (c >= SMALL) | (lost <= TOLERANCE * clipped_to)
+    """Whether coefficients may multiply examples of which up to ``lost`` tiny vanishes then."""
+    return lost < clipped_to * (TOLERANCE / tiny(c.dtype))
 
 
 def is_outer_product(contact: Contact) -> bool:

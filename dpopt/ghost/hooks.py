@@ -130,7 +130,7 @@ class ClipHook:
             upper = bounds[..., 0]
             keep = keep.reshape(-1, *[1] * (upper.ndim - 1))
             c = jnp.where((keep > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
-            lost = lost_to_weighing(contact, bounds[..., 2], c.dtype)
+            lost = lost_to_weighing(contact, bounds[..., 2], len(keep))
             c = jnp.where(can_weigh(c, limit[None], lost * _gain(self, contact, diagonal)), c, 0)
             rows = selected(c != 0, x), selected(c != 0, y), c
             total = _sums.over_examples(
@@ -174,7 +174,7 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
         fine = (keep > 0) & jnp.isfinite(norm)
         c = jnp.where(fine, shrink_to(limit[None], norm), 0)
         other = jnp.ones_like(norm)
-        lost = lost_to_weighing(contact, other, c.dtype) * (1 if diagonal is None else largest(diagonal))
+        lost = lost_to_weighing(contact, other, size) * (1 if diagonal is None else largest(diagonal))
         c = jnp.where(can_weigh(c, limit[None], lost * formed[0].size ** 0.5), c, 0)
         total = combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
         return jnp.stack([norm, norm, other], axis=1).astype(hook.bounds.dtype), total

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dpopt._norms import safe_norm
-from dpopt._once import if_any
-from dpopt.ghost.contacts import SMALL, Formed, Seen, can_weigh, lost_to_weighing, not_weighed
+from dpopt.ghost.contacts import Formed, Seen, can_weigh, is_added_up, lost_to_weighing, not_weighed
+from dpopt.ghost.plan import is_direct
 from dpopt.ghost.run import Run
+from dpopt.ghost.squares import largest
 from dpopt.ghost.values import Contact
 
 
@@ -33,25 +32,30 @@ def without_too_large(
         known: at the other contacts, how large entries of the factor are that is not weighed, ``[B]``.
     """
     distinct = {id(c): c for c in weights.values()}
-    members = {key: [leaf for leaf, c in weights.items() if id(c) == key] for key in distinct}
-
-    def step(coefficients: list[jax.Array]) -> list[jax.Array]:
-        return [_checked(run, c, leaves, norms, records, known)
-                for c, leaves in zip(coefficients, members.values(), strict=True)]  # fmt: skip
-
-    is_small = jnp.stack([(c > 0) & (c < SMALL) for c in distinct.values()])
-    found = dict(zip(distinct, if_any(is_small, step, list(distinct.values())), strict=True))
+    found = {}
+    for key, c in distinct.items():
+        leaves = [leaf for leaf, own in weights.items() if id(own) == key]
+        lost = _lost(run, leaves, records, known)
+        clipped_to = jnp.max(jnp.stack([c * jnp.where(c > 0, norms[leaf], 0) for leaf in leaves]), axis=0)
+        found[key] = jnp.where(can_weigh(c, clipped_to, lost), c, 0)
     return {leaf: found[id(c)] for leaf, c in weights.items()}
 
 
-def _checked(run: Run, c: jax.Array, leaves: list[int], norms: Mapping, records: Mapping, known: Mapping) -> jax.Array:
-    contacts = run.contacts_of(leaves)
-    lost: Any = jnp.zeros(())
-    for own in run.gains(contacts, leaves):
+def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping) -> jax.Array:
+    """How large what vanishes of ``S g`` may be, in units of tiny: a number, or ``[B]``."""
+    contacts, lost = run.contacts_of(leaves), jnp.zeros(())
+    for leaf, own in zip(leaves, run.gains(contacts, leaves), strict=True):
         for i, gain in own.items():
-            contact = contacts[i]
-            gains = math.prod(contact.weight.shape) ** 0.5 if gain is None else safe_norm(gain.reshape(-1), axis=0)
-            other = known[contact] if contact in known else not_weighed(contact, records[contact])
-            lost += gains * lost_to_weighing(contact, other, c.dtype)
-    clipped_to = jnp.max(jnp.stack([c * jnp.where(c > 0, norms[leaf], 0) for leaf in leaves]), axis=0)
-    return jnp.where(can_weigh(c, clipped_to, lost), c, 0)
+            contact, other = contacts[i], jnp.zeros(())
+            if not _can_only_shrink(run, leaf, contact, records):
+                other = known[contact] if contact in known else not_weighed(contact, records[contact])
+            size = math.prod(contact.weight.shape) ** 0.5 * (1 if gain is None else largest(gain))
+            lost += size * lost_to_weighing(contact, other, run.plan.batch_size)
+    return lost
+
+
+def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Mapping) -> bool:
+    """Whether what vanishes makes an example's gradient smaller: nothing was to cancel it."""
+    if run.offsets[leaf] is not None or len(run.contacts_of([leaf])) > 1 or contact not in records:
+        return False
+    return is_direct(contact) and not is_added_up(contact, records[contact])

@@ -11,6 +11,8 @@ from dpopt import ghost
 
 SLACK = 2.0**-11
 TINY = float(np.finfo(np.float32).tiny)
+# 43 and 45 have shown faults of former rules.
+_SEEDS = [n if n in {*range(12), 43, 45} else pytest.param(n, marks=pytest.mark.slow) for n in range(200)]
 
 
 def _program(rng):
@@ -22,6 +24,8 @@ def _program(rng):
     y = y - y.mean(1, keepdims=True) * (1 - rng.choice([1e-3, 1.0], (4, 1, 1))) if positions > 1 else y
     large, swapped = 10.0 ** rng.uniform(-3, 36, (4, 1, 1)), rng.random() < 0.3
     x, y = (x, y * large) if swapped else (x * large, y)
+    small = 10.0 ** -rng.uniform(0, 30, (4, 1, 1)) * rng.integers(0, 2, (4, 1, 1))
+    x, y = (np.where(small > 0, x * small, x), y) if swapped else (x, np.where(small > 0, y * small, y))
     way = str(rng.choice(["matrix", "broadcast", "two contacts"]))
 
     def loss(params, example):
@@ -33,12 +37,12 @@ def _program(rng):
         return jnp.sum((example["x"] @ w) * example["y"])
 
     batch = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.float32)}
-    return loss, {"w": jnp.ones((width, out)) / pull}, batch, pull
+    return loss, {"w": jnp.ones((width, out)) / pull}, batch, pull, small.ravel() > 0
 
 
 @functools.partial(jax.jit, static_argnames=("loss", "way"))
 def _contributions(loss, params, batch, way, l2_clip_norm, scale):
-    """Of each example alone."""
+    """Of each example alone, and to the sum of all."""
 
     def total(mask):
         plan = ghost.plan_clipped_sum(loss, params, batch, scale=scale)
@@ -53,15 +57,16 @@ def _contributions(loss, params, batch, way, l2_clip_norm, scale):
             loss, params, batch, coefficients=coefficients, mask=mask, scale=scale, plan=plan, limits=limits
         ).sum["w"]
 
-    return jax.lax.map(total, jnp.eye(4, dtype=bool))
+    without = jax.lax.map(total, ~jnp.eye(4, dtype=bool))
+    return jax.lax.map(total, jnp.eye(4, dtype=bool)), total(jnp.ones(4, bool)) - without
 
 
 @pytest.mark.parametrize("way", ["recorded", "two passes", "one pass"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", _SEEDS)
 def test_no_coefficient_is_too_small_for_its_example(way, seed):
     rng = np.random.default_rng(seed)
-    loss, params, batch, pull = _program(rng)
-    number = float(rng.choice([1.0, 1e-10, 1e10]))
+    loss, params, batch, pull, faint = _program(rng)
+    number = float(rng.choice([1.0, 1e-10, 1e10, 1e25]))
     diagonal = rng.uniform(0.5, 1, params["w"].shape) if rng.random() < 0.5 else np.ones(())
     scale = None if number == 1 else {"w": jnp.asarray(number * diagonal, jnp.float32)}
     scaled = np.maximum(np.max(np.abs(batch["x"]), (1, 2)), np.max(np.abs(batch["y"]), (1, 2))).astype(np.float64)
@@ -71,8 +76,9 @@ def test_no_coefficient_is_too_small_for_its_example(way, seed):
             if not 1e-28 < l2_clip_norm < 1e30:
                 continue
             with jax.numpy_rank_promotion("allow"):
-                sums = _contributions(loss, params, batch, way, np.float32(l2_clip_norm), scale)
-            found = np.linalg.norm(np.asarray(sums, np.float64).reshape(4, -1), axis=1)
+                both = _contributions(loss, params, batch, way, np.float32(l2_clip_norm), scale)
+            found, moved = (np.linalg.norm(np.asarray(x, np.float64).reshape(4, -1), axis=1) for x in both)
             assert (found <= l2_clip_norm * (1 + SLACK)).all(), (l2_clip_norm, found)
-            ordinary = (scaled / min(number, 1) < 1e34) & (scaled < l2_clip_norm * 1e-12 / TINY)
+            assert (moved <= l2_clip_norm * (1 + SLACK)).all(), (l2_clip_norm, moved)
+            ordinary = ~faint & (scaled / min(number, 1) < 1e34) & (scaled < l2_clip_norm * 1e-12 / TINY)
             assert (found[ordinary] > 0).all(), (l2_clip_norm, found)
