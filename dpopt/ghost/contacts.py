@@ -110,11 +110,11 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
         x = _weighted(x, c)
     else:
         y = _weighted(y, c)
-    if is_outer_product(contact) and len(c) > 1:  # a single one XLA would form from a broadcast that it stores
+    if is_product(contact) and len(c) > 1:  # a single one XLA would form from a broadcast that it stores
         # Of the primitive transposed XLA would turn y around first, which takes a tenth of an MLP's gradient.
         factors = cast(Factors, contact.factors)
         (left,), right = jax.vmap(factors.split)(x, y)
-        left, right = (wide(z).reshape(len(z), -1) for z in (left, right))
+        left, right = (wide(z).reshape(-1, z.shape[-1]) for z in (left, right))
         total = lax.dot_general(left, right, (((0,), (0,)), ((), ())), precision=_PRECISION)
         return factors.unfold(total[None, None])
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
@@ -169,12 +169,9 @@ def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array) -> jax.Array
     return lost < clipped_to * (TOLERANCE / tiny(c.dtype))
 
 
-def is_outer_product(contact: Contact) -> bool:
-    """Whether one example's gradient is a single outer product, of its input and its cotangent."""
-    factors = contact.factors
-    if contact.primitive is not DOT or factors is None:
-        return False
-    return factors.shape[:2] == (1, 1) and factors.positions == 1
+def is_product(contact: Contact) -> bool:
+    """Whether one example's gradient is a single product, of its input and its cotangent as matrices."""
+    return contact.primitive is DOT and contact.factors is not None and contact.factors.shape[:2] == (1, 1)
 
 
 def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
