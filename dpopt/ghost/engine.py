@@ -154,7 +154,8 @@ def clipped_sum(
     is_fine = finite([*norms, mask])
     # The sum is the same for all batches: what an example adds must not depend on whether another is bad.
     records = without_bad_rows(~is_fine, found.records)
-    weights = without_too_large(run, dict(enumerate(weigh(norms))), dict(enumerate(norms)), records, {})
+    weights = dict(enumerate(weigh(norms)))
+    weights = without_too_large(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)
     return result(weighted_sum(run, weights, records), norms, losses, aux, mask & is_fine)
 
 

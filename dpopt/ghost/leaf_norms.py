@@ -16,9 +16,9 @@ from dpopt.ghost.contacts import Formed, Seen, form, inner, size_of_terms, squar
 from dpopt.ghost.plan import LeafPlan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
-from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, size_behind, tiny
+from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, size_behind, sum_squares, tiny
 from dpopt.ghost.standardized import Standardized
-from dpopt.ghost.values import Contact
+from dpopt.ghost.values import Contact, wide_dtype
 
 Bounds = tuple[jax.Array, jax.Array]  # on norms, [B]: no smaller than they are; but for what squares.py adds
 
@@ -29,6 +29,7 @@ class LeafNorms(NamedTuple):
     upper: list[jax.Array]  # [B] each, or [B, layers]: no smaller than they are
     lower: list[jax.Array]  # the same without what is added for squares that vanished (squares.py)
     records: dict[Contact, Seen | Formed]
+    diagonals: dict[int, jax.Array]  # of some parameters: no smaller than entries of S at their contacts
 
 
 def leaf_norms(run: Run, seen: Mapping[Contact, Seen], known: Mapping[int, Bounds] | None = None) -> LeafNorms:
@@ -37,19 +38,27 @@ def leaf_norms(run: Run, seen: Mapping[Contact, Seen], known: Mapping[int, Bound
         c: _kept(run, c, s) if c in run.plan.kept else s._replace(out=None) for c, s in seen.items()
     }
     found: list[Any] = [(known or {}).get(leaf) for leaf in range(len(run.leaves))]
+    diagonals = {}
     for leaf_plan in run.plan.leaves:
         if leaf_plan.method != "pulled_back" and found[leaf_plan.leaf] is None:
-            found[leaf_plan.leaf] = _norm(run, leaf_plan, seen, records)
+            found[leaf_plan.leaf], diagonal = _norm(run, leaf_plan, seen, records)
+            if diagonal is not None:
+                diagonals[leaf_plan.leaf] = jnp.sqrt(jnp.max(diagonal))
     for contacts, leaves in run.plan.pulled_back:
         for leaf, square in zip(leaves, _pulled(run, contacts, leaves, records), strict=True):
             found[leaf] = _roots(square)
     # A loss may compute in fewer bits than its parameters have.
     upper, lower = ([b[i].astype(x.dtype) for b, x in zip(found, run.wide, strict=True)] for i in (0, 1))
-    return LeafNorms(upper, lower, records)
+    return LeafNorms(upper, lower, records, diagonals)
 
 
 def _roots(square: Square) -> Bounds:
     return jnp.sqrt(square.value + square.missing), jnp.sqrt(square.value)
+
+
+def _root(x: jax.Array) -> jax.Array:
+    """The norm of an array, with what may be missing from its square (`safe_norm` reads the array twice)."""
+    return jnp.sqrt(sum_squares(x) + x.size * tiny(wide_dtype(x.dtype)))
 
 
 def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
@@ -60,8 +69,8 @@ def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
     return Formed(in_chunks(several, seen, run.plan.batch_size, run.plan.chunk([contact])))
 
 
-def _norm(run: Run, leaf_plan: LeafPlan, seen: Mapping, records: Mapping) -> Bounds:
-    """Of one parameter whose contacts' gradients are not pulled back."""
+def _norm(run: Run, leaf_plan: LeafPlan, seen: Mapping, records: Mapping) -> tuple[Bounds, jax.Array | None]:
+    """Of one parameter whose contacts' gradients are not pulled back; and `Square.diagonal`."""
     leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
     scale, offset = run.scales[leaf], run.offsets[leaf]
     shape = run.trace.leaves[leaf].shape
@@ -69,7 +78,7 @@ def _norm(run: Run, leaf_plan: LeafPlan, seen: Mapping, records: Mapping) -> Bou
     if method == "none":
         zero = jnp.zeros(shape, run.wide[leaf].dtype)
         alone = jnp.broadcast_to(safe_norm(run.affine(leaf, zero).reshape(-1), axis=0), (run.plan.batch_size,))
-        return alone, alone
+        return (alone, alone), None
     if method == "shared_gram":
         square = _shared(contacts, [seen[c] for c in contacts])
     else:
@@ -83,14 +92,14 @@ def _norm(run: Run, leaf_plan: LeafPlan, seen: Mapping, records: Mapping) -> Bou
     if number is not None:  # its square may be out of range
         upper, lower = (x * jnp.abs(number) for x in (upper, lower))
     if offset is None:
-        return upper, lower
+        return (upper, lower), square.diagonal
     # |S g + o|^2 = |S g|^2 + 2 <g, S o> + |o|^2, and <g, S o> is a directional derivative.
     offset = jnp.broadcast_to(offset, shape)
     direction = offset if scale is None else offset * scale
     mixed: Any = 0.0
     for c, v in zip(contacts, run.pull_back.push(leaf, direction, contacts), strict=True):
         mixed += jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(seen[c].x, seen[c].y)
-    return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0))
+    return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0)), square.diagonal
 
 
 def _shared(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Square:
@@ -140,7 +149,7 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
         formed = [unfold(c, form(c, r)) for c, r in zip(contacts, records, strict=True)]
         gradients = run.pull_back(contacts, formed, leaves)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
-        totals = roundings(gains, contacts, formed, records)
+        totals = roundings(gains, contacts, formed, records, _root)
         found = [cancelled_before(square, total) for square, total in zip(found, totals, strict=True)]
         return [shifted(square, o) for square, o in zip(found, offsets, strict=True)]
 
@@ -159,7 +168,7 @@ def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> jax.Array | float
 
 def roundings(
     gains: Sequence[Mapping[int, jax.Array | None]], contacts: Sequence[Contact], formed: list[jax.Array],
-    records: Sequence[Seen | Formed],
+    records: Sequence[Seen | Formed], norm: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:  # fmt: skip
     """Per parameter, how large the terms are that one example's ``S g`` was added up from.
 
@@ -167,20 +176,23 @@ def roundings(
         gains: from `Run.gains`.
         formed: its gradients at the contacts.
         records: what they were formed from.
+        norm: of an array, no smaller than it is.
     """
     totals = [size_of_terms(c, r) for c, r in zip(contacts, records, strict=True)]
     formed = [jnp.abs(g) for g in formed]
-    sizes = [safe_norm(g.reshape(-1), axis=0) for g in formed]
+    sizes = [norm(g) for g in formed]
 
     def behind(i: int, gain: jax.Array | None) -> jax.Array:
         total = totals[i]
         if gain is None:
             return sizes[i] if total is None else total
-        mapped = safe_norm((gain * formed[i]).reshape(-1), axis=0)
+        mapped = norm(gain * formed[i])
         if total is None:
             return mapped
-        typical = safe_norm(gain.reshape(-1), axis=0) / max(gain.size, 1) ** 0.5
-        return size_behind(mapped, sizes[i], total, typical)
+        typical = norm(gain) / max(gain.size, 1) ** 0.5
+        eps = jnp.finfo(sizes[i].dtype).eps
+        is_told = (sizes[i] > (formed[i].size * tiny(eps.dtype) / eps) ** 0.5) & jnp.isfinite(sizes[i] + mapped)
+        return jnp.where(is_told, size_behind(mapped, sizes[i], total, typical), largest(gain) * total)
 
     def of_leaf(own: Mapping[int, jax.Array | None]) -> jax.Array:
         if all(totals[i] is None and is_direct(contacts[i]) for i in own) and len(own) == 1:

@@ -85,6 +85,7 @@ def rank_one(group: Group) -> Square:
         (valid,) = cast(OneHot, group.table()).squares()
         return Square(valid * jnp.sum(right_squares), jnp.asarray(p * smallest))
     value = missing = jnp.zeros((), right_squares.dtype)
+    diagonal = None if group.scale is None else jnp.zeros((), right_squares.dtype)
     onto = jnp.sum(right_squares)
     for k, rows in enumerate(cast(Sequence[Dense], group.left)):
         left_squares = jnp.square(wide(rows.x[0]))  # [a]
@@ -96,8 +97,9 @@ def rank_one(group: Group) -> Square:
         else:
             mixed, columns = _mixed(left_squares, jnp.square(group.scale[k]))
             value += jnp.sum(mixed * right_squares)
+            diagonal += jnp.max(columns)
             missing += jnp.max(columns) * lost + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
-    return Square(value, missing)
+    return Square(value, missing, diagonal)
 
 
 # Terms that are added up one after the other: a product of one row with a matrix does so.
@@ -126,9 +128,11 @@ def _in_blocks(row: jax.Array, matrix: jax.Array) -> jax.Array:
     (a,) = row.shape
     if a <= _BLOCK:
         return einsum("a,ap->p", row, matrix)
-    whole = a - a % _BLOCK
-    blocks = einsum("ka,kap->kp", row[:whole].reshape(-1, _BLOCK), matrix[:whole].reshape(-1, _BLOCK, matrix.shape[1]))
-    return jnp.sum(blocks, axis=0) + einsum("a,ap->p", row[whole:], matrix[whole:])
+    block = next((n for n in range(_BLOCK, _BLOCK // 4, -1) if a % n == 0), _BLOCK)
+    whole = a - a % block
+    blocks = einsum("ka,kap->kp", row[:whole].reshape(-1, block), matrix[:whole].reshape(-1, block, matrix.shape[1]))
+    total = jnp.sum(blocks, axis=0)
+    return total if whole == a else total + einsum("a,ap->p", row[whole:], matrix[whole:])
 
 
 def gram(group: Group) -> Square:

@@ -65,7 +65,7 @@ def _norms(
         records, is_chosen, known = rows
         formed = _formed(contacts, records)
         own = [safe_norm(g.reshape(-1), axis=0) for g in _gradient(run, contacts, formed, leaves)]
-        totals = roundings(gains, contacts, formed, records)
+        totals = roundings(gains, contacts, formed, records, lambda x: safe_norm(x.reshape(-1), axis=0))
         own = [with_roundings(n, t) for n, t in zip(own, totals, strict=True)]
         own = [shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)]
         return [jnp.where(is_chosen, o.astype(n.dtype), n) for n, o in zip(known, own, strict=True)]

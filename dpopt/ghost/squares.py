@@ -42,6 +42,8 @@ class Square(NamedTuple):
 
     value: jax.Array
     missing: jax.Array
+    # no smaller than a diagonal's entries squared, where the method comes by it: to look for it takes a tenth of a step
+    diagonal: jax.Array | None = None
 
     def times(self, number: jax.Array) -> Square:
         return Square(self.value * number, self.missing * number)

@@ -76,7 +76,7 @@ def clipped_sum(
     norms = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, looked_at)
     weights = {leaf: c for leaf, c in enumerate(weigh(norms)) if leaf not in sums}
     if weights:
-        weights = without_too_large(run, weights, dict(enumerate(norms)), found.records, largest)
+        weights = without_too_large(run, weights, dict(enumerate(norms)), found.records, largest, found.diagonals)
         rest = _twice(run, batch, weights) if weights.keys() & known.keys() else _once(run, weights, found.records)
         rests = [None] * len(weights) if rest.remainder is None else rest.remainder
         sums |= {

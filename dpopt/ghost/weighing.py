@@ -21,6 +21,7 @@ def without_too_large(
     norms: Mapping[int, jax.Array],
     records: Mapping[Contact, Seen | Formed],
     known: Mapping[Contact, jax.Array],
+    diagonals: Mapping[int, jax.Array],
 ) -> dict[int, jax.Array]:
     """The ``weights``, coefficients ``[B]`` per parameter, with zeros for examples that are too large for them.
 
@@ -30,18 +31,19 @@ def without_too_large(
         norms: per parameter, ``[B]``.
         records: what is known of the examples at contacts.
         known: at the other contacts, how large entries of the factor are that is not weighed, ``[B]``.
+        diagonals: of some parameters with one contact, how large entries of S are there.
     """
     distinct = {id(c): c for c in weights.values()}
     found = {}
     for key, c in distinct.items():
         leaves = [leaf for leaf, own in weights.items() if id(own) == key]
-        lost = _lost(run, leaves, records, known)
+        lost = _lost(run, leaves, records, known, diagonals)
         clipped_to = jnp.max(jnp.stack([c * jnp.where(c > 0, norms[leaf], 0) for leaf in leaves]), axis=0)
         found[key] = jnp.where(can_weigh(c, clipped_to, lost), c, 0)
     return {leaf: found[id(c)] for leaf, c in weights.items()}
 
 
-def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping) -> jax.Array:
+def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping, diagonals: Mapping) -> jax.Array:
     """How large what vanishes of ``S g`` may be, in units of tiny: a number, or ``[B]``."""
     contacts, lost = run.contacts_of(leaves), jnp.zeros(())
     for leaf, own in zip(leaves, run.gains(contacts, leaves), strict=True):
@@ -49,7 +51,8 @@ def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping) -> jax.
             contact, other = contacts[i], jnp.zeros(())
             if not _can_only_shrink(run, leaf, contact, records):
                 other = known[contact] if contact in known else not_weighed(contact, records[contact])
-            size = math.prod(contact.weight.shape) ** 0.5 * (1 if gain is None else largest(gain))
+            most = 1 if gain is None else diagonals[leaf] if leaf in diagonals else largest(gain)
+            size = math.prod(contact.weight.shape) ** 0.5 * most
             lost += size * lost_to_weighing(contact, other, run.plan.batch_size)
     return lost
 

@@ -56,7 +56,7 @@ def test_accountant_memory():
 
 def test_any_setting_is_accounted_for_within_bounds():
     rng = np.random.default_rng(0)
-    started = time.process_time()
+    started, taken = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(12):
         sigma, q, steps = 10 ** rng.uniform(-0.5, 3), 10 ** rng.uniform(-7, 0), int(10 ** rng.uniform(0, 6))
         q = 1.0 if rng.random() < 0.2 else q
@@ -67,7 +67,7 @@ def test_any_setting_is_accounted_for_within_bounds():
         for less in ({"noise_multiplier": 1.2 * sigma}, {"sampling_prob": q / 1.5}, {"steps": max(1, steps // 2)}):
             assert dpopt.epsilon(**{**run, **less}) <= 1.01 * eps + 1e-9, (run, less)
     assert time.process_time() - started < 60  # it takes 5 seconds
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 * 2**20  # kilobytes, of which JAX takes some
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < taken + 2**20  # kilobytes
 
 
 def test_an_epsilon_of_thousands_does_not_overflow():
