@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dpopt.ghost import squares
 from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, join, wide
@@ -95,7 +96,7 @@ def rank_one(group: Group) -> Square:
             value += whole * onto
             missing += lost
         else:
-            mixed, columns = _mixed(left_squares, jnp.square(group.scale[k]))
+            mixed, columns = _mixed(left_squares, group.scale[k])
             value += jnp.sum(mixed * right_squares)
             diagonal += jnp.max(columns)
             missing += jnp.max(columns) * lost + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
@@ -107,32 +108,37 @@ _BLOCK = 1024
 
 
 @jax.custom_batching.custom_vmap
-def _mixed(row: jax.Array, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``row @ matrix`` of non-negative numbers, and the sums of the matrix's columns."""
-    return _in_blocks(row, matrix), jnp.sum(matrix, axis=0)
+def _mixed(row: jax.Array, diagonal: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``row @ diagonal^2``, entry by entry squared, of non-negative numbers; and the sums of the squares' columns."""
+    (mixed,) = _in_blocks(row[None], diagonal)
+    return mixed, jnp.sum(jnp.square(wide(diagonal)), axis=0)
 
 
 @_mixed.def_vmap
-def _(size: int, are_mapped: Sequence[bool], rows: jax.Array, matrix: jax.Array) -> tuple[Any, tuple[bool, bool]]:
+def _(size: int, are_mapped: Sequence[bool], rows: jax.Array, diagonal: jax.Array) -> tuple[Any, tuple[bool, bool]]:
     if are_mapped[1]:
-        mapped = jax.vmap(_in_blocks, in_axes=[0 if m else None for m in are_mapped])
-        return (mapped(rows, matrix), jnp.sum(matrix, axis=1)), (True, True)
+        rows = rows if are_mapped[0] else jnp.broadcast_to(rows, (size, *rows.shape))
+        return jax.vmap(_mixed.fun)(rows, diagonal), (True, True)
     # A diagonal of all examples is read once: its columns are added up by a row of ones beside theirs.
     rows = jnp.concatenate([rows, jnp.ones((1, rows.shape[1]), rows.dtype)])
-    out = jax.vmap(_in_blocks, in_axes=(0, None))(rows, matrix)
+    out = _in_blocks(rows, diagonal)
     return (out[:-1], out[-1]), (True, False)
 
 
-def _in_blocks(row: jax.Array, matrix: jax.Array) -> jax.Array:
-    """``row @ matrix``, long sums in blocks."""
-    (a,) = row.shape
-    if a <= _BLOCK:
-        return einsum("a,ap->p", row, matrix)
-    block = next((n for n in range(_BLOCK, _BLOCK // 4, -1) if a % n == 0), _BLOCK)
-    whole = a - a % block
-    blocks = einsum("ka,kap->kp", row[:whole].reshape(-1, block), matrix[:whole].reshape(-1, block, matrix.shape[1]))
-    total = jnp.sum(blocks, axis=0)
-    return total if whole == a else total + einsum("a,ap->p", row[whole:], matrix[whole:])
+def _in_blocks(rows: jax.Array, diagonal: jax.Array) -> jax.Array:
+    """``rows @ diagonal^2``, long sums in blocks."""
+    length = rows.shape[1]
+    blocks = -(-length // _BLOCK)
+    block = length // blocks
+
+    def part(start: Any, count: int) -> jax.Array:
+        own = lax.dynamic_slice_in_dim(rows, start, count, axis=1)
+        return einsum("ba,ap->bp", own, jnp.square(wide(lax.dynamic_slice_in_dim(diagonal, start, count))))
+
+    if blocks == 1:
+        return part(0, length)
+    total = lax.fori_loop(1, blocks, lambda i, total: total + part(i * block, block), part(0, block))
+    return total + part(blocks * block, length - blocks * block) if length > blocks * block else total
 
 
 def gram(group: Group) -> Square:

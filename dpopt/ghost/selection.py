@@ -48,9 +48,12 @@ def _without_infinities(x: jax.Array) -> jax.Array:
 
 
 def without_bad_rows(bad: jax.Array, records: dict[_Key, Any]) -> dict[_Key, Any]:
-    """The same arrays, ``[B, ...]``, with zeros for rows that are not finite: there are some where any are ``bad``."""
+    """The same arrays, ``[B, ...]``, with zeros for those rows of ``bad`` examples that are not finite.
+
+    Others stay as they are: what of theirs is not finite a weight drops on its way back, and it must do so whether or
+    not there are bad ones beside them."""
     arrays, rebuild = _distinct(records)
-    return rebuild(if_any(bad, lambda arrays: [selected(_finite_rows(x), x) for x in arrays], arrays))
+    return rebuild(if_any(bad, lambda arrays: [selected(_finite_rows(x) | ~bad, x) for x in arrays], arrays))
 
 
 def _distinct(trees: dict[_Key, Any]) -> tuple[list[jax.Array], Callable[[list], dict[_Key, Any]]]:

@@ -278,6 +278,40 @@ def _of_length_one(w):
 
 
 @pytest.mark.parametrize("memory", [1.25, 1])
+@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize(
+    "weight",
+    [lambda w: jnp.where(jnp.arange(w.size).reshape(w.shape) % 4 == 0, 0, w), jnp.triu, lambda w: w.at[1].set(1)],
+    ids=["masked", "triangular", "overwritten"],
+)
+def test_what_a_weight_drops_is_dropped_beside_a_bad_example(weight, is_group, memory):
+    """Found by the fuzzer: an example whose gradient is NaN only where the weight is masked counted, but not where
+    another example was bad, which so moved the sum by 1.3 C."""
+
+    def loss(params, example):
+        return jnp.sum(example["x"] @ (weight(params["w"]) * example["s"])) + jnp.sum(params["v"] * example["x"])
+
+    params = {"v": jnp.ones(4), "w": jnp.ones((4, 4))}
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    s = np.ones((3, 4, 4), np.float32)
+    s[0, 1, 0] = np.nan
+    x[1] = np.inf
+    clip = dpopt.GroupClip({"v": 1.0, "w": 1.0}) if is_group else dpopt.FlatClip(1.0)
+
+    @jax.jit
+    def clipped(mask):
+        promise = dpopt.per_example_grads(loss, engine="ghost", memory=memory)
+        return promise(params, {"x": x, "s": s}, mask=mask).clipped_sum(clip).sum
+
+    def of_first(others):
+        first, without = (clipped(np.array([is_in, *others])) for is_in in (True, False))
+        return np.concatenate([np.ravel(first[k] - without[k]) for k in params])
+
+    expected = of_first([False, True])
+    np.testing.assert_allclose(of_first([True, True]), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory", [1.25, 1])
 @pytest.mark.parametrize("ratio", [10.0**k for k in range(1, 11, 3)])
 @pytest.mark.parametrize("weight", [_standardized, _of_length_one])
 def test_gradients_that_the_weight_takes_away(weight, ratio, memory):
