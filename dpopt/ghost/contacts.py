@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt._norms import safe_norm
-from dpopt.ghost import norms
+from dpopt.ghost import norms, terms
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.primitives import BILINEAR, DOT
 from dpopt.ghost.rows import wide
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries, size_behind, sum_squares, tiny
+from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries, tiny
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
@@ -52,16 +51,11 @@ def form(contact: Contact, record: Seen | Formed) -> jax.Array:
     return norms.explicit(contact.factors, record.x, record.y)
 
 
-def size_of_terms(contact: Contact, record: Seen | Formed) -> jax.Array | None:
-    """How large the terms are that one example's gradient is the sum of; None where it is the only one.
+def is_sum(contact: Contact, record: Seen | Formed) -> bool:
+    """Whether one example's gradient is added up as often as it is computed.
 
     What is formed is added up over examples as it is, and so counts as one term."""
-    if isinstance(record, Formed) or contact.factors is None or contact.factors.positions == 1:
-        return None
-    factors, right = contact.factors, safe_norm(record.y.reshape(-1), axis=0)
-    if factors.one_hot:
-        return factors.positions**0.5 * right
-    return factors.shape[0] ** 0.5 * safe_norm(record.x.reshape(-1), axis=0) * right
+    return isinstance(record, Seen) and contact.factors is not None and contact.factors.positions > 1
 
 
 def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any, lost: Any) -> Square:
@@ -75,11 +69,7 @@ def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal:
     found = of_entries(formed if diagonal is None else formed * diagonal, lost)
     if factors is None or factors.positions == 1:
         return found
-    total = norms.mass(factors, x, y)
-    if diagonal is None:
-        return cancelled_before(found, total)
-    size, typical = jnp.sqrt(sum_squares(formed)), jnp.sqrt(jnp.mean(jnp.square(diagonal)))
-    return cancelled_before(found, size_behind(jnp.sqrt(found.value), size, total, typical))
+    return cancelled_before(found, terms.square(factors, x, y, diagonal))
 
 
 def unfold(contact: Contact, gradient: Any) -> jax.Array:
@@ -158,10 +148,10 @@ def lost_to_weighing(contact: Contact, other: jax.Array, rows: int) -> jax.Array
         other: how large the factor is that is not weighed; 0 where what is lost of the other makes no difference.
     """
     if contact.factors is None:
-        terms = math.prod(length for length, is_mapped in contact.loops if not is_mapped)
+        count = math.prod(length for length, is_mapped in contact.loops if not is_mapped)
     else:
-        terms = contact.factors.positions
-    return terms * (rows + other)  # what is below tiny on the way is kept or not, as other examples have it
+        count = contact.factors.positions
+    return count * (rows + other)  # what is below tiny on the way is kept or not, as other examples have it
 
 
 def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array) -> jax.Array:

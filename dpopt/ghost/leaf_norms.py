@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from dpopt._norms import safe_norm
-from dpopt.ghost import norms
+from dpopt.ghost import norms, terms
 from dpopt.ghost.chunks import in_chunks
-from dpopt.ghost.contacts import Formed, Seen, form, inner, size_of_terms, square_of_one, unfold
+from dpopt.ghost.contacts import Formed, Seen, form, inner, is_sum, square_of_one, unfold
 from dpopt.ghost.plan import LeafPlan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
-from dpopt.ghost.squares import Square, cancelled_before, largest, of_entries, shifted, size_behind, sum_squares, tiny
+from dpopt.ghost.squares import Square, cancelled, largest, of_entries, shifted, sum_squares, tiny
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, wide_dtype
 
@@ -136,8 +136,10 @@ def _standardized(run: Run, leaf_plan: LeafPlan, scale: Any, seen: Mapping, reco
     deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
 
     def square(record):
-        terms = norms.mass(factors, record.x, record.y) if isinstance(record, Seen) else None
-        return norms.standardized_explicit(form(contact, record), deviation, diagonal, coefficients, terms)
+        before = None
+        if is_sum(contact, record):
+            before = terms.standardized_square(factors, record.x, record.y, deviation, diagonal, coefficients)
+        return norms.standardized_explicit(form(contact, record), deviation, diagonal, coefficients, before)
 
     return square, records[contact]
 
@@ -149,8 +151,8 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
         formed = [unfold(c, form(c, r)) for c, r in zip(contacts, records, strict=True)]
         gradients = run.pull_back(contacts, formed, leaves)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
-        totals = roundings(gains, contacts, formed, records, _root)
-        found = [cancelled_before(square, total) for square, total in zip(found, totals, strict=True)]
+        totals = roundings(gains, contacts, formed, records, _root, _root_of_terms)
+        found = [s._replace(value=cancelled(s.value, total)) for s, total in zip(found, totals, strict=True)]
         return [shifted(square, o) for square, o in zip(found, offsets, strict=True)]
 
     gains = run.gains(contacts, leaves)
@@ -161,14 +163,14 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
 
 def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> jax.Array | float:
     """What an entry of ``S g`` may have lost to products that vanish when g is formed."""
-    terms = sum(1 if c.factors is None else c.factors.positions for c in contacts)
+    count = sum(1 if c.factors is None else c.factors.positions for c in contacts)
     scale = run.scales[leaf]
-    return terms * tiny(run.wide[leaf].dtype) * (1.0 if scale is None else largest(scale))
+    return count * tiny(run.wide[leaf].dtype) * (1.0 if scale is None else largest(scale))
 
 
 def roundings(
     gains: Sequence[Mapping[int, jax.Array | None]], contacts: Sequence[Contact], formed: list[jax.Array],
-    records: Sequence[Seen | Formed], norm: Callable[[jax.Array], jax.Array],
+    records: Sequence[Seen | Formed], norm: Callable[[jax.Array], jax.Array], size_of_terms: Callable[..., jax.Array],
 ) -> list[jax.Array]:  # fmt: skip
     """Per parameter, how large the terms are that one example's ``S g`` was added up from.
 
@@ -177,26 +179,24 @@ def roundings(
         formed: its gradients at the contacts.
         records: what they were formed from.
         norm: of an array, no smaller than it is.
+        size_of_terms: of factors, x, y and a diagonal, as `terms.size`.
     """
-    totals = [size_of_terms(c, r) for c, r in zip(contacts, records, strict=True)]
-    formed = [jnp.abs(g) for g in formed]
-    sizes = [norm(g) for g in formed]
 
     def behind(i: int, gain: jax.Array | None) -> jax.Array:
-        total = totals[i]
-        if gain is None:
-            return sizes[i] if total is None else total
-        mapped = norm(gain * formed[i])
-        if total is None:
-            return mapped
-        typical = norm(gain) / max(gain.size, 1) ** 0.5
-        eps = jnp.finfo(sizes[i].dtype).eps
-        is_told = (sizes[i] > (formed[i].size * tiny(eps.dtype) / eps) ** 0.5) & jnp.isfinite(sizes[i] + mapped)
-        return jnp.where(is_told, size_behind(mapped, sizes[i], total, typical), largest(gain) * total)
+        contact, record = contacts[i], records[i]
+        if not is_sum(contact, record):
+            return norm(formed[i] if gain is None else gain * jnp.abs(formed[i]))
+        factors, record = cast(Factors, contact.factors), cast(Seen, record)
+        return size_of_terms(factors, record.x, record.y, None if gain is None else factors.fold(gain))
 
     def of_leaf(own: Mapping[int, jax.Array | None]) -> jax.Array:
-        if all(totals[i] is None and is_direct(contacts[i]) for i in own) and len(own) == 1:
+        if len(own) == 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own):
             return jnp.zeros(())  # nothing was added up
         return functools.reduce(jnp.hypot, (behind(*of) for of in own.items()), jnp.zeros(()))
 
     return [of_leaf(own) for own in gains]
+
+
+def _root_of_terms(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
+    found = terms.square(factors, x, y, scale)
+    return jnp.sqrt(found.value + found.missing)

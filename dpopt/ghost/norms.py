@@ -85,8 +85,7 @@ def rank_one(group: Group) -> Square:
     if group.table() is not None:
         (valid,) = cast(OneHot, group.table()).squares()
         return Square(valid * jnp.sum(right_squares), jnp.asarray(p * smallest))
-    value = missing = jnp.zeros((), right_squares.dtype)
-    diagonal = None if group.scale is None else jnp.zeros((), right_squares.dtype)
+    value = missing = most = jnp.zeros((), right_squares.dtype)
     onto = jnp.sum(right_squares)
     for k, rows in enumerate(cast(Sequence[Dense], group.left)):
         left_squares = jnp.square(wide(rows.x[0]))  # [a]
@@ -98,9 +97,9 @@ def rank_one(group: Group) -> Square:
         else:
             mixed, columns = _mixed(left_squares, group.scale[k])
             value += jnp.sum(mixed * right_squares)
-            diagonal += jnp.max(columns)
+            most += jnp.max(columns)
             missing += jnp.max(columns) * lost + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
-    return Square(value, missing, diagonal)
+    return Square(value, missing, None if group.scale is None else most)
 
 
 # Terms that are added up one after the other: a product of one row with a matrix does so.
@@ -188,21 +187,6 @@ def _formed(group: Group) -> jax.Array:
     return einsum("ta,tp->ap", jnp.concatenate(left, axis=1), right).reshape(len(left), a, p)
 
 
-def mass(factors: Factors, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A bound on ``sum_t |l_t| |r_t|``, the size of the terms that G is the sum of, as a norm over K and N."""
-
-    def one(group: Group) -> jax.Array:
-        if group.table() is not None:
-            return jnp.sum(jnp.sqrt(Dense(group.right).squares()))
-        # Of windows of one input, the whole input instead of each: it is read once.
-        return jnp.sqrt(squares.sum_squares(group.right))
-
-    right = over_groups(one, factors, x, y)
-    if factors.one_hot:
-        return jnp.sqrt(squares.sum_squares(right))
-    return jnp.sqrt(factors.shape[0] * squares.sum_squares(x)) * jnp.max(right)
-
-
 def along_rows(factors: Factors, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """``<G, direction>`` for one example of a look-up; ``direction`` is shaped like the weight."""
     groups = over_groups(lambda group: jnp.sum(wide(group.scaled())), factors, x, y, factors.fold(direction))
@@ -257,21 +241,19 @@ def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Arr
 
 
 def standardized_explicit(
-    formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients, terms: jax.Array | None = None
+    formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients, terms: Square | None = None
 ) -> Square:
     """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but c's are folded to ``[K, N, a, p]``.
 
-    ``terms``: the `mass` of what G was added up from, if it was."""
+    ``terms``: the size of those that G was added up from (terms.py), if it was."""
     total, along = (jnp.sum(z, axis=(0, 2)) for z in (formed, formed * deviation))
     p, q = (z[None, :, None] for z in c.per_filter.pulled(along, total))
     parts = [formed * c.per_filter.slope[None, :, None], jnp.broadcast_to(p, formed.shape), q * deviation]
     parts = parts if scale is None else [part * scale for part in parts]
     found = squares.of_entries(cast(jax.Array, sum(parts)))
     total = cast(jax.Array, sum(jnp.sqrt(squares.sum_squares(part)) for part in parts))
-    if terms is not None:
-        size, typical = jnp.sqrt(squares.sum_squares(formed)), jnp.sqrt(jnp.mean(jnp.square(c.per_filter.slope)))
-        total = squares.size_behind(total, size, terms, typical)
-    return squares.cancelled_before(found, total)
+    found = found._replace(value=squares.cancelled(found.value, total))
+    return found if terms is None else squares.cancelled_before(found, terms)
 
 
 def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> Square:

@@ -14,6 +14,7 @@ from jax import lax
 
 from dpopt._norms import safe_norm
 from dpopt._once import if_any
+from dpopt.ghost import terms
 from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Seen, unfold, weighted
 from dpopt.ghost.leaf_norms import roundings
@@ -64,8 +65,8 @@ def _norms(
     def one(rows):
         records, is_chosen, known = rows
         formed = _formed(contacts, records)
-        own = [safe_norm(g.reshape(-1), axis=0) for g in _gradient(run, contacts, formed, leaves)]
-        totals = roundings(gains, contacts, formed, records, lambda x: safe_norm(x.reshape(-1), axis=0))
+        own = [_norm(g) for g in _gradient(run, contacts, formed, leaves)]
+        totals = roundings(gains, contacts, formed, records, _norm, terms.size)
         own = [with_roundings(n, t) for n, t in zip(own, totals, strict=True)]
         own = [shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)]
         return [jnp.where(is_chosen, o.astype(n.dtype), n) for n, o in zip(known, own, strict=True)]
@@ -76,6 +77,10 @@ def _norms(
         return lax.map(one, rows)
     several = lax.map(jax.vmap(one), jax.tree.map(lambda x: split_rows(x, together), rows))
     return jax.tree.map(join_rows, several)
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return safe_norm(x.reshape(-1), axis=0)
 
 
 def _together(run: Run) -> int:

@@ -93,12 +93,13 @@ class Run:
 
         None: as they are. About, where the contact's weight mixes entries."""
 
-        def of_leaf(leaf):
+        def of_leaf(leaf) -> dict[int, jax.Array | None]:
             own, scale = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}, self.scales[leaf]
             if all(is_direct(c) for c in own.values()):
                 diagonals = {i: self.diagonal(leaf, c, scale) for i, c in own.items()}
                 return {i: None if d is None else jnp.abs(d) for i, d in diagonals.items()}
-            return dict(zip(own, self.pull_back.gains(leaf, scale, list(own.values())), strict=True))
+            found: list[jax.Array | None] = [*self.pull_back.gains(leaf, scale, list(own.values()))]
+            return dict(zip(own, found, strict=True))
 
         return [of_leaf(leaf) for leaf in leaves]
 

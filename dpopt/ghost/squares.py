@@ -122,24 +122,12 @@ def cancelled(value: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.maximum(value, 0) + _ROUNDINGS * jnp.finfo(value.dtype).eps * jnp.square(total)
 
 
-def cancelled_before(square: Square, total: jax.Array) -> Square:
-    """The same for terms that were added up before a linear map; ``total`` is their size behind it (`size_behind`)."""
-    return square._replace(value=cancelled(square.value, total))
-
-
-def size_behind(mapped: jax.Array, size: jax.Array, total: jax.Array, typical: jax.Array | float) -> jax.Array:
-    """How large terms are, and so their roundings, behind a linear map of their sum.
-
-    The map enlarges roundings, entry by entry, as it does the sum, were it not for what cancels in the map itself.
-
-    Args:
-      mapped: norm of the sum's entries, each times the norm of the map's column for it: nothing cancels in that.
-      size: norm of the sum.
-      total: sum of the terms' norms.
-      typical: what the map makes of a norm of 1 on average, for sums of which nothing is left.
-    """
-    anything = size > 2.0**-20 * total
-    return jnp.where(anything, mapped * (total / jnp.where(anything, size, 1)), typical * total)
+def cancelled_before(square: Square, terms: Square) -> Square:
+    """The same for terms that were added up before a linear map; ``terms`` is the square of their size behind it."""
+    share = _ROUNDINGS * jnp.finfo(square.value.dtype).eps
+    return square._replace(
+        value=jnp.maximum(square.value, 0) + share * terms.value, missing=square.missing + share * terms.missing
+    )
 
 
 def with_roundings(norm: jax.Array, total: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ def draw(seed: int) -> Program:
         features.append("remat_all")
     if rng.random() < 0.05:
         params["unused"] = np.ones(2, np.float32)
-    scale, offset = _scale(rng, params, features), None
+    scale, offset = _uneven(seed, _scale(rng, params, features), features), None
     if rng.random() < 0.25:
         features.append("offset")
         offset = {k: (rng.normal(size=w.shape) * 10.0 ** rng.choice([-6, -1, 0, 3])).astype(np.float32)
@@ -91,7 +91,12 @@ def draw(seed: int) -> Program:
     features += [head, type(clip).__name__, engine] + ["microbatch"] * (microbatch is not None)
     batches, tame = zip(*[_batch(rng, wild, features) for wild in (False, True, True)], strict=True)
     used = {*features}
-    precise = used.isdisjoint(set(KINDS) - losses.PRECISE) and used.isdisjoint(set(PROLOGUES) - weights.PRECISE)
+    # Entries that are roundings and nothing else may be the largest under an uneven diagonal.
+    precise = (
+        "scale_uneven" not in used
+        and used.isdisjoint(set(KINDS) - losses.PRECISE)
+        and used.isdisjoint(set(PROLOGUES) - weights.PRECISE)
+    )
     return Program(
         seed, loss, params, list(batches), list(tame), scale, offset, clip, engine, microbatch,
         rng.random() > 0.02, precise, sorted(used),
@@ -107,6 +112,21 @@ def _scale(rng, params, features):
         return {k: np.float32(rng.choice([-2, 0.5, 1e7, 1e25, 1e-20])) for k in params}
     size = 1.0 if how == "diagonal" else 10.0 ** rng.choice([-20, -7, 7, 21])
     return {k: (rng.uniform(0.5, 2, size=w.shape) * size).astype(np.float32) for k, w in params.items()}
+
+
+def _uneven(seed, scale, features):
+    """Some rows, columns or entries of a diagonal larger than others by far: where terms cancel, they may be these."""
+    rng = np.random.default_rng([seed, 2])  # draws of its own: seeds whose diagonal stays give the program they gave
+    if scale is None or not {"scale_diagonal", "scale_large"} & {*features} or rng.random() < 0.5:
+        return scale
+    features.append("scale_uneven")
+
+    def uneven(w):
+        axes = w.shape if rng.random() < 0.3 else [n if rng.random() < 0.5 else 1 for n in w.shape]
+        larger = 10.0 ** (rng.uniform(0, 10) * (rng.random(axes) < 0.5))
+        return np.minimum(w * larger, 1e25).astype(np.float32)
+
+    return {k: uneven(w) for k, w in scale.items()}
 
 
 def _clip(rng, params):
@@ -127,7 +147,7 @@ def _batch(rng, wild, features):
             "x": rng.normal(size=(T, D)), "u": rng.normal(size=(T, D)), "v": rng.normal(size=(T, V)), "m": 1.0,
             "ids": rng.integers(-1 if rng.random() < 0.3 else 0, V, size=T),
         }  # fmt: skip
-        _make_wild(rng, kind, row)
+        _make_wild(rng, kind, row, features)
         if wild:
             features.append(kind)
         rows.append(row)
@@ -138,7 +158,7 @@ def _batch(rng, wild, features):
     return cast, np.array(tame)
 
 
-def _make_wild(rng, kind, row):
+def _make_wild(rng, kind, row, features):
     sizes = {"tiny": [-25, -22, -20, -19, -15, -8], "huge": [4, 8, 15, 19, 25, 30]}
     if kind in sizes:
         for name in ("x", "u", "v", "m"):
@@ -154,7 +174,9 @@ def _make_wild(rng, kind, row):
     elif kind == "cancelling":  # positions whose gradients are large and cancel
         row["x"][1], row["ids"][1] = row["x"][0], row["ids"][0]
         row["u"][0] = row["u"][0] * 10.0 ** rng.choice([3, 6, 8])
-        row["u"][1] = -row["u"][0]
+        # In all columns, or in some: there roundings are left that an uneven diagonal may enlarge.
+        equal = (row["u"][1] > 0) & (row["u"][1, 0] > 0) & ("scale_uneven" in features)
+        row["u"][1] = np.where(equal, row["u"][0], -row["u"][0])
     elif kind in ("nan", "inf"):
         name = str(rng.choice(["x", "u", "v"]))
         row[name].reshape(-1)[rng.integers(row[name].size)] = {"nan": np.nan, "inf": np.inf}[kind]

@@ -1,0 +1,142 @@
+"""Terms that cancel within an example, where a diagonal or the way to the parameter enlarges what is left of them.
+
+What is left are roundings, and no two ways of adding up leave the same.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from dpopt import ghost
+
+SLACK = 2.0**-11
+EXAMPLES = 3
+_WAYS = ["recorded", "two passes", "one pass"]
+_KINDS = ["matrix", "table", "convolution", "over time", "in a loop", "mixed", "standardized", "twice", "bias"]
+
+
+def _cancelling(rng, positions, width, out):
+    """Rows x and y whose products cancel over the positions for some entries of ``x^T y``, and those entries."""
+    x, y = rng.normal(size=(EXAMPLES, positions, width)), rng.normal(size=(EXAMPLES, positions, out))
+    half = positions // 2
+    first, second = slice(0, half), slice(half, 2 * half)
+    some = str(rng.choice(["columns", "rows", "all but a trace"]))
+    if some == "columns":
+        columns = rng.random(out) < 0.5
+        columns[0] = True
+        x[:, second], y[:, second] = x[:, first], np.where(columns, -y[:, first], y[:, first])
+        entries = np.broadcast_to(columns, (width, out))
+    elif some == "rows":
+        rows = rng.random(width) < 0.5
+        rows[0] = True
+        x[:, second], y[:, second] = np.where(rows, -x[:, first], x[:, first]), y[:, first]
+        entries = np.broadcast_to(rows[:, None], (width, out))
+    else:
+        x[:, second], y[:, second] = x[:, first], -y[:, first]
+        y[:, 0] += 10.0 ** -rng.uniform(1, 6) * rng.normal(size=(EXAMPLES, out))
+        entries = rng.random((width, out)) < 0.5
+    order = rng.permutation(positions)
+    return x[:, order], y[:, order], entries
+
+
+def _weight(rng, entries, kind):
+    """From the parameter to the weight: as it is, or entries enlarged, or normalised."""
+    enlarged = np.where(entries, 10.0 ** rng.uniform(0, 10), 1.0) if rng.random() < 0.5 else None
+
+    def weight(w):
+        if enlarged is not None and kind != "standardized":
+            w = w * jnp.asarray(enlarged, w.dtype)
+        if kind == "mixed":
+            w = w - 0.5 * jnp.mean(w, axis=0)
+        if kind == "standardized":
+            w = w - jnp.mean(w, axis=0)
+            w = w / jnp.sqrt(jnp.mean(jnp.square(w), axis=0) + 1e-3)
+        return w
+
+    return weight
+
+
+def _convolved(x, w):
+    out = lax.conv_general_dilated(x.T[None], w.T[:, :, None], (1,), "VALID", dimension_numbers=("NCH", "OIH", "NCH"))
+    return out[0].T
+
+
+def _loss(kind, weight):
+    """A loss whose gradient by the weight is ``x^T y``."""
+
+    def loss(params, example):
+        x, y, w = example["x"], example["y"], weight(params["w"])
+        if kind == "table":
+            return jnp.sum(w[example["ids"]] * y)
+        if kind in ("convolution", "standardized"):
+            return jnp.sum(_convolved(x, w) * y)
+        if kind == "over time":
+            return lax.scan(lambda total, xy: (total + jnp.sum((xy[0] @ w) * xy[1]), None), 0.0, (x, y))[0]
+        if kind == "in a loop":
+            return lax.scan(lambda total, w: (total + jnp.sum((x @ w) * y), None), 0.0, w[None])[0]
+        if kind == "twice":
+            return jnp.sum((x[::2] @ w) * y[::2]) + jnp.sum((x[1::2] @ w) * y[1::2])
+        if kind == "bias":
+            return jnp.sum((x[:, :1] * 0 + 1 + w[0]) * y)
+        return jnp.sum((x @ w) * y)
+
+    return loss
+
+
+@functools.partial(jax.jit, static_argnames=("loss", "way"))
+def _contributions(loss, params, batch, way, l2_clip_norm, scale):
+    """Of each example alone, and to the sum of all."""
+
+    def total(mask):
+        plan = ghost.plan_clipped_sum(loss, params, batch, scale=scale)
+        limits = [l2_clip_norm] if way == "one pass" else []
+        if way != "recorded":
+            plan = plan.streaming(ghost.single_parameters(plan, limits, []))
+
+        def coefficients(norms):
+            return jax.tree.map(lambda n: jnp.where(n > l2_clip_norm, l2_clip_norm / n, 1.0), norms)
+
+        return ghost.clipped_sum(
+            loss, params, batch, coefficients=coefficients, mask=mask, scale=scale, plan=plan, limits=limits
+        ).sum["w"]
+
+    alone = jnp.eye(EXAMPLES, dtype=bool)
+    totals = lax.map(total, jnp.concatenate([alone, ~alone, jnp.ones((1, EXAMPLES), bool)]))
+    return totals[:EXAMPLES], totals[-1] - totals[EXAMPLES:-1]
+
+
+_SEEDS = [n if n < 6 else pytest.param(n, marks=pytest.mark.slow) for n in range(60)]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_what_terms_leave_of_each_other_is_not_enlarged_unseen(seed, kind):
+    rng = np.random.default_rng([seed, _KINDS.index(kind)])
+    positions = int(rng.choice([6, 40]))
+    width, out = (int(rng.choice([1, 4, 16])) for _ in range(2))
+    x, y, entries = _cancelling(rng, positions, width, out)
+    ids = np.zeros((EXAMPLES, positions), int)
+    if kind == "table":  # rows looked up twice, whose cotangents cancel in some columns
+        ids = np.broadcast_to(rng.integers(0, width, positions // 2), (2, positions // 2)).reshape(-1)
+        ids, columns = np.broadcast_to(ids, (EXAMPLES, positions)), rng.random(out) < 0.5
+        half = positions // 2
+        y[:, half : 2 * half] = np.where(columns, -1, 1) * y[:, :half]
+        entries = np.broadcast_to(columns, (width, out))
+    weight = _weight(rng, entries, kind)
+    large, small = 10.0 ** rng.uniform(0, 12), float(rng.choice([1.0, 0.0]))
+    scale = np.where(entries, large, small) * rng.uniform(0.5, 1, (width, out))
+    scale = None if rng.random() < 0.2 else {"w": jnp.asarray(scale, jnp.float32)}
+    params = {"w": jnp.asarray(rng.normal(size=(width, out)), jnp.float32)}
+    batch = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.float32), "ids": jnp.asarray(ids)}
+    loss = _loss(kind, weight)
+    l2_clip_norm = np.float32(10.0 ** rng.uniform(-3, 3))
+    for way in _WAYS:
+        with jax.numpy_rank_promotion("allow"):
+            both = _contributions(loss, params, batch, way, l2_clip_norm, scale)
+        alone, moved = (np.linalg.norm(np.asarray(z, np.float64).reshape(EXAMPLES, -1), axis=1) for z in both)
+        assert (alone <= l2_clip_norm * (1 + SLACK)).all(), (way, alone / l2_clip_norm)
+        assert (moved <= l2_clip_norm * (1 + SLACK)).all(), (way, moved / l2_clip_norm)
