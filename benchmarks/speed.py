@@ -250,6 +250,7 @@ def markdown(content: dict[str, Any]) -> str:
 
 def main(out: Path, only: str | None, others: bool, slow: bool, budget_s: float) -> None:
     """Measures every family (or those whose name contains ``only``) and writes ``speed.json`` and its plot."""
+    timing.keep_memory()
     console = Console()
     names = [n for n in FAMILIES if only is None or only.lower() in n.lower()]
     if not names:
