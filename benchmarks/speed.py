@@ -47,15 +47,18 @@ def compiled(fn: Callable, args: tuple) -> tuple[float, Any]:
     return time.perf_counter() - t, program.memory_analysis()
 
 
-def clip_norm(family: Family) -> tuple[float, Any]:
-    """One that bites for half of the examples, and the clipped sum by the vmap engine in microbatches."""
-    size = max(1, min(8, gradients.batch_size(family) // 2))
-    promise = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=size)(
-        family.params, family.batch, mask=None
-    )
+def clip_norm(family: Family) -> float:
+    """One that bites for half of the examples."""
+    promise = dpopt.per_example_grads(family.loss_fn)(family.params, family.batch, mask=None)
     promise.clipped_sum(dpopt.FlatClip(1.0))
-    clip = float(np.median(promise.sensitive.norms))
-    return clip, promise.clipped_sum(dpopt.FlatClip(clip)).sum
+    return float(np.median(promise.sensitive.norms))
+
+
+def in_microbatches(family: Family, l2_clip_norm: float) -> Any:
+    """The clipped sum by the vmap engine, in microbatches."""
+    size = max(1, min(8, gradients.batch_size(family) // 2))
+    promise = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=size)
+    return promise(family.params, family.batch, mask=None).clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum
 
 
 class Checked:
@@ -101,11 +104,15 @@ def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> d
     Without ``slow`` what takes many times an ordinary gradient is run once, as a check, and not timed."""
     family = FAMILIES[name]()
     args = (family.params, family.batch, gradients.diagonal(family))
-    clip, again = clip_norm(family)
+    clip = clip_norm(family)
     ways = {n: gradients.by_name(family, n, clip) for n in (*gradients.LIGHT, "vmap", "vmap, diagonal")}
+    # Before those that hold every gradient: after them memory that was given back is slow to get again, and whose turn
+    # that is depends on what was freed before. (Nothing is kept of them if the results turn out to differ.)
+    seconds = interleaved({n: ways[n] for n in gradients.LIGHT}, args, budget_s)
     vmap = {n: ways[n] for n in ("vmap", "vmap, diagonal")}
-    checked = Checked(name, args, vmap, again)
-    light = {n: checked.add(n, ways[n]) for n in gradients.LIGHT}
+    checked = Checked(name, args, vmap, in_microbatches(family, clip))
+    for n in gradients.LIGHT:
+        checked.add(n, ways[n])
     heavy = {n: checked.add(n, vmap[n]) for n in (vmap if others else ["vmap"])}
     found: dict[str, Any] = {"parts": dpopt.ghost.plan_clipped_sum(*family).parts}
     if found["parts"] > 1:  # what the parts are worth to an ordinary gradient (in a loop, where XLA may do badly)
@@ -113,8 +120,6 @@ def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> d
     if others:
         rivals, found["jax_privacy_microbatch"] = _others(family, clip, checked)
         heavy |= rivals
-    # Apart: after one of those that hold every gradient, memory that was given back is slow to get again.
-    seconds = interleaved(light, args, budget_s)
     if slow:
         seconds |= timing.with_few_slow({n: _call(f, args) for n, f in heavy.items()}, checked.once, budget_s / 2)
     seconds |= noise_and_update(family)
@@ -250,7 +255,6 @@ def markdown(content: dict[str, Any]) -> str:
 
 def main(out: Path, only: str | None, others: bool, slow: bool, budget_s: float) -> None:
     """Measures every family (or those whose name contains ``only``) and writes ``speed.json`` and its plot."""
-    timing.keep_memory()
     console = Console()
     names = [n for n in FAMILIES if only is None or only.lower() in n.lower()]
     if not names:

@@ -1,6 +1,5 @@
 """Timing of functions against each other, whatever library they are from."""
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -9,21 +8,7 @@ from typing import Any
 SLOW_S = 2.0  # a call that takes longer is timed on few calls, and not called once more before each of them
 FEW = 3
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt
-
 Call = Callable[[], Any]  # returns when the work is done, not when it is queued
-
-
-def keep_memory() -> None:
-    """From now on the C library (glibc's; others as they are) gives no freed memory back to the system.
-
-    A page got anew costs more than what a gradient does with it, and whose turn that is depends on what was freed
-    before: ratios of calls with results of 20 MB jumped from 1.0 to 1.5. Pools of accelerators keep memory, too.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_MAX, 0)):
-            mallopt(option, value)
 
 
 def seconds_of(call: Call) -> float:

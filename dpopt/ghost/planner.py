@@ -12,6 +12,7 @@ kept stays smaller than the activations.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -64,7 +65,7 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     norms = sum(plan.operations for plan in leaves) - repeated
     weighted = sum(OPERATIONS_PER_BYTE * formed_bytes(c) if c in kept else products[c] for c in trace.contacts)
     vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive is CONVOLUTION else 1) for c, n in products.items())
-    per_example = 3 * OPERATIONS_PER_BYTE * sum(leaf_bytes(trace, i) for i in range(len(uses)))
+    per_example = 3 * OPERATIONS_PER_BYTE * sum(_written(trace, i, contacts) for i, contacts in enumerate(uses))
     return Plan(
         trace,
         batch_size,
@@ -77,6 +78,12 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
         shifted=shifted,
         paths=paths,
     )
+
+
+def _written(trace: Trace, leaf: int, contacts: Sequence[Contact]) -> float:
+    """Bytes of one example's gradient of a parameter, each time that vmap adds to it: at every use, in every step."""
+    steps = (math.prod(length for length, is_mapped in c.loops if not is_mapped) for c in contacts)
+    return leaf_bytes(trace, leaf) * max(1, sum(steps))
 
 
 def leaf_paths(params: Any) -> list[str]:
