@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # A parameter whose gradient is zero but for rounding is compared with this share of the whole gradient (its squares
 # come from sums that cancel), and a gradient far below the clip norm with this share of that.
-_FLOOR, _FAR_BELOW = 2.0**-2, 2.0**-10
+_FLOOR, _FAR_BELOW = 2.0**-2, 2.0**-6
 
 
 class VerificationError(RuntimeError):

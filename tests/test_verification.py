@@ -29,6 +29,21 @@ def test_examples_that_are_not_finite_or_have_no_gradient_pass():
     verify(lambda w, x: 0 * jnp.sum(w * x), jnp.ones(3), jnp.ones((2, 3)), engine="ghost")
 
 
+def test_examples_whose_gradients_are_roundings_beside_others_pass():
+    """Of ``1 - tanh^2`` near saturation one rounding leaves a quarter more or less; the clip does not care."""
+    x = np.random.default_rng(0).normal(size=(4096, 6)).astype(np.float32)
+
+    def loss(w, x):
+        return jnp.sum(jnp.square(jnp.tanh(x @ w) - x[:4]))
+
+    w = jnp.full((6, 4), 1.15)
+    sizes = jnp.linalg.norm(jax.vmap(jax.grad(loss), (None, 0))(w, x).reshape(4096, -1), axis=1)
+    faint = [i for i in np.argsort(sizes) if 0 < sizes[i] < 1e-4]
+    assert len(faint) > 20
+    for i in faint[:20]:
+        verify(loss, w, np.concatenate([x[i : i + 1], x[:7]]), engine="ghost")
+
+
 def test_a_model_in_bfloat16_passes():
     def loss(w, x):
         return jnp.sum(jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dpopt.ghost.contacts import Formed, Seen, can_weigh, is_added_up, lost_to_weighing, not_weighed
 from dpopt.ghost.plan import is_direct
@@ -51,10 +53,23 @@ def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping, diagona
             contact, other = contacts[i], jnp.zeros(())
             if not _can_only_shrink(run, leaf, contact, records):
                 other = known[contact] if contact in known else not_weighed(contact, records[contact])
-            most = 1 if gain is None else diagonals[leaf] if leaf in diagonals else largest(gain)
+            most = 1 if gain is None else _largest_entry(run, leaf, contact, diagonals)
             size = math.prod(contact.weight.shape) ** 0.5 * most
             lost += size * lost_to_weighing(contact, other, run.plan.batch_size)
     return lost
+
+
+def _largest_entry(run: Run, leaf: int, contact: Contact, diagonals: Mapping[int, jax.Array]) -> jax.Array:
+    """No smaller than entries of S at a contact. What is known of it comes from squares, which may have overflowed."""
+
+    def found() -> jax.Array:
+        (gain,) = run.gains([contact], [leaf])[0].values()
+        return largest(cast(jax.Array, gain))
+
+    if leaf not in diagonals:
+        return found()
+    known = diagonals[leaf]
+    return lax.cond(jnp.isfinite(known), lambda: known, lambda: found().astype(known.dtype))
 
 
 def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Mapping) -> bool:

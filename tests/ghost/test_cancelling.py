@@ -19,6 +19,12 @@ _WAYS = ["recorded", "two passes", "one pass"]
 _KINDS = ["matrix", "table", "convolution", "over time", "in a loop", "mixed", "standardized", "twice", "bias"]
 
 
+@pytest.fixture(autouse=True)
+def _no_programs_kept():
+    yield
+    _contributions.clear_cache()  # a process can map only so much memory
+
+
 def _cancelling(rng, positions, width, out):
     """Rows x and y whose products cancel over the positions for some entries of ``x^T y``, and those entries."""
     x, y = rng.normal(size=(EXAMPLES, positions, width)), rng.normal(size=(EXAMPLES, positions, out))

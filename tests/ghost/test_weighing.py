@@ -11,8 +11,14 @@ from dpopt import ghost
 
 SLACK = 2.0**-11
 TINY = float(np.finfo(np.float32).tiny)
-# 43 and 45 have shown faults of former rules.
-_SEEDS = [n if n in {*range(12), 43, 45} else pytest.param(n, marks=pytest.mark.slow) for n in range(200)]
+# 43 and 45 have shown faults of former rules; in 123 the squares of a diagonal overflow: all examples were left out.
+_SEEDS = [n if n in {*range(12), 43, 45, 123} else pytest.param(n, marks=pytest.mark.slow) for n in range(200)]
+
+
+@pytest.fixture(autouse=True)
+def _no_programs_kept():
+    yield
+    _contributions.clear_cache()  # a process can map only so much memory
 
 
 def _program(rng):
