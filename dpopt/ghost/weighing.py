@@ -53,23 +53,23 @@ def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping, diagona
             contact, other = contacts[i], jnp.zeros(())
             if not _can_only_shrink(run, leaf, contact, records):
                 other = known[contact] if contact in known else not_weighed(contact, records[contact])
-            most = 1 if gain is None else _largest_entry(run, leaf, contact, diagonals)
+            if gain is not None and leaf in diagonals:
+                most = _largest_entry(run, leaf, contact, diagonals[leaf])
+            else:
+                most = 1 if gain is None else largest(gain)
             size = math.prod(contact.weight.shape) ** 0.5 * most
             lost += size * lost_to_weighing(contact, other, run.plan.batch_size)
     return lost
 
 
-def _largest_entry(run: Run, leaf: int, contact: Contact, diagonals: Mapping[int, jax.Array]) -> jax.Array:
-    """No smaller than entries of S at a contact. What is known of it comes from squares, which may have overflowed."""
+def _largest_entry(run: Run, leaf: int, contact: Contact, known: jax.Array) -> jax.Array:
+    """No smaller than entries of S at its only contact. What is ``known`` comes from squares, which may overflow."""
 
-    def found() -> jax.Array:
+    def looked_at() -> jax.Array:
         (gain,) = run.gains([contact], [leaf])[0].values()
-        return largest(cast(jax.Array, gain))
+        return largest(cast(jax.Array, gain)).astype(known.dtype)
 
-    if leaf not in diagonals:
-        return found()
-    known = diagonals[leaf]
-    return lax.cond(jnp.isfinite(known), lambda: known, lambda: found().astype(known.dtype))
+    return lax.cond(jnp.isfinite(known), lambda: known, looked_at)
 
 
 def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Mapping) -> bool:

@@ -23,14 +23,16 @@ def test_no_example_moves_the_sum_further(part):
     for seed in range(part, PROGRAMS, _PARTS):
         outcome = check.run(seed, compare=seed % 6 == 0)
         assert not outcome.failures, f"python -m tests.fuzz --seed {seed}: {outcome.failures}"
+        assert outcome.kind != "fell_back", f"seed {seed}: the ghost engine can run all of these"
 
 
 # Found in long runs: terms that cancel beside a bad example, gradients that are roundings and nothing else, cotangents
-# that were computed twice, products with coefficients that vanished.
-@pytest.mark.parametrize("seed", [786, 807, 1680, 1976, 2276, 2301, 5165, 8007, 9421])
+# that were computed twice, products with coefficients that vanished. (10013 fell back: an error while it was traced.)
+@pytest.mark.parametrize("seed", [786, 807, 1680, 1976, 2276, 2301, 5165, 8007, 9421, 10013])
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_programs_that_once_exceeded(seed, fast):
-    assert not check.run(seed, fast=fast).failures
+    outcome = check.run(seed, fast=fast)
+    assert not outcome.failures and outcome.kind == "ran"
 
 
 def test_a_seed_gives_one_program():
