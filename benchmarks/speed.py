@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from benchmarks.families import FAMILIES, Family
 REST = ("noise", "update (Adam)")  # of a step; no ways to a gradient
 _OTHERS = ("optax", "jax_privacy")
 STEP = "whole step"  # in units of the ordinary one
+COMPILE = "compile"  # likewise, to trace and compile the clipped gradient
+_OF_ALL = {STEP: "step_ratio", COMPILE: "compile_ratio"}
 
 
 def relative_error(a: Any, b: Any) -> float:
@@ -64,12 +66,16 @@ def in_microbatches(family: Family, l2_clip_norm: float) -> Any:
 class Checked:
     """The ways to one family's gradient, each compiled, called and compared before it may be timed."""
 
-    def __init__(self, family: str, args: tuple, vmap: dict[str, Callable], again: Any, rounding: float = 0.0):
+    def __init__(
+        self, family: str, args: tuple, vmap: dict[str, Callable], again: Any, rounding: float = 0.0,
+        programs: Mapping[str, tuple[float, Any]] | None = None,
+    ):  # fmt: skip
         """The others are compared with ``vmap``, plain and perhaps with a diagonal; ``again`` is the plain result,
-        computed in another way, and ``rounding`` how much such results may differ in any case."""
+        computed in another way, and ``rounding`` how much such results may differ in any case. ``programs``: what
+        `compiled` said of ways that have been called already."""
         self._family, self._args = family, args
-        self.compile_s: dict[str, float] = {}
-        self.memory: dict[str, Any] = {}  # as the compiled program plans it
+        self.compile_s: dict[str, float] = {n: seconds for n, (seconds, _) in (programs or {}).items()}
+        self.memory: dict[str, Any] = {n: memory for n, (_, memory) in (programs or {}).items()}  # as XLA plans it
         self.errors: dict[str, float] = {}
         self.once: dict[str, float] = {}  # seconds of one call
         for name, fn in vmap.items():
@@ -106,11 +112,12 @@ def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> d
     args = (family.params, family.batch, gradients.diagonal(family))
     clip = clip_norm(family)
     ways = {n: gradients.by_name(family, n, clip) for n in (*gradients.LIGHT, "vmap", "vmap, diagonal")}
+    programs = {n: compiled(ways[n], args) for n in gradients.LIGHT}  # a call would compile them
     # Before those that hold every gradient: after them memory that was given back is slow to get again, and whose turn
     # that is depends on what was freed before. (Nothing is kept of them if the results turn out to differ.)
     seconds = interleaved({n: ways[n] for n in gradients.LIGHT}, args, budget_s)
     vmap = {n: ways[n] for n in ("vmap", "vmap, diagonal")}
-    checked = Checked(name, args, vmap, in_microbatches(family, clip))
+    checked = Checked(name, args, vmap, in_microbatches(family, clip), programs=programs)
     for n in gradients.LIGHT:
         checked.add(n, ways[n])
     heavy = {n: checked.add(n, vmap[n]) for n in (vmap if others else ["vmap"])}
@@ -132,6 +139,7 @@ def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> d
         "step_seconds": steps,
         "step_ratio": steps["private"] / steps["ordinary"],
         "compile_seconds": checked.compile_s,
+        "compile_ratio": checked.compile_s["ghost"] / checked.compile_s["ordinary"],
         "scratch_bytes": {n: m.temp_size_in_bytes for n, m in checked.memory.items()},
         "largest_relative_error": checked.errors,
         "rounding": checked.rounding,
@@ -201,7 +209,7 @@ def labels(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _rest(rows: list[dict[str, Any]]) -> list[str]:
-    return [*REST, *([STEP] if any("step_ratio" in r for r in rows) else [])]
+    return [*REST, *(label for label, key in _OF_ALL.items() if any(key in r for r in rows))]
 
 
 def cells(row: dict[str, Any], columns: list[str]) -> list[str]:
@@ -209,8 +217,9 @@ def cells(row: dict[str, Any], columns: list[str]) -> list[str]:
     said = {label: f"{ratio:.2f}" for label, ratio in row["ratio"].items()}
     if row["parts"] > 1:
         said["ghost"] += f" ({row['parts']} parts)"
-    if "step_ratio" in row:
-        said[STEP] = f"{row['step_ratio']:.2f}"
+    for label, key in _OF_ALL.items():
+        if key in row:
+            said[label] = f"{row[key]:.2f}"
     if "jax_privacy_microbatch" in row:
         said["jax_privacy"] += f" (m={row['jax_privacy_microbatch']['best']})"
     return [said.get(label, "") for label in columns]
@@ -244,7 +253,9 @@ def markdown(content: dict[str, Any]) -> str:
     body = [[r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *cells(r, columns)] for r in rows]
     lines = [["family", "ordinary (ms)", *columns], ["---"] + ["---:"] * (len(columns) + 1), *body]
     tables = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    last = "; last a step of DP-Adam, noise and metrics included, over one of Adam" if STEP in columns else ""
+    last = f"; `{STEP}` is one of DP-Adam, noise and metrics included, over one of Adam" if STEP in columns else ""
+    if COMPILE in columns:
+        last += f", and `{COMPILE}` the time to trace and compile `ghost`, over the ordinary gradient's"
     said = (
         f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's{last}. On CPUs the "
         "fast engine takes a large batch in parts, whose memory is used again; `ghost whole` does not, and `ordinary "

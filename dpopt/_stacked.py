@@ -45,7 +45,7 @@ def row_coefficients(clip: ClipFunction, leaf_norms: Any) -> Any:
     A clip that looked at the whole batch (at a median, say) would let one example move the weights of all others.
     """
     # A gradient that is not finite counts as infinite: it contributes zero, and so does what is clipped with it.
-    leaf_norms = jax.tree.map(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), leaf_norms)
+    leaf_norms = _trees.at_once(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), leaf_norms)
     if type(clip) in _takes_rows:
         return clip.coefficients(leaf_norms)
 

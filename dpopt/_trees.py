@@ -1,5 +1,6 @@
 """Small pytree helpers that more than one module needs."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -21,6 +22,19 @@ def upcast(tree: Any) -> Any:
         return jnp.asarray(x, accumulator_dtype(dtype)) if jnp.issubdtype(dtype, jnp.floating) else x
 
     return jax.tree.map(widened, tree)
+
+
+def at_once(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+    """An elementwise function of every leaf; leaves of one shape and dtype go as one array: one kernel to compile."""
+    leaves, structure = jax.tree.flatten(tree)
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        alike.setdefault((x.shape, x.dtype), []).append(i)
+    for members in alike.values():
+        out = function(jnp.stack([leaves[i] for i in members]))
+        for row, i in enumerate(members):
+            leaves[i] = out[row]
+    return structure.unflatten(leaves)
 
 
 def zeros(tree: Any) -> Any:

@@ -111,6 +111,8 @@ def test_speed_times_jax_privacy_at_its_best_microbatch(monkeypatch, tiny, tmp_p
     timed = {"optax contrib", "optax contrib, diagonal", "jax_privacy", "jax_privacy, diagonal", "vmap, diagonal"}
     assert timed <= set(row["ratio"]) and not set(once) & set(row["ratio"])
     assert set(once) <= set(row["largest_relative_error"])  # checked, all of them
+    # Compiled anew, not looked up, whatever ran before.
+    assert min(row["compile_seconds"].values()) > 0.01 and row["compile_ratio"] > 1
     without = {n: row[n] for n in ("family", "seconds", "parts")} | {"ratio": dict.fromkeys(("ordinary", "ghost"), 1.0)}
     own, foreign = speed.tables([row, without])
     assert own.row_count == foreign.row_count == 2

@@ -77,7 +77,8 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
         inner = 2 * pixels * a + SHIFTED_SUM * K * N * T * T
         return inner + 2 * N * T * T * p + 3 * OPERATIONS_PER_BYTE * square, 2 * square + pixels * width
     inner = 0 if factors.one_hot else K * a
-    return 2 * N * T * T * (inner + p) + 3 * OPERATIONS_PER_BYTE * square, 2 * square
+    views = N * T * K * a * width if K > 1 else 0  # of the input, side by side
+    return 2 * N * T * T * (inner + p) + 3 * OPERATIONS_PER_BYTE * square, 2 * square + views
 
 
 def shared_cost(contacts: Sequence[Contact], turned: Sequence[bool]) -> tuple[float, float]:

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dpopt._trees import at_once
 from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import planning
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.planner import leaf_paths, make_plan
 from dpopt.ghost.run import Run
-from dpopt.ghost.selection import finite, settled, without_bad_rows
+from dpopt.ghost.selection import finite, settled
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.values import wide_dtype
 from dpopt.ghost.weighing import without_too_large
@@ -133,7 +134,7 @@ def clipped_sum(
 
     def weigh(norms: list[jax.Array]) -> list[jax.Array]:
         # What is not finite counts as infinite, so that it contributes zero, and so does what is clipped with it.
-        norms = [jnp.where(jnp.isfinite(n), n, jnp.inf) for n in norms]
+        norms = at_once(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), norms)
         given = coefficients(jax.tree.unflatten(tree, norms))
         masked: dict[int, jax.Array] = {}  # one array per distinct coefficient: sums are shared
         return [masked.setdefault(id(c), _masked(c, mask)) for c in tree.flatten_up_to(given)]
@@ -150,10 +151,9 @@ def clipped_sum(
         )
     losses, aux, seen, _ = run.passes(jax.tree.leaves(batch))
     found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen))
-    norms = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
-    is_fine = finite([*norms, mask])
     # The sum is the same for all batches: what an example adds must not depend on whether another is bad.
-    records = without_bad_rows(~is_fine, found.records)
+    norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
+    is_fine = finite([*norms, mask])
     weights = dict(enumerate(weigh(norms)))
     weights = without_too_large(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)
     return result(weighted_sum(run, weights, records), norms, losses, aux, mask & is_fine)

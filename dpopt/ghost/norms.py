@@ -35,6 +35,19 @@ class Group(NamedTuple):
     scale: jax.Array | None  # [K, a, p]: a diagonal that multiplies G
     inner: jax.Array | None  # [T, T]: sum_k left[k] left[k]', where there is a cheaper way to it
 
+    def rows(self) -> Rows:
+        """``[T, K a]``: the left factors side by side, so that G is one matrix ``[K a, p]``.
+
+        One product for all k is as fast as one for each, and takes a K-th of the kernels to compile."""
+        if len(self.left) == 1:
+            return self.left[0]
+        return Dense(jnp.concatenate([rows.x for rows in cast(Sequence[Dense], self.left)], axis=1))
+
+    def diagonal(self) -> jax.Array:
+        """The diagonal that there is, ``[K a, p]``."""
+        scale = cast(jax.Array, self.scale)
+        return scale.reshape(-1, scale.shape[-1])
+
     def table(self) -> OneHot | None:
         """The rows that are looked up, if this is a look-up; it has one left factor."""
         return self.left[0] if isinstance(self.left[0], OneHot) else None
@@ -42,7 +55,7 @@ class Group(NamedTuple):
     def scaled(self) -> jax.Array:
         """``right`` times the rows of the diagonal that are looked up."""
         table = cast(OneHot, self.table())
-        return self.right if self.scale is None else self.right * table.times(self.scale.reshape(self.scale.shape[1:]))
+        return self.right if self.scale is None else self.right * table.times(self.diagonal())
 
 
 def over_groups(
@@ -85,21 +98,15 @@ def rank_one(group: Group) -> Square:
     if group.table() is not None:
         (valid,) = cast(OneHot, group.table()).squares()
         return Square(valid * jnp.sum(right_squares), jnp.asarray(p * smallest))
-    value = missing = most = jnp.zeros((), right_squares.dtype)
-    onto = jnp.sum(right_squares)
-    for k, rows in enumerate(cast(Sequence[Dense], group.left)):
-        left_squares = jnp.square(wide(rows.x[0]))  # [a]
-        a, whole = left_squares.size, jnp.sum(left_squares)
-        lost = (p * smallest) * whole + (a * smallest) * onto + 4 * smallest
-        if group.scale is None:
-            value += whole * onto
-            missing += lost
-        else:
-            mixed, columns = _mixed(left_squares, group.scale[k])
-            value += jnp.sum(mixed * right_squares)
-            most += jnp.max(columns)
-            missing += jnp.max(columns) * lost + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
-    return Square(value, missing, None if group.scale is None else most)
+    left_squares = jnp.square(wide(cast(Dense, group.rows()).x[0]))  # [K a]
+    a, whole, onto = left_squares.size, jnp.sum(left_squares), jnp.sum(right_squares)
+    lost = (p * smallest) * whole + (a * smallest) * onto + 4 * smallest
+    if group.scale is None:
+        return Square(whole * onto, lost)
+    mixed, columns = _mixed(left_squares, group.diagonal())
+    most = jnp.max(columns)
+    missing = most * lost + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
+    return Square(jnp.sum(mixed * right_squares), missing, most)
 
 
 # Terms that are added up one after the other: a product of one row with a matrix does so.
@@ -145,7 +152,12 @@ def gram(group: Group) -> Square:
     right = Dense(group.right if group.table() is None else group.scaled())
     inner, outer = _left_gram(group), right.inner(right)
     sizes = right.x.shape[0], sum(_length(rows) for rows in group.left), right.x.shape[1]
-    return squares.of_products(jnp.diagonal(inner), jnp.diagonal(outer), jnp.sum(inner * outer), sizes)
+    return squares.of_products(_diagonal(inner), _diagonal(outer), jnp.sum(inner * outer), sizes)
+
+
+def _diagonal(square: jax.Array) -> jax.Array:
+    """By a slice, which is fused with what reads it; `jnp.diagonal` is a look-up."""
+    return square.reshape(-1)[:: len(square) + 1]
 
 
 def _length(rows: Rows) -> int:
@@ -154,9 +166,8 @@ def _length(rows: Rows) -> int:
 
 def _left_gram(group: Group) -> jax.Array:
     """``sum_k left[k] left[k]'``."""
-    if group.inner is not None:
-        return group.inner
-    return cast(jax.Array, sum(rows.inner(rows) for rows in group.left))
+    rows = group.rows()
+    return rows.inner(rows) if group.inner is None else group.inner
 
 
 def segments(group: Group) -> Square:
@@ -180,11 +191,9 @@ def _formed(group: Group) -> jax.Array:
     if table is not None:
         return table.added(right)[None]
     left, p = [cast(Dense, rows).x for rows in group.left], right.shape[1]
-    a = left[0].shape[1]
-    if a == p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
+    if left[0].shape[1] == p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
         return jnp.stack([jnp.sum(wide(rows) * wide(right), axis=0, keepdims=True) for rows in left])
-    # One product for all k: as fast as one for each, and a ninth of the kernels to compile.
-    return einsum("ta,tp->ap", jnp.concatenate(left, axis=1), right).reshape(len(left), a, p)
+    return einsum("ta,tp->ap", cast(Dense, group.rows()).x, right).reshape(len(left), -1, p)
 
 
 def along_rows(factors: Factors, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -222,15 +231,14 @@ def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Arr
         scaled = Dense(right * c.slope[None])
         outer = scaled.inner(scaled)
         # <1, G> = sum_t right_t sum(left_t), and <v, G> = sum_t right_t out_t for the weight v itself.
-        left = [wide(cast(Dense, rows).x) for rows in group.left]
-        total = einsum("t,tp->p", jnp.sum(cast(jax.Array, sum(left)), axis=1), right)
+        total = einsum("t,tp->p", jnp.sum(wide(cast(Dense, group.rows()).x), axis=1), right)
         along = (jnp.sum(right * wide(out), axis=0) - c.level * total) / c.slope
         p, q = c.pulled(along, total)
         first, second = c.sums
         terms = [2 * c.slope * p * total, 2 * c.slope * q * along, p * p * size, 2 * p * q * first, q * q * second]
         sizes = right.shape[0], sum(_length(rows) for rows in group.left), right.shape[1]
         value = jnp.sum(inner * outer) + sum(jnp.sum(t) for t in terms)
-        found = squares.of_products(jnp.diagonal(inner), jnp.diagonal(outer), value, sizes)
+        found = squares.of_products(_diagonal(inner), _diagonal(outer), value, sizes)
         # The terms cancel in part: what rounding may have taken from their sum counts as well.
         of_terms = cast(jax.Array, sum(jnp.sum(jnp.abs(t)) for t in terms))
         return found._replace(value=squares.cancelled(found.value, jnp.sqrt(of_terms)))

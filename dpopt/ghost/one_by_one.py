@@ -5,6 +5,7 @@ For examples whose norm float32 could not tell otherwise.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,6 +20,7 @@ from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Seen, unfold, weighted
 from dpopt.ghost.leaf_norms import roundings
 from dpopt.ghost.run import Run
+from dpopt.ghost.selection import distinct_arrays, finite, without_bad_entries
 from dpopt.ghost.squares import TOLERANCE, shifted_norm, with_roundings
 from dpopt.ghost.values import Contact
 
@@ -31,8 +33,11 @@ def certain(
     mask: jax.Array,
     records: Mapping[Contact, Seen | Formed],
     leaves: Sequence[int] | None = None,
-) -> list[jax.Array]:
-    """The upper bounds of norms, but norms of the gradients themselves where the clip would tell.
+) -> tuple[list[jax.Array], dict[Contact, Seen | Formed]]:
+    """The upper bounds of norms, but norms of the gradients themselves where the clip would tell; and the records.
+
+    Of examples with a norm that is not finite, which contribute zero, what is not finite is zero there from then on:
+    zero times NaN would be NaN.
 
     A gradient that is not finite (contributes zero) is told from one whose squares overflow (clipped as usual: its norm
     is taken relative to its largest entry).
@@ -44,13 +49,21 @@ def certain(
     """
     leaves = range(len(upper)) if leaves is None else leaves
     if not leaves:
-        return upper
+        return upper, {**records}
     high, low = weigh(upper), weigh(lower)
-    fine = [jnp.isfinite(upper[i]) & (high[i] >= (1 - TOLERANCE) * low[i]) for i in leaves]
-    uncertain = mask & ~jnp.all(jnp.stack(fine), axis=0)
-    own = if_any(uncertain, lambda own: _norms(run, uncertain, own, records, leaves), [upper[i] for i in leaves])
-    found = dict(zip(leaves, own, strict=True))
-    return [found.get(i, n) for i, n in enumerate(upper)]
+    distinct = {(id(high[i]), id(low[i])): (high[i], low[i]) for i in leaves}.values()
+    are_finite = finite([upper[i] for i in leaves])
+    fine = [are_finite, *(c >= (1 - TOLERANCE) * most for c, most in distinct)]
+    uncertain = mask & ~functools.reduce(jnp.logical_and, fine)
+    arrays, rebuild = distinct_arrays(records)
+
+    def step(state):
+        own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves)
+        return own, without_bad_entries(~finite(own), state[1])
+
+    own, arrays = if_any(uncertain | ~are_finite, step, ([upper[i] for i in leaves], arrays))
+    norms = dict(zip(leaves, own, strict=True))
+    return [norms.get(i, n) for i, n in enumerate(upper)], rebuild(arrays)
 
 
 def _norms(

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from dpopt._once import if_any
-from dpopt._trees import per_example
+from dpopt._trees import at_once, per_example
 
 _Key = TypeVar("_Key")
 
 
 def finite(leaf_norms: Sequence[jax.Array]) -> jax.Array:
     """``[B]``: whose norms, ``[B]`` or ``[B, layers]``, are all finite."""
-    return jnp.all(jnp.stack([jnp.isfinite(n).reshape(len(n), -1).all(1) for n in leaf_norms]), axis=0)
+    flags = at_once(jnp.isfinite, [*leaf_norms])
+    return jnp.all(jnp.concatenate([f.reshape(len(f), -1) for f in flags], axis=1), axis=1)
 
 
 def selected(chosen: jax.Array, x: Any) -> Any:
@@ -33,7 +34,7 @@ def settled(bad: jax.Array, seen: dict[_Key, Any]) -> dict[_Key, Any]:
     computed twice; `if_any` sees to that. The step there is, where rows are ``bad``, makes infinities of theirs NaN,
     which means the same.
     """
-    arrays, rebuild = _distinct(seen)
+    arrays, rebuild = distinct_arrays(seen)
 
     def step(arrays: list) -> list:
         return [jnp.where(per_example(bad, x), _without_infinities(x), x) for x in arrays]
@@ -47,16 +48,19 @@ def _without_infinities(x: jax.Array) -> jax.Array:
     return x if x.dtype == bool else jnp.minimum(x, jnp.iinfo(x.dtype).max - 1)  # an index: out of range as before
 
 
-def without_bad_rows(bad: jax.Array, records: dict[_Key, Any]) -> dict[_Key, Any]:
-    """The same arrays, ``[B, ...]``, with zeros for those rows of ``bad`` examples that are not finite.
+def without_bad_entries(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays, ``[B, ...]``, with zeros for those entries of ``bad`` examples that are not finite.
 
     Others stay as they are: what of theirs is not finite a weight drops on its way back, and it must do so whether or
     not there are bad ones beside them."""
-    arrays, rebuild = _distinct(records)
-    return rebuild(if_any(bad, lambda arrays: [selected(_finite_rows(x) | ~bad, x) for x in arrays], arrays))
+
+    def cleaned(x: jax.Array) -> jax.Array:
+        return jnp.where(per_example(bad, x) & ~jnp.isfinite(x), 0, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return [cleaned(x) for x in arrays]
 
 
-def _distinct(trees: dict[_Key, Any]) -> tuple[list[jax.Array], Callable[[list], dict[_Key, Any]]]:
+def distinct_arrays(trees: dict[_Key, Any]) -> tuple[list[jax.Array], Callable[[list], dict[_Key, Any]]]:
     """The arrays of some trees, each once, and how to put others in their places.
 
     Layers share their cotangent with their bias, and their input: what a loop held twice would be copied."""
@@ -70,8 +74,3 @@ def _distinct(trees: dict[_Key, Any]) -> tuple[list[jax.Array], Callable[[list],
         return dict(zip(trees, jax.tree.unflatten(structure, [found[place[id(x)]] for x in leaves]), strict=True))
 
     return list(arrays.values()), rebuild
-
-
-def _finite_rows(x: jax.Array) -> jax.Array:
-    """``[B]``: where all of ``x``, ``[B, ...]``, is finite."""
-    return jnp.isfinite(x).reshape(len(x), -1).all(1)

@@ -73,7 +73,7 @@ def clipped_sum(
     looked_at = [
         i for i in range(len(found.upper)) if i not in known
     ]  # what is streamed is scaled before it is squared
-    norms = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, looked_at)
+    norms, _ = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, looked_at)
     weights = {leaf: c for leaf, c in enumerate(weigh(norms)) if leaf not in sums}
     if weights:
         weights = without_too_large(run, weights, dict(enumerate(norms)), found.records, largest, found.diagonals)

@@ -46,17 +46,20 @@ def _square_of_group(group: Group) -> Square:
         # Its entries are no smaller than tiny's root, whose roundings `of_entries` has room for.
         return Square(jnp.square(jnp.sum(jnp.sqrt(rows.squares()))), jnp.zeros(()))
     # By Cauchy and Schwarz an entry is no larger than the product of its row's and its column's norm.
-    left, right = [_columns(cast(Dense, rows).x) for rows in group.left], _columns(group.right)
-    found = rank_one(group._replace(left=[Dense(rows) for rows in left], right=right))
+    left = [cast(Dense, rows).x for rows in group.left]
+    # One column each is reduced where it lies; several are side by side already, where the gradient is formed.
+    left = [_columns(x) for x in left] if left[0].shape[1] == 1 else [_columns(cast(Dense, group.rows()).x)]
+    scale = None if group.scale is None else group.diagonal()[None]
+    left = [Dense(jnp.concatenate(left, axis=1))]
+    found = rank_one(Group(left, _columns(group.right), scale, None))
     return found._replace(missing=len(group.right) * found.missing)
 
 
 def _size_of_group(group: Group) -> jax.Array:
     if group.table() is not None:
         return len(group.right) ** 0.5 * safe_norm(group.scaled().reshape(-1), axis=0)
-    left = jnp.stack([safe_norm(wide(cast(Dense, rows).x), axis=0) for rows in group.left])
-    entries = left[:, :, None] * safe_norm(wide(group.right), axis=0)[None, None] * cast(jax.Array, group.scale)
-    return safe_norm(entries.reshape(-1), axis=0)
+    left, right = (safe_norm(wide(x), axis=0) for x in (cast(Dense, group.rows()).x, group.right))
+    return safe_norm((left[:, None] * right[None] * group.diagonal()).reshape(-1), axis=0)
 
 
 def _columns(rows: jax.Array) -> jax.Array:
@@ -70,7 +73,7 @@ def standardized_square(
     """`square` for ``S (alpha G + p + q u)``; ``deviation`` and ``scale`` are folded."""
 
     def per_filter(group: Group) -> Square:
-        left = cast(jax.Array, sum(squares.sum_squares(cast(Dense, rows).x) for rows in group.left))
+        left = squares.sum_squares(cast(Dense, group.rows()).x)
         right, smallest = jnp.square(_columns(group.right)[0]), len(group.right) * squares.tiny(wide(group.right).dtype)
         return Square(left * right, smallest * (left + c.size * right + 1))
 

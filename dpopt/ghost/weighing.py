@@ -40,7 +40,7 @@ def without_too_large(
     for key, c in distinct.items():
         leaves = [leaf for leaf, own in weights.items() if id(own) == key]
         lost = _lost(run, leaves, records, known, diagonals)
-        clipped_to = jnp.max(jnp.stack([c * jnp.where(c > 0, norms[leaf], 0) for leaf in leaves]), axis=0)
+        clipped_to = c * jnp.where(c > 0, jnp.max(jnp.stack([norms[leaf] for leaf in leaves]), axis=0), 0)
         found[key] = jnp.where(can_weigh(c, clipped_to, lost), c, 0)
     return {leaf: found[id(c)] for leaf, c in weights.items()}
 

@@ -1,0 +1,36 @@
+"""What keeps the engine's programs quick to compile."""
+
+import ghost_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ghost_check import assert_trees_close
+
+from dpopt import ghost
+from dpopt._programs import equations
+from dpopt._trees import at_once
+from dpopt.ghost import norms, terms
+
+
+def test_a_convolution_takes_as_many_products_as_a_dense_layer():
+    """The offsets of its filter lie side by side: a product for each would take nine times the kernels to compile."""
+    loss_fn, params, batch = ghost_cases.conv_small_image(ghost_cases.Arrays())
+    (contact,) = ghost.plan_clipped_sum(loss_fn, params, batch).trace.contacts
+    factors = contact.factors
+    assert factors.shape[0] == 9
+    x, y = jnp.ones(contact.input_shape), jnp.ones(contact.tap_shape)
+
+    def products(function, *args):
+        return [e.primitive.name for e in equations(jax.make_jaxpr(function)(*args).jaxpr)].count("dot_general")
+
+    folded = factors.fold(jnp.ones(contact.weight.shape))
+    assert products(lambda x, y: norms.square("gram", factors._replace(inner=None), x, y, None), x, y) == 2
+    assert products(lambda x, y, s: terms.square(factors, x, y, s), x, y, folded) == 1
+    assert products(lambda x, y: norms.explicit(factors, x, y), x, y) == 1
+
+
+def test_functions_of_several_arrays_at_once():
+    arrays = {"a": jnp.array([1.0, jnp.inf]), "b": jnp.array([2.0, jnp.nan]), "c": jnp.ones((2, 3), jnp.float16)}
+    found = at_once(lambda x: jnp.where(jnp.isfinite(x), x, 0), arrays)
+    assert_trees_close(found, {"a": np.array([1.0, 0.0]), "b": np.array([2.0, 0.0]), "c": np.ones((2, 3))}, rtol=0)
+    assert found["c"].dtype == jnp.float16
