@@ -132,7 +132,7 @@ def clipped_sum(
     batch = _finite_padding(batch, mask)
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
-    def weigh(norms: list[jax.Array]) -> list[jax.Array]:
+    def weigh(norms: list[jax.Array], mask: jax.Array) -> list[jax.Array]:
         # What is not finite counts as infinite, so that it contributes zero, and so does what is clipped with it.
         norms = at_once(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), norms)
         given = coefficients(jax.tree.unflatten(tree, norms))
@@ -154,7 +154,7 @@ def clipped_sum(
     # The sum is the same for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
     is_fine = finite([*norms, mask])
-    weights = dict(enumerate(weigh(norms)))
+    weights = dict(enumerate(weigh(norms, mask)))
     weights = without_too_large(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)
     return result(weighted_sum(run, weights, records), norms, losses, aux, mask & is_fine)
 

@@ -8,7 +8,6 @@ blocks by itself. The engine maps examples by ``vmap``, through which `batched` 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -52,42 +51,68 @@ def _hook(*, static: Sequence[str] = ()) -> Callable[[_Class], _Class]:
     return register
 
 
-@_hook(static=("method", "chunk"))
-class NormHook:
-    """Takes the norms of a contact's gradients on the way: the cotangent of ``bounds``."""
+@_hook(static=("method", "chunk", "group"))
+class EitherHook:
+    """Takes the norms of a contact's gradients on the way, or adds them up: the cotangent of ``bounds``, or ``total``.
+
+    Which of the two is known when the program runs, so that one program does both (two_passes.py)."""
 
     # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
     bounds: jax.Array
-    diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient first
+    total: jax.Array  # zeros like the weight, at least float32: of the whole batch together
+    adds_up: jax.Array | None  # () bool
+    diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
     method: str
     chunk: int  # examples at a time
+    group: int  # which of the coefficients is this parameter's
+    coefficient: jax.Array | None = None  # (): this example's; 0 leaves it out, whatever it holds
 
-    asked_axes = 0
+    asked_axes = (0, None)
 
     @property
     def asked(self) -> Any:
         """The inputs whose cotangents are wanted; `asked_axes`: where those have the batch's axis."""
-        return self.bounds
+        return self.bounds, self.total
 
-    def asking(self, asked: Any, keep: jax.Array) -> NormHook:
+    def asking(self, asked: Any, keep: jax.Array, coefficients: Sequence[jax.Array]) -> EitherHook:
         """With ``asked`` for its own, for an example that counts if ``keep`` is not 0."""
         del keep
-        return dataclasses.replace(self, bounds=asked)
+        return dataclasses.replace(self, bounds=asked[0], total=asked[1], coefficient=coefficients[self.group])
 
-    def split(self, is_mapped: bool) -> tuple[NormHook, Callable]:
+    def split(self, is_mapped: bool) -> tuple[EitherHook, Callable]:
         """What each step of a loop gets of it, and how its own is made of that.
 
         (The weight is each step's own, ``is_mapped``: else steps have cross terms, and the contact is recorded.)"""
         del is_mapped
-        return self, lambda own: own
+        return dataclasses.replace(self, adds_up=None, coefficient=None), lambda own: dataclasses.replace(
+            own, adds_up=self.adds_up, coefficient=self.coefficient
+        )
 
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
         """The contact's output, watched; see `watched`."""
 
+        def of_batch(x, y, c, shared):
+            adds_up, diagonal = shared
+
+            def added():
+                total = transposed(contact, selected(c != 0, x), selected(c != 0, y), c)
+                return jnp.zeros((len(c), *self.bounds.shape), self.bounds.dtype), total.astype(self.total.dtype)
+
+            def bounds():
+                return _bounds(contact, self, x, y, diagonal), jnp.zeros_like(self.total)
+
+            return lax.cond(adds_up, added, bounds)
+
+        def of_one(x, y, c, shared):
+            x, y, c = jax.tree.map(lambda z: z[None], (x, y, c))
+            bounds, total = of_batch(x, y, c, shared)
+            return bounds[0], total
+
         def backward(hook, x, y):
-            of_one = functools.partial(_bounds_of_one, contact, self)
-            bounds = batched(of_one, functools.partial(_bounds, contact, self), True)((x, y), hook.diagonal)
-            return dataclasses.replace(hook, bounds=bounds, diagonal=None)
+            both = batched(of_one, of_batch, (True, False))((x, y, hook.coefficient), (hook.adds_up, hook.diagonal))
+            return dataclasses.replace(
+                hook, bounds=both[0], total=both[1], adds_up=None, diagonal=None, coefficient=None
+            )
 
         return watched(self, run, values, at, backward)
 
@@ -98,7 +123,7 @@ class ClipHook:
 
     For a parameter (each step's, in a loop) whose coefficient depends on its own norm alone."""
 
-    bounds: jax.Array  # (*steps, 3) zeros, as for `NormHook`; a step more for layers that come together
+    bounds: jax.Array  # (*steps, 3) zeros, as for `EitherHook`; a step more for layers that come together
     total: _sums.Sum  # zeros like the weight, at least float32, of the whole batch together
     limit: jax.Array  # (*steps,), like bounds: the clip norm
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
@@ -112,11 +137,12 @@ class ClipHook:
     def asked(self) -> Any:
         return self.bounds, self.total
 
-    def asking(self, asked: Any, keep: jax.Array) -> ClipHook:
+    def asking(self, asked: Any, keep: jax.Array, coefficients: Sequence[jax.Array]) -> ClipHook:
+        del coefficients
         return dataclasses.replace(self, bounds=asked[0], total=asked[1], keep=keep)
 
     def split(self, is_mapped: bool) -> tuple[ClipHook, Callable]:
-        del is_mapped  # as for `NormHook`
+        del is_mapped  # as for `EitherHook`
         return dataclasses.replace(self, keep=None), lambda own: dataclasses.replace(own, keep=self.keep)
 
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
@@ -194,52 +220,19 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
     return bounds, hook.total._replace(value=total)  # with a remainder of zeros, if one is asked for
 
 
-def _bounds(contact: Contact, hook: NormHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
+def _bounds(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
     """``[B, 3]``, some examples at a time."""
     several = jax.vmap(lambda rows: _bounds_of_one(contact, hook, rows[0], rows[1], diagonal))
     return in_chunks(several, (x, y), y.shape[0], hook.chunk)
 
 
-def _bounds_of_one(contact: Contact, hook: NormHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
+def _bounds_of_one(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
     def of_layer(y, diagonal):
         bounds = _norm_of_one(contact, hook.method, x, y, diagonal)
         return jnp.stack(bounds).astype(hook.bounds.dtype)
 
     # Of a weight that was not taken apart, the layers come together: then x is None.
     return jax.vmap(of_layer)(y, diagonal) if hook.bounds.ndim > 1 else of_layer(y, diagonal)
-
-
-@_hook()
-class SumHook:
-    """Adds up a contact's gradients on the way: the cotangents of ``totals``, of the whole batch together."""
-
-    totals: list[jax.Array]  # zeros, like the weight, at least float32; several where its parameters' clips differ
-    coefficients: list[jax.Array]  # (): this example's, for each; 0 leaves it out, whatever it holds
-
-    def split(self, is_mapped: bool) -> tuple[Any, Callable]:
-        """What each step of a loop gets of it, and how its own is made of that."""
-        if is_mapped:
-            return self.totals, lambda totals: SumHook(totals, self.coefficients)
-        return None, lambda _: self
-
-    def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
-        """The contact's output, watched; see `watched`."""
-
-        def of_batch(x, y, coefficients, _):
-            return [
-                transposed(contact, selected(c != 0, x), selected(c != 0, y), c).astype(t.dtype)
-                for c, t in zip(coefficients, self.totals, strict=True)
-            ]
-
-        def of_one(x, y, coefficients, _):
-            x, y, coefficients = jax.tree.map(lambda z: z[None], (x, y, coefficients))
-            return of_batch(x, y, coefficients, None)
-
-        def backward(hook, x, y):
-            totals = batched(of_one, of_batch, False)((x, y, hook.coefficients), None)
-            return dataclasses.replace(hook, totals=totals, coefficients=[None] * len(totals))
-
-        return watched(self, run, values, at, backward)
 
 
 def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any) -> tuple[jax.Array, ...]:

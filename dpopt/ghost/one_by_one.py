@@ -29,7 +29,7 @@ def certain(
     run: Run,
     upper: list[jax.Array],
     lower: list[jax.Array],
-    weigh: Callable[[list[jax.Array]], list[jax.Array]],
+    weigh: Callable[[list[jax.Array], jax.Array], list[jax.Array]],
     mask: jax.Array,
     records: Mapping[Contact, Seen | Formed],
     leaves: Sequence[int] | None = None,
@@ -44,13 +44,13 @@ def certain(
 
     Args:
         lower: the norms but for what may be missing from them (squares.py).
-        weigh: coefficients for norms.
+        weigh: coefficients for norms and a mask.
         records: what is known of the examples at the contacts of ``leaves`` (None: all), whose norms are looked at.
     """
     leaves = range(len(upper)) if leaves is None else leaves
     if not leaves:
         return upper, {**records}
-    high, low = weigh(upper), weigh(lower)
+    high, low = weigh(upper, mask), weigh(lower, mask)
     distinct = {(id(high[i]), id(low[i])): (high[i], low[i]) for i in leaves}.values()
     are_finite = finite([upper[i] for i in leaves])
     fine = [are_finite, *(c >= (1 - TOLERANCE) * most for c, most in distinct)]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.ghost.contacts import Seen, along
-from dpopt.ghost.hooks import ClipHook, NormHook
+from dpopt.ghost.hooks import ClipHook, EitherHook
 from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
@@ -36,8 +36,9 @@ class Run:
     def passes(
         self,
         batch: Sequence[jax.Array],
-        hooks: Mapping[Contact, NormHook | ClipHook] | None = None,
+        hooks: Mapping[Contact, EitherHook | ClipHook] | None = None,
         mask: jax.Array | None = None,
+        coefficients: Sequence[jax.Array] = (),
     ):
         """Losses, aux, what was seen at each contact, all ``[B, ...]``, and what each hook was given.
 
@@ -47,10 +48,10 @@ class Run:
         contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
 
-        def one(example, keep):
+        def one(example, keep, coefficients):
             def loss(taps, asked):
                 given = dict(zip(tapped, taps, strict=True))
-                given |= {c: h.asking(a, keep) for (c, h), a in zip(hooks.items(), asked, strict=True)}
+                given |= {c: h.asking(a, keep, coefficients) for (c, h), a in zip(hooks.items(), asked, strict=True)}
                 value, aux, recorded = self.trace.run_body(static, example, given, Record(self.plan.outputs))
                 return value, (aux, [recorded[c.index] for c in contacts])
 
@@ -59,7 +60,7 @@ class Run:
             return value, aux, recorded, cotangents
 
         out_axes = 0, 0, 0, (0, [h.asked_axes for h in hooks.values()])
-        losses, aux, recorded, (cotangents, asked) = jax.vmap(one, out_axes=out_axes)(batch, keep)
+        losses, aux, recorded, (cotangents, asked) = jax.vmap(one, out_axes=out_axes)(batch, keep, list(coefficients))
         own = dict(zip(tapped, cotangents, strict=True))
         seen = {
             c: Seen(x, self._with_row_scale(c, x, own[c.shares or c]), out)

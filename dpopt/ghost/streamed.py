@@ -1,4 +1,4 @@
-"""The clipped sum in two passes over the batch, or in one, with nothing recorded at the contacts that are streamed.
+"""The clipped sum with nothing recorded at the contacts that are streamed, in one pass over the batch or in two.
 
 A recorded contact keeps its input and its cotangent until the clip coefficients are known, for every step of a scan
 and through every rematerialised block: what was saved by rematerialising is spent again. A streamed one has hooks
@@ -6,8 +6,12 @@ and through every rematerialised block: what was saved by rematerialising is spe
 costs an ordinary gradient once more; the memory stays that of an ordinary one. Where a parameter's coefficient depends
 on its own norm alone, the first pass clips and adds up as well, and if all parameters are such there is no second.
 
+What the second pass adds up has to be what the first took norms of. Two programs of the same arithmetic may be rounded
+in two ways, which is all there is of a gradient that is what rounding has left of larger terms. So both passes are the
+steps of one loop, whose hooks do the one thing or the other.
+
 A parameter with several contacts has cross terms, which no contact sees alone, as has one that the steps of a scan
-share: those are recorded in the first pass, as ever.
+share: those are recorded, as ever.
 
 What is not finite is left out by selection, contact by contact. Squares neither vanish nor overflow, since hooks scale
 their factors first.
@@ -15,17 +19,21 @@ their factors first.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from dpopt import _sums
 from dpopt._norms import safe_norm
 from dpopt.ghost import one_by_one
 from dpopt.ghost.contacts import Formed, Seen
-from dpopt.ghost.hooks import ClipHook, NormHook, SumHook
+from dpopt.ghost.hooks import ClipHook, EitherHook
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected, settled
@@ -51,51 +59,89 @@ def clipped_sum(
     """``sum_i c_i (S g_i + o)`` for the parameters' leaves.
 
     Args:
-        weigh: maps leaf norms to coefficients.
+        weigh: maps leaf norms, and a mask, to coefficients.
         limits: what the parameters of ``plan.single`` are scaled down to, each by its own norm.
-        layer_axes: how many axes of each parameter number layers that are clipped one by one.
+        layer_axes: how many axes of each parameter number layers, which are clipped one by one.
     """
-    plan = run.plan
-    hooks = _hooks(run, limits, layer_axes)
-    losses, aux, seen, asked = run.passes(batch, hooks, mask)
-    known, sums, largest = {}, {}, {}
-    for contact, bounds in asked.items():
-        (leaf,) = contact.weight.leaves
-        if isinstance(hooks[contact], ClipHook):
-            bounds, total = bounds
-            sums[leaf] = _sums.Sum(*(None if t is None else to_leaf(run, contact, t) for t in total))
-        else:  # all steps together
-            largest[contact] = jnp.max(bounds[..., 2].reshape(plan.batch_size, -1), axis=1)
-            bounds = jnp.stack([safe_norm(b.reshape(plan.batch_size, -1), axis=1) for b in _both(bounds)], axis=1)
-        number = run.number(leaf)
-        known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
-    found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen), known)
-    looked_at = [
-        i for i in range(len(found.upper)) if i not in known
-    ]  # what is streamed is scaled before it is squared
-    norms, _ = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, looked_at)
-    weights = {leaf: c for leaf, c in enumerate(weigh(norms)) if leaf not in sums}
-    if weights:
-        weights = without_too_large(run, weights, dict(enumerate(norms)), found.records, largest, found.diagonals)
-        rest = _twice(run, batch, weights) if weights.keys() & known.keys() else _once(run, weights, found.records)
-        rests = [None] * len(weights) if rest.remainder is None else rest.remainder
-        sums |= {
-            leaf: _sums.Sum(*pair) for leaf, pair in zip(weights, zip(rest.value, rests, strict=True), strict=True)
-        }
+    if {leaf for c in run.plan.streamed for leaf in c.weight.leaves} <= run.plan.single:
+        return _one_pass(run, batch, weigh, mask, limits, layer_axes)
+    shares = math.gcd(len(mask), jax.device_count())
+    if shares == 1 or len(mask) <= _sums.ROWS:
+        return _two_passes(run, batch, weigh, mask, limits, layer_axes)
+    # Each device takes its own share of a sharded batch.
+    split, join = _splitting(len(mask), shares)
+    found = jax.vmap(lambda b, m: _two_passes(run, b, weigh, m, limits, layer_axes))(*split((batch, mask)))
+    return Streamed(_sums.fold(found.sum, len(mask) // shares), *join(tuple(found[1:])))
+
+
+def _splitting(size: int, parts: int) -> tuple[Callable, Callable]:
+    def split(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), tree)
+
+    return split, lambda tree: jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), tree)
+
+
+def _one_pass(
+    run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array, limits: Sequence[Any],
+    layer_axes: Sequence[int],
+) -> Streamed:  # fmt: skip
+    losses, aux, seen, asked = run.passes(batch, _hooks(run, limits, layer_axes), mask)
+    found = _looked_at(run, asked, seen, losses, weigh, mask)
+    sums = found.sums
+    if found.weights:
+        sums = sums | _by_leaf(found.weights, _recorded_sum(run, found.weights, found.records))
     value, remainder = ([s[i] for _, s in sorted(sums.items())] for i in (0, 1))
     if any(r is not None for r in remainder):
         remainder = [jnp.zeros_like(v) if r is None else r for v, r in zip(value, remainder, strict=True)]
         total = _sums.Sum(value, remainder)
     else:
         total = _sums.Sum(value)
-    return Streamed(total, norms, losses, aux, mask & finite([*norms, mask]))
+    return Streamed(total, found.norms, losses, aux, mask & finite([*found.norms, mask]))
+
+
+def _by_leaf(leaves: Sequence[int] | Mapping[int, Any], total: _sums.Sum) -> dict[int, _sums.Sum]:
+    rests = [None] * len(leaves) if total.remainder is None else total.remainder
+    return {leaf: _sums.Sum(*pair) for leaf, *pair in zip(leaves, total.value, rests, strict=True)}
+
+
+class _Looked(NamedTuple):
+    """What a first pass tells."""
+
+    norms: list[jax.Array]
+    weights: dict[int, jax.Array]  # of the parameters that are still to be added up
+    sums: dict[int, _sums.Sum]  # of those that were clipped as they came
+    records: dict[Contact, Seen | Formed]
+
+
+def _looked_at(
+    run: Run, asked: Mapping, seen: Mapping[Contact, Seen], losses: jax.Array, weigh: Callable, mask: jax.Array
+) -> _Looked:
+    """The norms of all parameters, and coefficients."""
+    known, sums, largest = {}, {}, {}
+    for contact, (bounds, total) in asked.items():
+        (leaf,) = contact.weight.leaves
+        if leaf in run.plan.single:
+            sums[leaf] = _sums.Sum(*(None if t is None else to_leaf(run, contact, t) for t in total))
+        else:  # all steps together
+            largest[contact] = jnp.max(bounds[..., 2].reshape(len(mask), -1), axis=1)
+            bounds = jnp.stack([safe_norm(b.reshape(len(mask), -1), axis=1) for b in _both(bounds)], axis=1)
+        number = run.number(leaf)
+        known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
+    found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen), known)
+    # What is streamed is scaled before it is squared: there is no need of a second look.
+    leaves = [i for i in range(len(found.upper)) if i not in known]
+    norms, _ = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, leaves)
+    weights = {leaf: c for leaf, c in enumerate(weigh(norms, mask)) if leaf not in sums}
+    if weights:
+        weights = without_too_large(run, weights, dict(enumerate(norms)), found.records, largest, found.diagonals)
+    return _Looked(norms, weights, sums, found.records)
 
 
 def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bounds[..., 0], bounds[..., 1]
 
 
-def _once(run: Run, weights: dict[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> _sums.Sum:
+def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> _sums.Sum:
     """The sums of some parameters, all of whose contacts were recorded."""
     chosen = {}
     for contact in run.contacts_of(list(weights)):
@@ -104,18 +150,96 @@ def _once(run: Run, weights: dict[int, jax.Array], records: Mapping[Contact, See
     return weighted_sum(run, weights, chosen)
 
 
-def _twice(run: Run, batch: Sequence[jax.Array], weights: dict[int, jax.Array]) -> _sums.Sum:
-    """The sums of some parameters, in a pass of their own."""
-    distinct = {id(c): c for c in weights.values()}
-    groups = {leaf: list(distinct).index(id(c)) for leaf, c in weights.items()}
+class _State(NamedTuple):
+    """Of all blocks of rows: what the first pass has found, and what has been added up."""
 
-    def one_group(rows):
-        return _sums.in_blocks(lambda block: _second_pass(run, groups, *block), rows)
+    norms: list[jax.Array]  # [blocks, rows, ...]
+    weights: list[jax.Array]  # [blocks, rows]: the distinct ones
+    losses: jax.Array
+    aux: list[jax.Array]
+    total: _sums.Sum  # of parameters
 
-    return _sums.over_examples(one_group, (list(distinct.values()), list(batch)))
+
+def _two_passes(
+    run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array, limits: Sequence[Any],
+    layer_axes: Sequence[int],
+) -> Streamed:  # fmt: skip
+    """Blocks of rows one after the other, and then all of them again, in one loop."""
+    size = len(mask)
+    blocks = -(-size // _sums.ROWS)
+    rows = -(-size // blocks)
+    run = Run(run.plan.of(rows), run.leaves, run.scales, run.offsets)
+    # The last block is filled up with copies of the last example, masked out.
+    at = np.minimum(np.arange(blocks * rows), size - 1)
+    filled = (batch, mask) if blocks * rows == size else jax.tree.map(lambda x: x[at], (batch, mask))
+    filled = filled[0], jnp.where(np.arange(blocks * rows) < size, filled[1], False)
+    split, join = _splitting(blocks * rows, blocks)
+    batch, mask = split(filled)
+
+    single, zeros = run.plan.single, [jnp.zeros(x.shape, x.dtype) for x in run.wide]
+    axes = [axes if i in single else 0 for i, axes in enumerate(layer_axes)]
+    norms = [jnp.zeros((rows, *x.shape[:n]), x.dtype) for x, n in zip(run.wide, axes, strict=True)]
+    # Which parameters share a coefficient: what this computes is not used.
+    kinds = [id(c) for c in weigh(norms, mask[0])]
+    distinct = [*dict.fromkeys(kind for i, kind in enumerate(kinds) if i not in single)]
+    groups = {i: distinct.index(kind) for i, kind in enumerate(kinds) if i not in single}
+    streamed = {leaf for c in run.plan.streamed for leaf in c.weight.leaves} - single
+
+    def step(i: jax.Array, state: _State) -> _State:
+        adds_up, block = i >= blocks, i % blocks
+
+        def own(tree: Any) -> Any:
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, block, keepdims=False), tree)
+
+        # The step has a hand in it: XLA would take what is the same in all out of the loop, and keep what it recorded.
+        examples = jax.tree.map(lambda x: jnp.where(i < 0, jnp.zeros_like(x), x), own(batch))
+        counts, coefficients = own(mask), own(state.weights)
+        hooks = _hooks(run, limits, layer_axes, groups, adds_up)
+        losses, aux, seen, asked = run.passes(examples, hooks, counts, coefficients)
+
+        def first() -> tuple:
+            found = _looked_at(run, asked, seen, losses, weigh, counts)
+            weights = {groups[leaf]: c for leaf, c in found.weights.items()}
+            total = [found.sums[leaf].value if leaf in single else zero for leaf, zero in enumerate(zeros)]
+            return found.norms, [weights[group] for group in range(len(distinct))], total
+
+        def second() -> tuple:
+            sums = dict(enumerate(zeros))
+            for group, c in enumerate(coefficients):
+                members = {leaf: 0 for leaf in streamed if groups[leaf] == group}
+                if members:
+                    sums |= zip(members, to_leaves(run, members, [c], lambda k, _: asked[k][1]), strict=True)
+            recorded = {leaf: coefficients[group] for leaf, group in groups.items() if leaf not in streamed}
+            if recorded:
+                records = {c: s._replace(out=None) for c, s in seen.items()}
+                sums |= zip(recorded, _recorded_sum(run, recorded, records).value, strict=True)
+            return own(state.norms), coefficients, [sums[leaf] for leaf in range(len(zeros))]
+
+        norms, weights, total = lax.cond(adds_up, second, first)
+        put = functools.partial(jax.tree.map, lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0))
+        # Of one block nothing need be added up: the parameters' memory once less.
+        added = _sums.Sum(total) if blocks == 1 and not single else _sums.add(state.total, _sums.Sum(total))
+        return _State(put(state.norms, norms), put(state.weights, weights), put(state.losses, losses),
+                      put(state.aux, aux), added)  # fmt: skip
+
+    def start() -> _State:
+        losses, aux = jax.eval_shape(lambda rows: run.passes(rows)[:2], jax.tree.map(lambda x: x[0], batch))
+        dtypes = [
+            jnp.result_type(*(run.wide[i].dtype for i, g in groups.items() if g == k)) for k in range(len(distinct))
+        ]
+        weights = [jnp.zeros(rows, dtype) for dtype in dtypes]
+        empty = jax.tree.map(lambda x: jnp.zeros((blocks, *x.shape), x.dtype), (norms, weights, losses, aux))
+        return _State(*empty, _sums.zero(zeros, rows, blocks))
+
+    found = lax.fori_loop(0, 2 * blocks, step, start())
+    norms, losses, aux, counts = jax.tree.map(lambda x: x[:size], join((found.norms, found.losses, found.aux, mask)))
+    return Streamed(found.total, norms, losses, aux, counts & finite([*norms, counts]))
 
 
-def _hooks(run: Run, limits: Sequence[Any], layer_axes: Sequence[int]) -> dict[Contact, NormHook | ClipHook]:
+def _hooks(
+    run: Run, limits: Sequence[Any], layer_axes: Sequence[int], groups: Mapping[int, int] | None = None,
+    adds_up: jax.Array | None = None,
+) -> dict[Contact, EitherHook | ClipHook]:  # fmt: skip
     hooks = {}
     for contact, method in run.plan.streamed.items():
         (leaf,) = contact.weight.leaves
@@ -126,40 +250,13 @@ def _hooks(run: Run, limits: Sequence[Any], layer_axes: Sequence[int]) -> dict[C
             steps = list(contact.weight.shape[: layer_axes[leaf]])
         dtype = wide_dtype(contact.tap_dtype)
         bounds, chunk = jnp.zeros((*steps, 3), dtype), run.plan.streamed_chunk(contact)
-        if leaf not in run.plan.single:
-            hooks[contact] = NormHook(bounds, diagonal, method, chunk)
-            continue
         zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
+        if leaf not in run.plan.single:
+            group = (groups or {})[leaf]
+            hooks[contact] = EitherHook(bounds, zeros, adds_up, diagonal, method, chunk, group)
+            continue
         total = _sums.Sum(zeros, jnp.zeros_like(zeros) if _sums.needs_remainder(run.plan.batch_size) else None)
         # A gradient that is multiplied by a number later is clipped to as much less.
         limit = limits[leaf] if number is None else limits[leaf] / jnp.abs(number)
         hooks[contact] = ClipHook(bounds, total, jnp.full(steps, limit, dtype), diagonal, method, chunk)
     return hooks
-
-
-def _second_pass(run: Run, leaf_groups: dict[int, int], coefficients: list, examples: list) -> list[jax.Array]:
-    """``sum_i c_i (S g_i + o)``, over so few examples that float32 adds them up closely enough.
-
-    Args:
-        leaf_groups: of each parameter that is added up, which of ``coefficients`` is its own.
-        coefficients: ``[B]`` each.
-        examples: leaves ``[B, ...]``.
-    """
-    trace = run.trace
-    static = trace.run_prologue(run.leaves)
-    contacts = run.contacts_of(list(leaf_groups))
-    groups_of = {c: sorted({leaf_groups[i] for i in c.weight.leaves if i in leaf_groups}) for c in contacts}
-
-    def one(coefficients, example):
-        def loss(totals):
-            hooks = {
-                c: SumHook(own, [coefficients[group] for group in groups_of[c]])
-                for c, own in zip(contacts, totals, strict=True)
-            }
-            return trace.run_body(static, example, hooks)[0]
-
-        zeros = {c: jnp.zeros(c.weight.shape, wide_dtype(c.weight.dtype)) for c in contacts}
-        return jax.grad(loss)([[zeros[c]] * len(groups_of[c]) for c in contacts])
-
-    totals = dict(zip(contacts, jax.vmap(one, out_axes=None)(coefficients, examples), strict=True))
-    return to_leaves(run, leaf_groups, coefficients, lambda c, group: totals[c][groups_of[c].index(group)])
