@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     "shuffled epochs": ("few loud steps", lambda: mock.patch.object(PoissonSampler, "batch", _shuffled)),
     "padding unmasked": (
         "many steps",
-        lambda: mock.patch.object(dpopt.gradients, "_checked_mask", lambda mask, rows: jnp.ones(rows, bool)),
+        lambda: mock.patch.object(dpopt._batches, "checked_mask", lambda mask, rows: jnp.ones(rows, bool)),
     ),
     "second query unpaid": ("two queries", lambda: mock.patch.object(Privacy, "step_event", _without_second_query)),
     "stale state replayed": (

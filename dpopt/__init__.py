@@ -43,7 +43,7 @@ from dpopt.noise import normalize_by as normalize_by
 # How do parts make an optimizer, and what does it cost a step?
 from dpopt.chain import PrivateOptimizer as PrivateOptimizer
 from dpopt.chain import chain as chain
-from dpopt.chain import privatize as privatize
+from dpopt.private_mean import privatize as privatize
 from dpopt.privacy import Privacy as Privacy
 from dpopt.inspection import privacy_of as privacy_of
 

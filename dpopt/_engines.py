@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from dpopt import _fallback, _meshes, _sums, _trees, ghost
+from dpopt._blocks import Blocks
 from dpopt._once import if_any
 from dpopt._programs import equations
 from dpopt._rows import batched_by_hand, check_rows_are_independent
@@ -178,17 +178,7 @@ class Loss:
         if size == self.batch_size:
             return self._microbatch(self.batch, mask, scale, offset, clip, plan)
 
-        steps = -(-self.batch_size // size)
-        # The last microbatch is filled up with copies of the last example, masked out.
-        rows = np.minimum(np.arange(steps * size), self.batch_size - 1)
-        batch = self.batch if steps * size == self.batch_size else jax.tree.map(lambda x: x[rows], self.batch)
-        mask = jnp.where(jnp.arange(steps * size) < self.batch_size, mask[rows], False)
-
-        def fold(x):
-            return x.reshape((steps, size) + x.shape[1:])
-
-        def unfold(x):
-            return x.reshape((steps * size,) + x.shape[2:])[: self.batch_size]
+        blocks = Blocks(self.batch_size, size)
 
         def step(total, microbatch):
             batch, mask = microbatch
@@ -196,6 +186,6 @@ class Loss:
             total = _sums.add(total, _sums.Sum(ran.sum, ran.remainder))
             return total, ran._replace(sum=None, remainder=None)
 
-        zero = _sums.zero(_trees.zeros(self.params), size, steps)
-        total, ran = jax.lax.scan(step, zero, jax.tree.map(fold, (batch, mask)))
-        return jax.tree.map(unfold, ran)._replace(sum=total.value, remainder=total.remainder)
+        zero = _sums.zero(_trees.zeros(self.params), size, blocks.count)
+        total, ran = jax.lax.scan(step, zero, blocks.split(self.batch, mask))
+        return blocks.join(ran)._replace(sum=total.value, remainder=total.remainder)

@@ -11,10 +11,11 @@ import numpy as np
 import optax
 
 from dpopt import _validate, accounting, events
-from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function
 from dpopt.plan import Budget, Plan
 from dpopt.preconditioning import Preconditioner, precondition
+from dpopt.private_mean import privatize
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
 
 

@@ -5,19 +5,16 @@ post-processing. `chain` checks it, carries what the noise released back to diag
 stage how much noise is left in its input, and holds the resulting `Privacy`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from dpopt import _flow, _stages, _sums, _trees, _validate, inspection
-from dpopt.clipping import as_clip_function, as_promise, clip_and_sum
-from dpopt.noise import add_gaussian_noise, normalize_by
-from dpopt.preconditioning import apply_diagonal, precondition
+from dpopt.clipping import as_promise
+from dpopt.preconditioning import apply_diagonal
 from dpopt.privacy import PRIVATE_STAGES, Privacy, check_order, check_unit, privacy_of_stages
 
 
@@ -236,69 +233,3 @@ def _refuse_private_parts(rest: Sequence, first_position: int) -> None:
                 f"stage {first_position + i} ({_name(t)}) follows an optimizer that has clipped and noised already: "
                 "only post-processing may come after it."
             )
-
-
-def privatize(
-    *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
-    key: jax.Array,
-    preconditioner: Any = None,
-) -> PrivateOptimizer:
-    r"""The private mean gradient: :math:`(\sum_i \mathrm{clip}(S g_i) + \sigma C z) / B`.
-
-    Args:
-        l2_clip_norm: C, or a clip function of `dpopt.clipping`.
-        noise_multiplier: sigma: the noise's standard deviation over the sensitivity. A number, or a schedule
-            ``step -> number``. 0 switches noise, and privacy, off.
-        expected_batch_size: B, a public constant.
-        key: PRNG key for the noise, used for nothing else.
-        preconditioner: where S comes from (`dpopt.preconditioning`): one, several in a tuple (they multiply), or None.
-
-    Raises:
-        ValueError, TypeError: for a bad argument, named.
-
-    *Privacy*: one Gaussian query a step with multiplier sigma, under add/remove of one example.
-
-    >>> core = privatize(l2_clip_norm=1.0, noise_multiplier=0.0, expected_batch_size=2, key=jax.random.key(0))
-    >>> mean, _ = core.update(jnp.array([[3.0, 4.0], [0.0, 0.5]]), core.init(jnp.zeros(2)), jnp.zeros(2))
-    >>> [round(x, 3) for x in mean.tolist()]
-    [0.3, 0.65]
-    """
-    clip = as_clip_function(l2_clip_norm)
-    if not callable(noise_multiplier):
-        _validate.non_negative(noise_multiplier=noise_multiplier)
-    _validate.positive(expected_batch_size=expected_batch_size)
-    if not isinstance(preconditioner, tuple):
-        preconditioner = () if preconditioner is None else (preconditioner,)
-    stages = tuple(precondition(p) for p in preconditioner)
-    noise = add_gaussian_noise(noise_stddev(noise_multiplier, clip.sensitivity), key)
-    return chain(*stages, clip_and_sum(clip), noise, normalize_by(expected_batch_size))
-
-
-def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
-    """The noise on a sum of this sensitivity: a number, or a schedule where the multiplier is one.
-
-    Raises:
-        ValueError: if noise is asked for on a sum of infinite sensitivity, or of sensitivity 0.
-
-    *Privacy*: arithmetic on public constants.
-
-    >>> noise_stddev(2.0, 0.5), noise_stddev(0.0, math.inf)
-    (1.0, 0.0)
-    """
-    if callable(noise_multiplier):
-        return lambda step: noise_multiplier(step) * sensitivity
-    if _validate.concrete(noise_multiplier) == 0:
-        return 0.0  # 0 * inf is not 0
-    if isinstance(noise_multiplier, Tracer):
-        return jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
-    if _validate.concrete(sensitivity) == math.inf:
-        raise ValueError(
-            "noise_multiplier > 0 needs a finite l2_clip_norm: noise scaled to an infinite norm is infinite. Set "
-            "noise_multiplier=0 to switch privacy off."
-        )
-    if _validate.concrete(sensitivity) == 0:
-        raise ValueError("l2_clip_norm=0 leaves nothing of any example to train on; pass a positive one.")
-    return noise_multiplier * sensitivity

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpopt import _engines, _trees, _validate
+from dpopt import _batches, _engines, _trees, _validate
 from dpopt.chain import PrivateOptimizer
-from dpopt.gradients import PerExampleGrads, _check_loss, _checked_mask, stacked_grads
+from dpopt.gradients import PerExampleGrads, stacked_grads
 from dpopt.optimizers._moments import at_step
 from dpopt.preconditioning import side_information
 
@@ -135,11 +135,11 @@ def client_deltas(
         _validate.floating_params(params)
         client_batches = jax.tree.map(jnp.asarray, client_batches)
         clients, examples = _round_shape(client_batches)
-        mask = _checked_mask(mask, clients)
+        mask = _batches.checked_mask(mask, clients)
         if example_mask is not None:
             example_mask = _checked_example_mask(example_mask, (clients, examples))
         all_examples = jax.tree.map(lambda x: x.reshape((clients * examples,) + x.shape[2:]), client_batches)
-        _check_loss(loss_fn, params, all_examples, has_aux=False)
+        _batches.check_loss(loss_fn, params, all_examples, has_aux=False)
         local_scale = None if scale is None else _trees.broadcast_prefix(scale, params, "scale")
         runs = _ClientRuns(
             loss_fn,

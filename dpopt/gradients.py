@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt import _engines, _stacked, _trees, _validate, ghost
+from dpopt import _batches, _engines, _stacked, _trees, _validate, ghost
 
 Engine = Literal["auto", "ghost", "vmap"]
 
@@ -232,10 +232,10 @@ def per_example_grads(
     @_validate.requires_mask
     def promise(params: Any, batch: Any, *, mask: Any) -> PerExampleGrads:
         _validate.floating_params(params)
-        batch_size = _batch_size(batch)
-        mask = _checked_mask(mask, batch_size)
+        batch_size = _batches.batch_size(batch)
+        mask = _batches.checked_mask(mask, batch_size)
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
-        _check_loss(loss_fn, params, batch, has_aux)
+        _batches.check_loss(loss_fn, params, batch, has_aux)
         return PerExampleGrads(
             _engines.Loss(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux, memory), mask
         )
@@ -262,49 +262,5 @@ def stacked_grads(grads: Any, *, mask: Any) -> PerExampleGrads:
     """
     _validate.floating_params(grads)
     grads = jax.tree.map(jnp.asarray, grads)
-    batch_size = _batch_size(grads, "per-example gradients")
-    return PerExampleGrads(_stacked.Stacked(grads, batch_size), _checked_mask(mask, batch_size))
-
-
-def _batch_size(batch: Any, name: str = "batch") -> int:
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise ValueError(f"{name} has no arrays.")
-    sizes = {}
-    for path, leaf in leaves:
-        where = jax.tree_util.keystr(path) or name
-        if jnp.ndim(leaf) == 0:
-            raise ValueError(f"every array of the {name} needs a leading batch axis; {where} is a scalar.")
-        sizes[where] = jnp.shape(leaf)[0]
-    if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{where}: {size}" for where, size in sizes.items())
-        raise ValueError(f"the arrays of the {name} disagree on the batch size: {found}.")
-    return next(iter(sizes.values()))
-
-
-def _checked_mask(mask: Any, batch_size: int) -> jax.Array:
-    if mask is None:
-        return jnp.ones((batch_size,), bool)
-    mask = jnp.asarray(mask)
-    if mask.dtype != bool:
-        raise TypeError(f"mask must be boolean, True for real examples; got dtype {mask.dtype}. Write mask > 0.")
-    if mask.shape != (batch_size,):
-        raise ValueError(f"mask must have shape ({batch_size},), one entry an example; got {mask.shape}.")
-    return mask
-
-
-def _check_loss(loss_fn: Callable, params: Any, batch: Any, has_aux: bool) -> None:
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)  # no sharding: engines see none
-    value = jax.eval_shape(loss_fn, shapes, example)
-    if has_aux:
-        if not (isinstance(value, tuple) and len(value) == 2):
-            raise TypeError("with has_aux=True the loss must return (loss, aux).")
-        value = value[0]
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        got = f"shape {shape} and dtype {dtype}" if shape is not None else f"a {type(value).__name__}"
-        raise ValueError(
-            f"the loss of one example must be a real scalar; got {got}. loss_fn(params, example) sees a single example "
-            "without a batch axis: reduce over its outputs, and pass has_aux=True if it returns more."
-        )
+    batch_size = _batches.batch_size(grads, "per-example gradients")
+    return PerExampleGrads(_stacked.Stacked(grads, batch_size), _batches.checked_mask(mask, batch_size))

@@ -13,6 +13,7 @@ import dpopt
 from dpopt import sharding
 from dpopt.ghost import memory, streamed
 
+SIZE = 144  # more than a block of 64 rows, which each device then has of its own
 MESHES = {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 CLIPS = {
     "flat": (dpopt.FlatClip(1.0), "recorded"),
@@ -35,7 +36,7 @@ def problem():
         "v": jax.random.normal(k[2], (32, 8)),
         "b": jnp.zeros(8),
     }
-    return params, {"x": jax.random.normal(k[3], (16, 16)), "y": jax.random.randint(k[4], (16,), 0, 8)}
+    return params, {"x": jax.random.normal(k[3], (SIZE, 16)), "y": jax.random.randint(k[4], (SIZE,), 0, 8)}
 
 
 def placed(params, batch, axes, kind):
@@ -49,12 +50,13 @@ def placed(params, batch, axes, kind):
 
 def trained(params, batch, clip):
     """A clipped sum, and the parameters after a step, whose noise is the same on any mesh."""
-    mask = jnp.arange(16) != 3
-    total = jax.jit(lambda p, b: dpopt.per_example_grads(loss, engine="ghost")(p, b, mask=mask).clipped_sum(clip).sum)
+    mask = jnp.arange(SIZE) != 3
+    grads = dpopt.per_example_grads(loss, engine="ghost", microbatch_size=SIZE)
+    total = jax.jit(lambda p, b: grads(p, b, mask=mask).clipped_sum(clip).sum)
     optimizer = dpopt.dp_adam(
-        0.1, l2_clip_norm=clip, noise_multiplier=1.0, expected_batch_size=16, key=jax.random.key(1)
+        0.1, l2_clip_norm=clip, noise_multiplier=1.0, expected_batch_size=SIZE, key=jax.random.key(1)
     )
-    step = jax.jit(dpopt.make_train_step(loss, optimizer, engine="ghost"))
+    step = jax.jit(dpopt.make_train_step(loss, optimizer, engine="ghost", microbatch_size=SIZE))
     return jax.device_get((total(params, batch), step(params, optimizer.init(params), batch, mask)[0]))
 
 

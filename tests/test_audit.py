@@ -127,7 +127,7 @@ def test_mistakes_are_undone():
             dpopt._trees.next_count,
             dpopt.clipping.FlatClip.coefficients,
             dpopt.gradients.PerExampleGrads.clipped_sum,
-            dpopt.gradients._checked_mask,
+            dpopt._batches.checked_mask,
             dpopt.sampling.PoissonSampler._rng,
             dpopt.sampling.PoissonSampler.batch,
             dpopt.privacy.Privacy.step_event,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -27,7 +27,7 @@ def selected(chosen: jax.Array, x: Any) -> Any:
     return jnp.where(per_example(chosen, x), x, 0)
 
 
-def settled(bad: jax.Array, seen: dict[_Key, Any]) -> dict[_Key, Any]:
+def settled(bad: jax.Array, seen: Mapping[_Key, Any]) -> dict[_Key, Any]:
     """What was ``seen`` at each contact, arrays ``[B, ...]``, as all that follows is to see it.
 
     Where a loss has lost its digits, the cotangent that is added up would not be the one whose norm was taken, were it
@@ -60,7 +60,7 @@ def without_bad_entries(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Arr
     return [cleaned(x) for x in arrays]
 
 
-def distinct_arrays(trees: dict[_Key, Any]) -> tuple[list[jax.Array], Callable[[list], dict[_Key, Any]]]:
+def distinct_arrays(trees: Mapping[_Key, Any]) -> tuple[list[jax.Array], Callable[[list], dict[_Key, Any]]]:
     """The arrays of some trees, each once, and how to put others in their places.
 
     Layers share their cotangent with their bias, and their input: what a loop held twice would be copied."""

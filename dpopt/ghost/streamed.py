@@ -19,17 +19,16 @@ their factors first.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from dpopt import _sums
+from dpopt._blocks import Blocks
 from dpopt._norms import safe_norm
 from dpopt.ghost import one_by_one
 from dpopt.ghost.contacts import Formed, Seen
@@ -39,7 +38,7 @@ from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected, settled
 from dpopt.ghost.values import Contact, wide_dtype
 from dpopt.ghost.weighing import without_too_large
-from dpopt.ghost.weighted_sum import to_leaf, to_leaves, weighted_sum
+from dpopt.ghost.weighted_sum import grouped, to_leaf, to_leaves, weighted_sum
 
 
 class Streamed(NamedTuple):
@@ -69,27 +68,22 @@ def clipped_sum(
     if shares == 1 or len(mask) <= _sums.ROWS:
         return _two_passes(run, batch, weigh, mask, limits, layer_axes)
     # Each device takes its own share of a sharded batch.
-    split, join = _splitting(len(mask), shares)
-    found = jax.vmap(lambda b, m: _two_passes(run, b, weigh, m, limits, layer_axes))(*split((batch, mask)))
-    return Streamed(_sums.fold(found.sum, len(mask) // shares), *join(tuple(found[1:])))
-
-
-def _splitting(size: int, parts: int) -> tuple[Callable, Callable]:
-    def split(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), tree)
-
-    return split, lambda tree: jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), tree)
+    blocks = Blocks(len(mask), len(mask) // shares)
+    found = jax.vmap(lambda b, m: _two_passes(run, b, weigh, m, limits, layer_axes))(*blocks.split(batch, mask))
+    return Streamed(_sums.fold(found.sum, blocks.rows), *blocks.join(tuple(found[1:])))
 
 
 def _one_pass(
     run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array, limits: Sequence[Any],
     layer_axes: Sequence[int],
 ) -> Streamed:  # fmt: skip
-    losses, aux, seen, asked = run.passes(batch, _hooks(run, limits, layer_axes), mask)
+    losses, aux, seen, asked = run.passes(batch, _hooks(run, limits, layer_axes, {}, None), mask)
     found = _looked_at(run, asked, seen, losses, weigh, mask)
     sums = found.sums
     if found.weights:
-        sums = sums | _by_leaf(found.weights, _recorded_sum(run, found.weights, found.records))
+        total = _recorded_sum(run, found.weights, found.records)
+        rests = [None] * len(found.weights) if total.remainder is None else total.remainder
+        sums |= {leaf: _sums.Sum(*pair) for leaf, *pair in zip(found.weights, total.value, rests, strict=True)}
     value, remainder = ([s[i] for _, s in sorted(sums.items())] for i in (0, 1))
     if any(r is not None for r in remainder):
         remainder = [jnp.zeros_like(v) if r is None else r for v, r in zip(value, remainder, strict=True)]
@@ -97,11 +91,6 @@ def _one_pass(
     else:
         total = _sums.Sum(value)
     return Streamed(total, found.norms, losses, aux, mask & finite([*found.norms, mask]))
-
-
-def _by_leaf(leaves: Sequence[int] | Mapping[int, Any], total: _sums.Sum) -> dict[int, _sums.Sum]:
-    rests = [None] * len(leaves) if total.remainder is None else total.remainder
-    return {leaf: _sums.Sum(*pair) for leaf, *pair in zip(leaves, total.value, rests, strict=True)}
 
 
 class _Looked(NamedTuple):
@@ -130,11 +119,11 @@ def _looked_at(
     found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen), known)
     # What is streamed is scaled before it is squared: there is no need of a second look.
     leaves = [i for i in range(len(found.upper)) if i not in known]
-    norms, _ = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, leaves)
+    norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, leaves)
     weights = {leaf: c for leaf, c in enumerate(weigh(norms, mask)) if leaf not in sums}
     if weights:
-        weights = without_too_large(run, weights, dict(enumerate(norms)), found.records, largest, found.diagonals)
-    return _Looked(norms, weights, sums, found.records)
+        weights = without_too_large(run, weights, dict(enumerate(norms)), records, largest, found.diagonals)
+    return _Looked(norms, weights, sums, records)
 
 
 def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,14 +139,13 @@ def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[C
     return weighted_sum(run, weights, chosen)
 
 
-class _State(NamedTuple):
-    """Of all blocks of rows: what the first pass has found, and what has been added up."""
+class _Found(NamedTuple):
+    """What the first pass leaves of all blocks: arrays ``[blocks, rows, ...]``."""
 
-    norms: list[jax.Array]  # [blocks, rows, ...]
-    weights: list[jax.Array]  # [blocks, rows]: the distinct ones
+    norms: list[jax.Array]
+    weights: list[jax.Array]  # the distinct ones
     losses: jax.Array
     aux: list[jax.Array]
-    total: _sums.Sum  # of parameters
 
 
 def _two_passes(
@@ -165,81 +153,69 @@ def _two_passes(
     layer_axes: Sequence[int],
 ) -> Streamed:  # fmt: skip
     """Blocks of rows one after the other, and then all of them again, in one loop."""
-    size = len(mask)
-    blocks = -(-size // _sums.ROWS)
-    rows = -(-size // blocks)
-    run = Run(run.plan.of(rows), run.leaves, run.scales, run.offsets)
-    # The last block is filled up with copies of the last example, masked out.
-    at = np.minimum(np.arange(blocks * rows), size - 1)
-    filled = (batch, mask) if blocks * rows == size else jax.tree.map(lambda x: x[at], (batch, mask))
-    filled = filled[0], jnp.where(np.arange(blocks * rows) < size, filled[1], False)
-    split, join = _splitting(blocks * rows, blocks)
-    batch, mask = split(filled)
+    blocks = Blocks(len(mask), -(-len(mask) // -(-len(mask) // _sums.ROWS)))
+    batch, mask = blocks.split(batch, mask)
+    run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
+    single = run.plan.single
+    axes = [n if leaf in single else 0 for leaf, n in enumerate(layer_axes)]
+    norms = [jnp.zeros((blocks.rows, *x.shape[:n]), x.dtype) for x, n in zip(run.wide, axes, strict=True)]
+    # Only which parameters share a coefficient matters here, and of what dtype.
+    shared, groups = grouped({leaf: c for leaf, c in enumerate(weigh(norms, mask[0])) if leaf not in single})
+    streamed = {leaf: groups[leaf] for c in run.plan.streamed for leaf in c.weight.leaves - single}
 
-    single, zeros = run.plan.single, [jnp.zeros(x.shape, x.dtype) for x in run.wide]
-    axes = [axes if i in single else 0 for i, axes in enumerate(layer_axes)]
-    norms = [jnp.zeros((rows, *x.shape[:n]), x.dtype) for x, n in zip(run.wide, axes, strict=True)]
-    # Which parameters share a coefficient: what this computes is not used.
-    kinds = [id(c) for c in weigh(norms, mask[0])]
-    distinct = [*dict.fromkeys(kind for i, kind in enumerate(kinds) if i not in single)]
-    groups = {i: distinct.index(kind) for i, kind in enumerate(kinds) if i not in single}
-    streamed = {leaf for c in run.plan.streamed for leaf in c.weight.leaves} - single
-
-    def step(i: jax.Array, state: _State) -> _State:
-        adds_up, block = i >= blocks, i % blocks
+    def step(i: jax.Array, state: tuple[_Found, _sums.Sum]) -> tuple[_Found, _sums.Sum]:
+        found, before = state
+        adds_up, block = i >= blocks.count, i % blocks.count
 
         def own(tree: Any) -> Any:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, block, keepdims=False), tree)
 
+        def added(sums: dict[int, jax.Array]) -> _sums.Sum:
+            if blocks.count == 1 or not sums:  # of one block nothing was there: the memory of the parameters once less
+                return before._replace(value={**before.value, **sums})
+            own = _sums.Sum(*(part and {leaf: part[leaf] for leaf in sums} for part in before))
+            now = _sums.add(own, _sums.Sum(sums))
+            return _sums.Sum(*(part and {**part, **more} for part, more in zip(before, now, strict=True)))
+
         # The step has a hand in it: XLA would take what is the same in all out of the loop, and keep what it recorded.
         examples = jax.tree.map(lambda x: jnp.where(i < 0, jnp.zeros_like(x), x), own(batch))
-        counts, coefficients = own(mask), own(state.weights)
-        hooks = _hooks(run, limits, layer_axes, groups, adds_up)
+        counts, coefficients = own(mask), own(found.weights)
+        hooks = _hooks(run, limits, layer_axes, streamed, adds_up)
         losses, aux, seen, asked = run.passes(examples, hooks, counts, coefficients)
 
         def first() -> tuple:
-            found = _looked_at(run, asked, seen, losses, weigh, counts)
-            weights = {groups[leaf]: c for leaf, c in found.weights.items()}
-            total = [found.sums[leaf].value if leaf in single else zero for leaf, zero in enumerate(zeros)]
-            return found.norms, [weights[group] for group in range(len(distinct))], total
+            looked = _looked_at(run, asked, seen, losses, weigh, counts)
+            weights = {group: looked.weights[leaf] for leaf, group in groups.items()}
+            sums = {leaf: s.value for leaf, s in looked.sums.items()}
+            return looked.norms, [weights[group] for group in range(len(shared))], added(sums)
 
         def second() -> tuple:
-            sums = dict(enumerate(zeros))
-            for group, c in enumerate(coefficients):
-                members = {leaf: 0 for leaf in streamed if groups[leaf] == group}
-                if members:
-                    sums |= zip(members, to_leaves(run, members, [c], lambda k, _: asked[k][1]), strict=True)
+            sums = dict(zip(streamed, to_leaves(run, streamed, coefficients, lambda k, _: asked[k][1]), strict=True))
             recorded = {leaf: coefficients[group] for leaf, group in groups.items() if leaf not in streamed}
             if recorded:
                 records = {c: s._replace(out=None) for c, s in seen.items()}
                 sums |= zip(recorded, _recorded_sum(run, recorded, records).value, strict=True)
-            return own(state.norms), coefficients, [sums[leaf] for leaf in range(len(zeros))]
+            return own(found.norms), coefficients, added(sums)
 
         norms, weights, total = lax.cond(adds_up, second, first)
-        put = functools.partial(jax.tree.map, lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0))
-        # Of one block nothing need be added up: the parameters' memory once less.
-        added = _sums.Sum(total) if blocks == 1 and not single else _sums.add(state.total, _sums.Sum(total))
-        return _State(put(state.norms, norms), put(state.weights, weights), put(state.losses, losses),
-                      put(state.aux, aux), added)  # fmt: skip
+        now = _Found(norms, weights, losses, aux)
+        return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0), found, now), total
 
-    def start() -> _State:
-        losses, aux = jax.eval_shape(lambda rows: run.passes(rows)[:2], jax.tree.map(lambda x: x[0], batch))
-        dtypes = [
-            jnp.result_type(*(run.wide[i].dtype for i, g in groups.items() if g == k)) for k in range(len(distinct))
-        ]
-        weights = [jnp.zeros(rows, dtype) for dtype in dtypes]
-        empty = jax.tree.map(lambda x: jnp.zeros((blocks, *x.shape), x.dtype), (norms, weights, losses, aux))
-        return _State(*empty, _sums.zero(zeros, rows, blocks))
+    of_block = [jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results]
+    empty = _Found(norms, [jnp.zeros_like(c) for c in shared], of_block[0], of_block[1:])
+    empty = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), empty)
+    zeros = {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
+    start = empty, _sums.zero(zeros, blocks.rows, blocks.count)
+    found, total = lax.fori_loop(0, 2 * blocks.count, step, start)
 
-    found = lax.fori_loop(0, 2 * blocks, step, start())
-    norms, losses, aux, counts = jax.tree.map(lambda x: x[:size], join((found.norms, found.losses, found.aux, mask)))
-    return Streamed(found.total, norms, losses, aux, counts & finite([*norms, counts]))
+    total = _sums.Sum(*(part and list(part.values()) for part in total))
+    norms, losses, aux, counts = blocks.join((found.norms, found.losses, found.aux, mask))
+    return Streamed(total, norms, losses, aux, counts & finite([*norms, counts]))
 
 
 def _hooks(
-    run: Run, limits: Sequence[Any], layer_axes: Sequence[int], groups: Mapping[int, int] | None = None,
-    adds_up: jax.Array | None = None,
-) -> dict[Contact, EitherHook | ClipHook]:  # fmt: skip
+    run: Run, limits: Sequence[Any], layer_axes: Sequence[int], groups: Mapping[int, int], adds_up: jax.Array | None
+) -> dict[Contact, EitherHook | ClipHook]:
     hooks = {}
     for contact, method in run.plan.streamed.items():
         (leaf,) = contact.weight.leaves
@@ -252,8 +228,7 @@ def _hooks(
         bounds, chunk = jnp.zeros((*steps, 3), dtype), run.plan.streamed_chunk(contact)
         zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
         if leaf not in run.plan.single:
-            group = (groups or {})[leaf]
-            hooks[contact] = EitherHook(bounds, zeros, adds_up, diagonal, method, chunk, group)
+            hooks[contact] = EitherHook(bounds, zeros, adds_up, diagonal, method, chunk, groups[leaf])
             continue
         total = _sums.Sum(zeros, jnp.zeros_like(zeros) if _sums.needs_remainder(run.plan.batch_size) else None)
         # A gradient that is multiplied by a number later is clipped to as much less.

@@ -15,6 +15,7 @@ from dpopt.ghost.plan import is_direct
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import largest
 from dpopt.ghost.values import Contact
+from dpopt.ghost.weighted_sum import grouped
 
 
 def without_too_large(
@@ -35,14 +36,14 @@ def without_too_large(
         known: at the other contacts, how large entries of the factor are that is not weighed, ``[B]``.
         diagonals: of some parameters with one contact, how large entries of S are there.
     """
-    distinct = {id(c): c for c in weights.values()}
-    found = {}
-    for key, c in distinct.items():
-        leaves = [leaf for leaf, own in weights.items() if id(own) == key]
+    distinct, groups = grouped(weights)
+    found = []
+    for group, c in enumerate(distinct):
+        leaves = [leaf for leaf, own in groups.items() if own == group]
         lost = _lost(run, leaves, records, known, diagonals)
         clipped_to = c * jnp.where(c > 0, jnp.max(jnp.stack([norms[leaf] for leaf in leaves]), axis=0), 0)
-        found[key] = jnp.where(can_weigh(c, clipped_to, lost), c, 0)
-    return {leaf: found[id(c)] for leaf, c in weights.items()}
+        found.append(jnp.where(can_weigh(c, clipped_to, lost), c, 0))
+    return {leaf: found[group] for leaf, group in groups.items()}
 
 
 def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping, diagonals: Mapping) -> jax.Array:

@@ -16,9 +16,8 @@ from dpopt.ghost.values import Contact
 
 def weighted_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> _sums.Sum:
     """``sum_i c_i (S g_i + o)`` of some parameters; ``weights`` holds their c, zero for examples that do not count."""
-    distinct = {id(c): c for c in weights.values()}
+    distinct, groups = grouped(weights)
     contacts = run.contacts_of(list(weights))
-    groups = {leaf: list(distinct).index(id(c)) for leaf, c in weights.items()}
 
     def one_group(rows):
         coefficients, own = rows[0], dict(zip(contacts, rows[1], strict=True))
@@ -29,7 +28,14 @@ def weighted_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Co
 
         return to_leaves(run, groups, coefficients, added)
 
-    return _sums.over_examples(one_group, (list(distinct.values()), [records[k] for k in contacts]))
+    return _sums.over_examples(one_group, (distinct, [records[k] for k in contacts]))
+
+
+def grouped(weights: Mapping[int, jax.Array]) -> tuple[list[jax.Array], dict[int, int]]:
+    """The distinct arrays among coefficients, and which of them is whose: parameters may share one."""
+    distinct = {id(c): c for c in weights.values()}
+    place = {key: i for i, key in enumerate(distinct)}
+    return list(distinct.values()), {leaf: place[id(c)] for leaf, c in weights.items()}
 
 
 def to_leaves(
@@ -44,6 +50,8 @@ def to_leaves(
     totals: dict[int, Any] = dict.fromkeys(groups)
     for group, c in enumerate(coefficients):
         members = [leaf for leaf, g in groups.items() if g == group]
+        if not members:
+            continue
         mine = run.contacts_of(members)
         cotangents = [added(k, group) for k in mine]
         for leaf, g in zip(members, run.pull_back(mine, cotangents, members), strict=True):

@@ -8,9 +8,10 @@ import numpy as np
 import optax
 
 from dpopt import _validate
-from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.chain import PrivateOptimizer, chain
 from dpopt.moments import public_moments
 from dpopt.preconditioning import side_information
+from dpopt.private_mean import privatize
 
 
 def adadps(

@@ -16,8 +16,9 @@ import optax
 from jax.core import Tracer
 
 from dpopt import _trees, _validate
-from dpopt.chain import NoiseAware, PrivateOptimizer, chain, privatize
+from dpopt.chain import NoiseAware, PrivateOptimizer, chain
 from dpopt.optimizers._moments import at_step, one_minus_power, update_average
+from dpopt.private_mean import privatize
 
 ScalarOrSchedule = Any  # float, or step -> float
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from dpopt import _trees, _validate
-from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function
 from dpopt.delayed import delayed_moments, phase_lengths
 from dpopt.optimizers._moments import at_step
 from dpopt.optimizers.after_noise import precondition_after_noise
+from dpopt.private_mean import privatize
 
 
 def dp2(

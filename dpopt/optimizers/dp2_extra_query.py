@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from dpopt import _trees, _validate
-from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function, as_promise
 from dpopt.moments import inverse_root, next_second_moment
 from dpopt.optimizers.dp2 import _clip_ratio, _scale_by_either, _weight_decay
 from dpopt.preconditioning import Diagonal, apply_diagonal
 from dpopt.privacy import Privacy
+from dpopt.private_mean import privatize
 
 
 @dataclasses.dataclass(frozen=True)

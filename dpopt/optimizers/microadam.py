@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import optax
 
 from dpopt import _trees, _validate
-from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.chain import PrivateOptimizer, chain
 from dpopt.optimizers import _quantize, _topk
 from dpopt.optimizers._moments import one_minus_power
+from dpopt.private_mean import privatize
 
 ScalarOrSchedule = Any  # float, or step -> float
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from dpopt import _trees, _validate
-from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.chain import PrivateOptimizer, chain
 from dpopt.moments import checked_public_grads, next_second_moment, public_moments
 from dpopt.optimizers.after_noise import precondition_after_noise
+from dpopt.private_mean import privatize
 
 
 def dp_r_pub(

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import optax
 
-from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.chain import PrivateOptimizer, chain
 from dpopt.moments import last_moments
+from dpopt.private_mean import privatize
 
 
 def scale_then_privatize(

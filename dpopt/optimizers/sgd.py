@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import optax
 
-from dpopt.chain import PrivateOptimizer, chain, privatize
+from dpopt.chain import PrivateOptimizer, chain
+from dpopt.private_mean import privatize
 
 ScalarOrSchedule = Any  # float, or step -> float
 

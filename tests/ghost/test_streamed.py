@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ghost_check import assert_trees_close, flat_clip, leaf_clip, plain
+from ghost_check import assert_trees_close, flat_clip, leaf_clip, plain, random_like
 from jax import lax
 
 import dpopt
@@ -70,18 +70,50 @@ def test_what_is_added_up_is_what_norms_were_taken_of():
         assert moved <= 1e-3 * (1 + 3e-6)
 
 
-@pytest.mark.parametrize("size", [65, 130, 200, 300])
-def test_blocks_of_rows_are_added_up_in_two_passes(size):
-    """The last block is filled up; beyond 256 rows sums are pairs of floats."""
-    loss_fn, params, batch = ghost_cases.scanned_layers(ghost_cases.Arrays())
-    batch = jax.tree.map(lambda x: jnp.concatenate([x] * -(-size // len(x)))[:size], batch)
-    mask = jnp.arange(size) % 7 != 3
+_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 60)]
+
+
+@pytest.mark.parametrize("seed", [*range(12), *_SLOW])
+def test_two_passes_of_any_batch(seed, x64):
+    """Any model, batch size, mask and diagonal; some parameters are clipped by themselves, the others together.
+
+    Blocks have up to 64 rows, the last one is filled up; beyond 256 rows sums are pairs of floats."""
+    rng = np.random.default_rng(seed)
+    loss_fn, params, batch = ghost_cases.CASES[rng.integers(len(ghost_cases.CASES))](ghost_cases.Arrays(seed))
+    size = int(rng.choice([rng.integers(1, 65), rng.integers(65, 257), rng.integers(257, 301)]))
+    own = rng.integers(0, jax.tree.leaves(batch)[0].shape[0], size)
+    batch, mask = jax.tree.map(lambda x: x[own], batch), jnp.asarray(rng.random(size) < 0.8)
+    scale = random_like(params, seed) if rng.random() < 0.5 else None
+    leaves, structure = jax.tree.flatten(params)
+    limits = [float(rng.uniform(0.1, 1)) if rng.random() < 0.5 else None for _ in leaves]
+
+    def coefficients(norms):
+        norms = jax.tree.leaves(norms)
+        together = [n for n, limit in zip(norms, limits, strict=True) if limit is None]
+        flat = jax.tree.leaves(flat_clip(0.7)(together))[0] if together else None
+        each = [flat if limit is None else jnp.minimum(1, limit / jnp.maximum(n, 1e-30))
+                for n, limit in zip(norms, limits, strict=True)]  # fmt: skip
+        return jax.tree.unflatten(structure, each)
+
+    @jax.jit
+    def both(params, batch, mask, scale):
+        plan = ghost.plan_clipped_sum(loss_fn, params, batch, scale=scale)
+        plan = plan.streaming(ghost.single_parameters(plan, limits, []))
+        got = ghost.clipped_sum(
+            loss_fn, params, batch, coefficients=coefficients, mask=mask, scale=scale, plan=plan, limits=limits
+        )
+        return (
+            got,
+            plain(loss_fn, params, batch, coefficients, mask, scale),
+            jax.vmap(loss_fn, (None, 0))(params, batch),
+        )
+
     with jax.numpy_rank_promotion("allow"):
-        found = two_passes(loss_fn, params, batch, mask)
-        want, norms = plain(loss_fn, params, batch, flat_clip(0.7), mask)
-    assert_trees_close(found.sum, want, rtol=1e-5, atol=1e-5)
-    assert_trees_close(found.leaf_norms, norms, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found.ok, mask)
+        got, (total, norms), losses = both(params, batch, mask, scale)
+    assert_trees_close(got.sum, total, rtol=1e-9, atol=1e-11)
+    assert_trees_close(got.leaf_norms, norms, rtol=1e-9, atol=1e-11)
+    assert_trees_close(got.losses, losses, rtol=1e-9, atol=1e-11)
+    np.testing.assert_array_equal(got.ok, mask)
 
 
 @pytest.mark.parametrize(
