@@ -156,7 +156,7 @@ def _two_passes(
     blocks = Blocks(len(mask), -(-len(mask) // -(-len(mask) // _sums.ROWS)))
     batch, mask = blocks.split(batch, mask)
     run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
-    single = run.plan.single
+    single, zeros = run.plan.single, {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
     axes = [n if leaf in single else 0 for leaf, n in enumerate(layer_axes)]
     norms = [jnp.zeros((blocks.rows, *x.shape[:n]), x.dtype) for x, n in zip(run.wide, axes, strict=True)]
     # Only which parameters share a coefficient matters here, and of what dtype.
@@ -171,8 +171,10 @@ def _two_passes(
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, block, keepdims=False), tree)
 
         def added(sums: dict[int, jax.Array]) -> _sums.Sum:
-            if blocks.count == 1 or not sums:  # of one block nothing was there: the memory of the parameters once less
-                return before._replace(value={**before.value, **sums})
+            if blocks.count == 1:  # of what the second pass adds up nothing is there yet: its memory once less
+                return _sums.Sum({**zeros, **{leaf: before.value[leaf] for leaf in single}, **sums})
+            if not sums:
+                return before
             own = _sums.Sum(*(part and {leaf: part[leaf] for leaf in sums} for part in before))
             now = _sums.add(own, _sums.Sum(sums))
             return _sums.Sum(*(part and {**part, **more} for part, more in zip(before, now, strict=True)))
@@ -204,7 +206,6 @@ def _two_passes(
     of_block = [jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results]
     empty = _Found(norms, [jnp.zeros_like(c) for c in shared], of_block[0], of_block[1:])
     empty = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), empty)
-    zeros = {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
     start = empty, _sums.zero(zeros, blocks.rows, blocks.count)
     found, total = lax.fori_loop(0, 2 * blocks.count, step, start)
 
