@@ -162,6 +162,7 @@ def _two_passes(
     # Only which parameters share a coefficient matters here, and of what dtype.
     shared, groups = grouped({leaf: c for leaf, c in enumerate(weigh(norms, mask[0])) if leaf not in single})
     streamed = {leaf: groups[leaf] for c in run.plan.streamed for leaf in c.weight.leaves - single}
+    rest = [leaf for leaf in zeros if leaf not in streamed]
 
     def step(i: jax.Array, state: tuple[_Found, _sums.Sum]) -> tuple[_Found, _sums.Sum]:
         found, before = state
@@ -170,36 +171,32 @@ def _two_passes(
         def own(tree: Any) -> Any:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, block, keepdims=False), tree)
 
-        def added(sums: dict[int, jax.Array]) -> _sums.Sum:
-            if blocks.count == 1:  # of what the second pass adds up nothing is there yet: its memory once less
-                return _sums.Sum({**zeros, **{leaf: before.value[leaf] for leaf in single}, **sums})
-            if not sums:
-                return before
-            own = _sums.Sum(*(part and {leaf: part[leaf] for leaf in sums} for part in before))
-            now = _sums.add(own, _sums.Sum(sums))
-            return _sums.Sum(*(part and {**part, **more} for part, more in zip(before, now, strict=True)))
-
         # The step has a hand in it: XLA would take what is the same in all out of the loop, and keep what it recorded.
         examples = jax.tree.map(lambda x: jnp.where(i < 0, jnp.zeros_like(x), x), own(batch))
         counts, coefficients = own(mask), own(found.weights)
         hooks = _hooks(run, limits, layer_axes, streamed, adds_up)
         losses, aux, seen, asked = run.passes(examples, hooks, counts, coefficients)
 
+        # What hooks have added up, nothing in the first pass. Through `cond` it would be copied.
+        sums = dict(zip(streamed, to_leaves(run, streamed, coefficients, lambda k, _: asked[k][1]), strict=True))
+
         def first() -> tuple:
             looked = _looked_at(run, asked, seen, losses, weigh, counts)
             weights = {group: looked.weights[leaf] for leaf, group in groups.items()}
-            sums = {leaf: s.value for leaf, s in looked.sums.items()}
-            return looked.norms, [weights[group] for group in range(len(shared))], added(sums)
+            others = {leaf: looked.sums[leaf].value if leaf in single else zeros[leaf] for leaf in rest}
+            return looked.norms, [weights[group] for group in range(len(shared))], others
 
         def second() -> tuple:
-            sums = dict(zip(streamed, to_leaves(run, streamed, coefficients, lambda k, _: asked[k][1]), strict=True))
-            recorded = {leaf: coefficients[group] for leaf, group in groups.items() if leaf not in streamed}
-            if recorded:
-                records = {c: s._replace(out=None) for c, s in seen.items()}
-                sums |= zip(recorded, _recorded_sum(run, recorded, records).value, strict=True)
-            return own(found.norms), coefficients, added(sums)
+            recorded = {leaf: coefficients[groups[leaf]] for leaf in rest if leaf not in single}
+            records = {c: s._replace(out=None) for c, s in seen.items()}
+            total = _recorded_sum(run, recorded, records).value if recorded else []
+            others = {leaf: zeros[leaf] for leaf in single} | dict(zip(recorded, total, strict=True))
+            return own(found.norms), coefficients, others
 
-        norms, weights, total = lax.cond(adds_up, second, first)
+        norms, weights, others = lax.cond(adds_up, second, first)
+        total = _sums.add(before, _sums.Sum({**{leaf: jnp.where(adds_up, s, 0) for leaf, s in sums.items()}, **others}))
+        if blocks.count == 1:  # nothing was there before: the memory of the parameters once less
+            total = _sums.Sum({**total.value, **sums})
         now = _Found(norms, weights, losses, aux)
         return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0), found, now), total
 
