@@ -149,22 +149,12 @@ class ClipHook:
         """The contact's output, watched; see `watched`."""
 
         def of_batch(x, y, keep, shared):
-            limit, diagonal = shared
-            if self.method == "explicit" and contact.factors is not None and len(keep) <= _sums.ROWS:
-                return _clipped_as_formed(contact, self, (x, y, keep), limit, diagonal)
-            bounds = _bounds(contact, self, x, y, diagonal)
-            upper = bounds[..., 0]
-            keep = keep.reshape(-1, *[1] * (upper.ndim - 1))
-            c = jnp.where((keep > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
-            lost = lost_to_weighing(contact, bounds[..., 2], len(keep))
-            c = jnp.where(can_weigh(c, limit[None], lost * _gain(self, contact, diagonal)), c, 0)
-            rows = selected(c != 0, x), selected(c != 0, y), c
-            total = _sums.over_examples(
-                lambda group: _sums.in_blocks(lambda block: transposed(contact, *block), group), rows
+            # A conditional has its inputs in memory: what is added up is what norms were taken of, to the last bit.
+            nothing = (
+                jnp.zeros((len(keep), *self.bounds.shape), self.bounds.dtype),
+                jax.tree.map(jnp.zeros_like, self.total),
             )
-            if self.total.remainder is not None and total.remainder is None:  # one example alone
-                total = _sums.Sum(total.value, jnp.zeros_like(total.value))
-            return bounds, jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
+            return lax.cond(jnp.any(keep > 0), lambda: _clipped(contact, self, (x, y, keep), *shared), lambda: nothing)
 
         def of_one(x, y, keep, shared):
             x, y, keep = jax.tree.map(lambda z: z[None], (x, y, keep))
@@ -176,6 +166,26 @@ class ClipHook:
             return dataclasses.replace(hook, bounds=both[0], total=both[1], limit=None, diagonal=None, keep=None)
 
         return watched(self, run, values, at, backward)
+
+
+def _clipped(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: Any) -> Any:
+    """Bounds, ``[B, 3]``, and the clipped sum."""
+    x, y, keep = rows
+    if hook.method == "explicit" and contact.factors is not None and len(keep) <= _sums.ROWS:
+        return _clipped_as_formed(contact, hook, rows, limit, diagonal)
+    bounds = _bounds(contact, hook, x, y, diagonal)
+    upper = bounds[..., 0]
+    keep = keep.reshape(-1, *[1] * (upper.ndim - 1))
+    c = jnp.where((keep > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
+    lost = lost_to_weighing(contact, bounds[..., 2], len(keep))
+    c = jnp.where(can_weigh(c, limit[None], lost * _gain(hook, contact, diagonal)), c, 0)
+    weighed = selected(c != 0, x), selected(c != 0, y), c
+    total = _sums.over_examples(
+        lambda group: _sums.in_blocks(lambda block: transposed(contact, *block), group), weighed
+    )
+    if hook.total.remainder is not None and total.remainder is None:  # one example alone
+        total = _sums.Sum(total.value, jnp.zeros_like(total.value))
+    return bounds, jax.tree.map(lambda x, like: x.astype(like.dtype), total, hook.total)
 
 
 def _gain(hook: ClipHook, contact: Contact, diagonal: jax.Array | None) -> jax.Array:
@@ -217,7 +227,8 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
         split = jax.tree.map(lambda x: split_rows(x, chunk), rows)
         total, bounds = lax.scan(step, jnp.zeros_like(hook.total.value), split)
         bounds = join_rows(bounds)
-    return bounds, hook.total._replace(value=total)  # with a remainder of zeros, if one is asked for
+    rest = None if hook.total.remainder is None else jnp.zeros_like(hook.total.remainder)
+    return bounds, _sums.Sum(total, rest)
 
 
 def _bounds(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
