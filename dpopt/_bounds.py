@@ -105,15 +105,21 @@ def _orders(steps: Steps) -> tuple | None:
 
 def renyi(steps: Steps, relation: Relation) -> Callable[[float], float]:
     """Renyi divergences added up: a function of delta."""
+    orders, total = _renyi_total(steps, relation)
+    if not orders.size:
+        return lambda delta: math.inf
+    # dp_accounting annotates sequences, and passes arrays itself.
+    return lambda delta: float(rdp.compute_epsilon(orders, total, delta)[0])  # pyright: ignore[reportArgumentType]
+
+
+def _renyi_total(steps: Steps, relation: Relation) -> tuple[np.ndarray, np.ndarray]:
+    """Orders, and the divergence of all steps together at each, where it is finite."""
     wanted = _orders(steps)
     curves = [(_renyi_curve(event, relation, wanted), count) for event, count in steps.items()]
     orders = curves[0][0][0]
     total = np.sum([count * curve for (_, curve), count in curves], axis=0)
     kept = np.isfinite(total)
-    if not kept.any():
-        return lambda delta: math.inf
-    # dp_accounting annotates sequences, and passes arrays itself.
-    return lambda delta: float(rdp.compute_epsilon(orders[kept], total[kept], delta)[0])  # pyright: ignore[reportArgumentType]
+    return orders[kept], total[kept]
 
 
 def ever_sampled(steps: Steps, delta: float) -> float:
@@ -135,24 +141,47 @@ def ever_sampled(steps: Steps, delta: float) -> float:
     if precision > 1e7:
         return math.inf  # an epsilon of millions, beyond what the formula resolves in floating point
     p = -math.expm1(never)
-    full = float(gaussian_mechanism.get_epsilon_gaussian(precision**-0.5, delta / p))
+    with np.errstate(divide="ignore"):  # a delta too small for floats is 0
+        full = float(gaussian_mechanism.get_epsilon_gaussian(precision**-0.5, delta / p))
     full += 1e-11 * (1 + full)  # the root finder's tolerance
     return math.log1p(p * math.expm1(full)) if full < 700 else full + min(0.0, math.log(p) + 1e-11)
 
 
 def privacy_loss(steps: Steps, delta: float, bound: float) -> float:
     """From privacy loss distributions, on a grid that an upper bound on epsilon sets and memory limits."""
-    # A composition is a Fourier transform to the power of the number of steps. The rounding error of that was measured
-    # to stay below 1e-16 a step; delta pays twice as much.
-    slack = np.finfo(float).eps * (sum(steps.values()) + 64 * len(steps))
+    slack = _rounding(steps)
     if delta <= 2 * slack:
         return math.inf
+    with np.errstate(over="ignore", divide="ignore"):  # an epsilon above 700 may come out infinite
+        return float(_whole(steps, bound).get_epsilon_for_delta(delta - slack))
+
+
+def privacy_loss_deltas(steps: Steps, epsilons: np.ndarray, bound: float) -> np.ndarray:
+    """The same distribution's deltas at many epsilons."""
+    deltas = _whole(steps, bound).get_delta_for_epsilon(list(map(float, epsilons)))
+    return np.minimum(1.0, np.asarray(deltas) + _rounding(steps))
+
+
+def renyi_deltas(steps: Steps, epsilons: np.ndarray, relation: Relation) -> np.ndarray:
+    """Deltas at many epsilons, by Renyi divergences."""
+    orders, total = _renyi_total(steps, relation)
+    if not orders.size:
+        return np.ones(len(epsilons))
+    compute = rdp.rdp_privacy_accountant.compute_delta
+    return np.array([compute(orders, total, float(e))[0] for e in epsilons])  # pyright: ignore[reportArgumentType]
+
+
+def _rounding(steps: Steps) -> float:
+    # A composition is a Fourier transform to the power of the number of steps. The rounding error of that was measured
+    # to stay below 1e-16 a step; delta pays twice as much.
+    return np.finfo(float).eps * (sum(steps.values()) + 64 * len(steps))
+
+
+def _whole(steps: Steps, bound: float) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
     interval = _interval(steps, bound)
     compose = _composed_and_kept if len(steps) > 4 else _composed
     parts = [compose(*sampled_gaussian(event), count, interval) for event, count in steps.items()]
-    whole = functools.reduce(lambda a, b: a.compose(b, tail_mass_truncation=_TAIL), parts)
-    with np.errstate(over="ignore", divide="ignore"):  # an epsilon above 700 may come out infinite
-        return float(whole.get_epsilon_for_delta(delta - slack))
+    return functools.reduce(lambda a, b: a.compose(b, tail_mass_truncation=_TAIL), parts)
 
 
 def _interval(steps: Steps, bound: float) -> float:

@@ -28,7 +28,8 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
     *Privacy*: releases what its noise stage releases; everything after is post-processing. What `chain` puts together
     cannot do otherwise; of any other ``run`` the first update is inspected (`dpopt.inspection`).
 
-    >>> core = privatize(l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=8, key=jax.random.key(0))
+    >>> import dpopt
+    >>> core = dpopt.privatize(l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=8, key=jax.random.key(0))
     >>> round(core.privacy.step_event().noise_multiplier, 2)
     2.0
     """
@@ -96,11 +97,12 @@ def chain(*transformations: optax.GradientTransformation) -> PrivateOptimizer:
 
     *Privacy*: Gaussian mechanism with multiplier noise_stddev / sensitivity at each step; the rest is post-processing.
 
-    >>> key = jax.random.key(0)
-    >>> opt = chain(clip_and_sum(0.5), add_gaussian_noise(1.0, key), normalize_by(32), optax.sgd(0.1))
+    >>> import dpopt
+    >>> clip, noise = dpopt.clip_and_sum(0.5), dpopt.add_gaussian_noise(1.0, jax.random.key(0))
+    >>> opt = chain(clip, noise, dpopt.normalize_by(32), optax.sgd(0.1))
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     2.0
-    >>> chain(add_gaussian_noise(1.0, key), clip_and_sum(0.5))
+    >>> chain(noise, clip)
     Traceback (most recent call last):
     ...
     ValueError: stage 0 (add_gaussian_noise) comes before any clip_and_sum: noise protects a clipped sum. The order is \

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -19,10 +18,9 @@ from typing import Any
 
 import dp_accounting
 
+from dpopt import _journal_file as stored
 from dpopt import events
 from dpopt.ledger import Ledger
-
-FORMAT = 2
 
 
 class JournalError(RuntimeError):
@@ -166,22 +164,27 @@ class Journal:
         else:
             file = None
         try:
-            run, entries, checksum, length = _read(path, identity)
+            content = _content(path) if path.exists() else stored.Content()
+            run = ""
+            if content.header is not None:
+                check_identity(content.header["identity"], identity, str(path))
+                run = content.header["run"]
+            entries = [Entry.from_json(body) for body in content.entries]
             if entries[: len(self)] != self._entries or (self._entries and run != self.run):
                 raise JournalError(f"{path} lacks steps that this plan has taken and written there before.")
             if file is not None:
-                file.truncate(length)
+                file.truncate(content.length)
         except BaseException:
             if file is not None:
                 file.close()
             raise
         for entry in entries[len(self) :]:  # all, or what another process added since
             self._keep(entry)
-        self._path, self._file, self._sum, self._is_closed = path, file, checksum, False
+        self._path, self._file, self._sum, self._is_closed = path, file, content.checksum, False
         self.run = run or self.run
-        if file is not None and length == 0:
-            self._write({"format": FORMAT, "run": self.run, "identity": dict(identity)})
-            _sync_directory(path.parent)
+        if file is not None and content.length == 0:
+            self._write({"format": stored.FORMAT, "run": self.run, "identity": dict(identity)})
+            stored.sync_directory(path.parent)
 
     def close(self) -> None:
         """Lets go of the file and its lock. The journal stays readable; to take entries it must be attached again."""
@@ -197,7 +200,7 @@ class Journal:
         self._entries.append(entry)
 
     def _write(self, body: dict[str, Any]) -> None:
-        line, checksum = _line(body, self._sum)
+        line, checksum = stored.line(body, self._sum)
         start = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) != len(line):
@@ -211,37 +214,36 @@ class Journal:
         self._sum = checksum
 
 
-def _line(body: dict[str, Any], before: str) -> tuple[bytes, str]:
-    text = json.dumps(body, sort_keys=True)
-    checksum = hashlib.sha256(f"{before}{text}".encode()).hexdigest()[:16]
-    return f"{checksum} {text}\n".encode(), checksum
+def read(path: Path) -> tuple[dict[str, Any], Ledger]:
+    """What a journal's file says: which run it is of, and what was spent. Changes nothing, also while the run goes on.
+
+    Args:
+        path: the file, ``ledger.jsonl`` in a checkpointer's directory.
+
+    Raises:
+        JournalError: if the file is damaged, or is no journal; OSError: if there is none.
+
+    *Privacy*: the file holds nothing private.
+
+    >>> read(Path("nowhere/ledger.jsonl"))
+    Traceback (most recent call last):
+    ...
+    FileNotFoundError: [Errno 2] No such file or directory: 'nowhere/ledger.jsonl'
+    """
+    content = _content(path)
+    if content.header is None:
+        raise JournalError(f"{path} is empty: its run has not started.")
+    journal = Journal()
+    for body in content.entries:
+        journal._keep(Entry.from_json(body))
+    return content.header["identity"], journal.ledger
 
 
-def _read(path: Path, identity: Mapping[str, Any]) -> tuple[str, list[Entry], str, int]:
-    """The run that a file is of, its entries, the last checksum, and the length of what is whole."""
-    content = path.read_bytes() if path.exists() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    bodies, checksum = [], ""
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            stored, text = line.decode().split(" ", 1)
-            body = json.loads(text)
-            expected, checksum = _line(body, checksum)
-        except (ValueError, UnicodeDecodeError):
-            body, stored = None, ""
-        if body is None or expected.rstrip(b"\n") != line or stored != checksum:
-            raise JournalError(
-                f"line {number} of {path} is damaged or was changed, so what was spent is not known. Restore the file "
-                "from a copy; without one the run cannot be resumed within a known budget."
-            )
-        bodies.append(body)
-    if not bodies:
-        return "", [], "", 0
-    header, *rest = bodies
-    if header.get("format") != FORMAT:
-        raise JournalError(f"{path} has format {header.get('format')!r}; this version of dpopt reads {FORMAT}.")
-    check_identity(header["identity"], identity, str(path))
-    return header["run"], [Entry.from_json(body) for body in rest], checksum, len(whole)
+def _content(path: Path) -> stored.Content:
+    try:
+        return stored.read(path)
+    except stored.Damaged as error:
+        raise JournalError(str(error)) from None
 
 
 def check_identity(stored: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
@@ -287,12 +289,3 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, 
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 400 else f"{text[:400]}..."
-
-
-def _sync_directory(path: Path) -> None:
-    """Makes a new file's name durable, not only its content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ from dpopt.journal import Journal
 from dpopt.loop import train
 from dpopt.results import TrainResult
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
+from dpopt.statement import Statement, state
 from dpopt.training import TrainStep, make_train_step
 
 _NO_DELTA = "this plan was built from a noise multiplier, so no delta is set: pass delta=..."
@@ -110,6 +111,18 @@ class Plan:
                 raise ValueError(_NO_DELTA)
             delta = self.budget.delta
         return self.journal.ledger.epsilon(delta=delta, accountant=self._accountant)
+
+    def statement(self, *, delta: float | None = None) -> Statement:
+        """What all planned steps promise, for a paper or a file (`dpopt.statement`). A run's own: ``result.statement``.
+
+        Raises:
+            ValueError: if no delta is set anywhere.
+        """
+        if delta is None:
+            if self.budget is None:
+                raise ValueError(_NO_DELTA)
+            delta = self.budget.delta
+        return state(self.event, delta=delta, unit=self.optimizer.privacy.unit, accountant=self._accountant)
 
     @property
     def _accountant(self) -> accounting.Accountant:

@@ -8,6 +8,7 @@ from dpopt import accounting
 from dpopt.identity import TrainState
 from dpopt.journal import Journal
 from dpopt.ledger import Ledger
+from dpopt.statement import Statement, state
 
 _log = logging.getLogger("dpopt.loop")
 
@@ -50,6 +51,7 @@ class TrainResult:
         stopped: ``"steps"`` if all steps that were asked for are done, ``"budget"`` if the budget ends here.
         message: the same in words.
         lost: steps that were paid for but are not in the parameters, because a run died and could not be repeated.
+        unit: what one record is: ``"example"``, or ``"client"``.
 
     *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
 
@@ -62,6 +64,7 @@ class TrainResult:
     stopped: str
     message: str
     lost: int
+    unit: str = "example"
 
     @property
     def params(self) -> Any:
@@ -71,6 +74,15 @@ class TrainResult:
     def epsilon(self, *, delta: float, accountant: accounting.Accountant = "pld") -> float:
         """Epsilon of everything that was spent."""
         return self.ledger.epsilon(delta=delta, accountant=accountant)
+
+    def statement(self, *, delta: float, accountant: accounting.Accountant | None = None) -> Statement:
+        """What the run promises, for a paper or a file (`dpopt.statement`); also of steps that were lost.
+
+        Args:
+            delta: below one over the number of records.
+            accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size ``"rdp"``.
+        """
+        return state(self.ledger.event, delta=delta, unit=self.unit, accountant=accountant)
 
 
 def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayError:
@@ -95,12 +107,12 @@ def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayEr
 
 
 def make_result(
-    plan: Any, journal: Journal, state: TrainState, target: int, paid: int, allowed: int, limit: Any
+    plan: Any, journal: Journal, now: TrainState, target: int, paid: int, allowed: int, limit: Any
 ) -> TrainResult:
     """The result of a call of `dpopt.loop.train`.
 
     Args:
-        plan, journal, state: what was trained, and where it stands.
+        plan, journal, now: what was trained, and where it stands.
         target: steps that the parameters should have had.
         paid: steps in the history of the state at the call, with those to be repeated.
         allowed: steps that the limit bought on top.
@@ -111,14 +123,17 @@ def make_result(
 
     *Privacy*: arithmetic on public constants.
 
-    >>> make_result(None, Journal(), TrainState((), (), update=2), 2, 2, 0, None).message
+    >>> import dpopt, optax
+    >>> builder = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=2, key=dpopt.secure_key())
+    >>> plan = builder.clip(1.0).noise(2.0).then(optax.sgd(0.1)).build()
+    >>> make_result(plan, Journal(), TrainState((), (), update=2), 2, 2, 0, None).message
     'all 2 steps are done'
     """
     ledger = journal.ledger
-    lost = ledger.steps - max(state.update, paid)
-    if state.update >= target:
+    lost = ledger.steps - max(now.update, paid)
+    if now.update >= target:
         message = f"all {target} steps are done"
-        return TrainResult(state, ledger, "steps", message, lost)
+        return TrainResult(now, ledger, "steps", message, lost, plan.optimizer.privacy.unit)
     if limit is None:
         reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
     else:
@@ -128,12 +143,12 @@ def make_result(
             f"{ledger.steps} steps"
         )
     message = (
-        f"stopped by the budget after step {state.update} of {target}: {reason}. To go on, pass a larger budget "
+        f"stopped by the budget after step {now.update} of {target}: {reason}. To go on, pass a larger budget "
         "explicitly: budget=dpopt.Budget(epsilon, delta)"
     )
     _log.warning("dpopt: %s", message)
-    result = TrainResult(state, ledger, "budget", message, lost)
-    if allowed == 0 and state.update == paid:
+    result = TrainResult(now, ledger, "budget", message, lost, plan.optimizer.privacy.unit)
+    if allowed == 0 and now.update == paid:
         error = BudgetExceeded(f"{message}.")
         error.result = result
         raise error

@@ -1,0 +1,114 @@
+"""The accountant from a shell: ``python -m dpopt epsilon``, ``calibrate`` and ``statement``."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpopt import _validate, accounting, journal, statement
+from dpopt.events import compose
+from dpopt.privacy import Privacy, Query, Relation
+from dpopt.sampling import Poisson, WithoutReplacement
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 if it worked, 2 with a message if it could not."""
+    given = _parser().parse_args(arguments)
+    try:
+        given.run(given)
+    except (ValueError, TypeError, OSError, journal.JournalError) as error:
+        print(f"dpopt {given.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dpopt", description="What differentially private training costs, and promises."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run = argparse.ArgumentParser(add_help=False)
+    run.add_argument("--examples", type=int, required=True, help="how many there are in the training data")
+    run.add_argument("--batch-size", type=float, required=True, help="how many are in a batch, on average")
+    length = run.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int)
+    length.add_argument("--epochs", type=float, help="instead of --steps: each example is drawn so often, on average")
+    run.add_argument(
+        "--sampling", choices=("poisson", "fixed"), default="poisson",
+        help="each example by itself, with one probability (default), or batches of one size without replacement",
+    )  # fmt: skip
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--delta", type=float, help="default: a tenth of one over the number of examples")
+    common.add_argument("--accountant", choices=("pld", "rdp"), help="default: pld, and rdp for --sampling fixed")
+    common.add_argument("--json", action="store_true", help="print JSON")
+
+    epsilon = commands.add_parser("epsilon", parents=[run, common], help="what a run costs")
+    epsilon.add_argument("--noise-multiplier", type=float, required=True, help="over the clip norm")
+    epsilon.set_defaults(run=_epsilon)
+    calibrate = commands.add_parser("calibrate", parents=[run, common], help="the noise that a budget asks for")
+    calibrate.add_argument("--epsilon", type=float, required=True)
+    calibrate.set_defaults(run=_calibrate)
+    stated = commands.add_parser(
+        "statement", parents=[common], help="a paragraph and a table about a run, from its ledger.jsonl"
+    )
+    stated.add_argument("ledger", type=Path, help="the file, or the directory of the run's checkpointer")
+    stated.set_defaults(run=_statement)
+    return parser
+
+
+def _scheme(given: argparse.Namespace) -> Poisson | WithoutReplacement:
+    _validate.positive(batch_size=given.batch_size)
+    _validate.positive_int(examples=given.examples)
+    if given.sampling == "poisson":
+        return Poisson(given.batch_size / given.examples)
+    if given.batch_size != int(given.batch_size):
+        raise ValueError(f"--sampling fixed takes a whole --batch-size; got {given.batch_size}.")
+    return WithoutReplacement(given.examples, int(given.batch_size))
+
+
+def _steps(given: argparse.Namespace) -> int:
+    if given.steps is None:
+        _validate.positive(epochs=given.epochs)
+        return math.ceil(given.epochs * given.examples / given.batch_size)
+    _validate.positive_int(steps=given.steps)
+    return given.steps
+
+
+def _defaults(given: argparse.Namespace) -> dict:
+    delta = 0.1 / given.examples if given.delta is None else given.delta
+    return {"delta": delta, "accountant": given.accountant or ("rdp" if given.sampling == "fixed" else "pld")}
+
+
+def _epsilon(given: argparse.Namespace) -> None:
+    _validate.non_negative(noise_multiplier=given.noise_multiplier)
+    event = compose(Privacy((Query(given.noise_multiplier),)), _scheme(given), _steps(given))
+    found = statement.state(event, **_defaults(given))
+    print(json.dumps(found.to_json(), indent=1) if given.json else found)
+
+
+def _calibrate(given: argparse.Namespace) -> None:
+    scheme, steps, options = _scheme(given), _steps(given), _defaults(given)
+    sigma = accounting.calibrate_event(
+        lambda sigma: compose(Privacy((Query(sigma),)), scheme, steps), epsilon=given.epsilon, **options
+    )
+    if given.json:
+        print(json.dumps({"noise_multiplier": sigma, "epsilon": given.epsilon, "steps": steps, **options}, indent=1))
+        return
+    relation = "replacing" if scheme.relation is Relation.REPLACE_ONE else "adding or removing"
+    budget = f"epsilon {given.epsilon:g} at delta {options['delta']:.3g}"
+    print(f"noise multiplier {sigma:.4f}: {budget} after {steps} steps, for {relation} one example")
+
+
+def _statement(given: argparse.Namespace) -> None:
+    path = given.ledger / "ledger.jsonl" if given.ledger.is_dir() else given.ledger
+    identity, ledger = journal.read(path)
+    delta = 0.1 / identity["num_examples"] if given.delta is None else given.delta
+    found = statement.state(ledger.event, delta=delta, unit=identity["unit"], accountant=given.accountant)
+    print(json.dumps(found.to_json(), indent=1) if given.json else found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
