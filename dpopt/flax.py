@@ -3,7 +3,7 @@
 Needs the extra ``dpopt[flax]``; nothing else in dpopt imports Flax.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import optax
 from flax import errors, linen, nnx
 
+from dpopt.flax_layers import check as check
+from dpopt.flax_layers import draws, refuse, watch
+from dpopt.flax_layers import replace_batch_norm as replace_batch_norm
 from dpopt.gradients import PerExampleGrads
 from dpopt.inspection import inspect_optimizer
 
@@ -43,21 +46,51 @@ def example_loss(batch_loss: Callable) -> Callable:
     return loss_fn
 
 
-def linen_loss(model: linen.Module, loss: Callable, *, variables: Any = None, **apply_kwargs: Any) -> Callable:
+def _random_example_loss(batch_loss: Callable) -> Callable:
+    """`example_loss` of ``batch_loss(params, batch, key)``, for examples with or without a key of their own."""
+
+    def loss_fn(params, example):
+        key = None
+        if isinstance(example, tuple) and len(example) == 2 and _is_key(example[1]):
+            example, key = example
+        return example_loss(lambda params, batch: batch_loss(params, batch, key))(params, example)
+
+    cast(Any, loss_fn).takes_key = True  # `dpopt.train` asks
+    return loss_fn
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+_NO_KEY = (
+    "draws random numbers (dropout) and the example comes without a key, so that all examples would share one draw. "
+    "dpopt.train and Plan.run give every example its own; in a loop of your own, let the batch be "
+    "(examples, dpopt.example_keys(key, step, indices)). To evaluate, switch dropout off: model.eval(), or "
+    "deterministic=True."
+)
+
+
+def linen_loss(
+    model: linen.Module, loss: Callable, *, variables: Any = None, rngs: Sequence[str] = (), **apply_kwargs: Any
+) -> Callable:
     """``loss_fn(params, (x, y))`` from a linen model written for batches.
 
     Args:
         model: the module. It is applied to ``x[None]``.
         loss: ``loss(outputs, labels) -> scalar or (1,)``, such as
             ``optax.softmax_cross_entropy_with_integer_labels``; gets outputs and labels with a batch axis of one.
-        variables: further collections that are not trained (``{"batch_stats": ...}``), or None.
-        **apply_kwargs: passed to ``model.apply`` (``train=False``).
+        variables: further collections that are not trained (``{"batch_stats": ...}``, from public data), or None.
+        rngs: the random streams that the model draws from, such as ``["dropout"]``.
+        **apply_kwargs: passed to ``model.apply`` (``train=True``).
 
     Returns:
-        A loss of ``params`` (what ``model.init(...)["params"]`` holds) and one example ``(x, y)``.
+        A loss of ``params`` (what ``model.init(...)["params"]`` holds) and one example ``(x, y)``. With ``rngs`` the
+        example is ``((x, y), key)``: `dpopt.train` and ``Plan.run`` see to it, `dpopt.example_keys` makes keys.
 
     Raises:
-        TypeError: if ``model`` is no linen module.
+        TypeError: if ``model`` is no linen module; ValueError: if ``mutable`` is given; in the loss, if the model mixes
+            examples (`check`), or draws random numbers without a key.
 
     *Privacy*: changes nothing. Collections that are updated from raw batches (running statistics) are not private; here
     they stay as they are.
@@ -71,11 +104,28 @@ def linen_loss(model: linen.Module, loss: Callable, *, variables: Any = None, **
     if not isinstance(model, linen.Module):
         raise TypeError(f"model must be a flax.linen module; got {type(model).__name__}. For NNX see nnx_loss.")
 
-    def batch_loss(params, batch):
-        x, y = batch
-        return jnp.mean(loss(model.apply({"params": params, **(variables or {})}, x, **apply_kwargs), y))
+    if apply_kwargs.get("mutable"):
+        raise ValueError(
+            f"mutable={apply_kwargs['mutable']!r} would keep what the model updates on private examples (running "
+            "statistics), which no noise covers. Leave it out; collections in variables= stay as they are."
+        )
+    rngs = [rngs] if isinstance(rngs, str) else list(rngs)
 
-    return example_loss(batch_loss)
+    def batch_loss(params, batch, key=None):
+        x, y = batch
+        streams = {} if key is None else {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
+        found: list[str] = []
+        try:
+            with linen.intercept_methods(watch(found)):
+                outputs = model.apply({"params": params, **(variables or {})}, x, rngs=streams, **apply_kwargs)
+        except errors.InvalidRngError as error:
+            advice = "" if rngs else f" Name its random streams: linen_loss(..., rngs=['dropout']). ({error})"
+            raise ValueError(f"{type(model).__name__} {_NO_KEY}{advice}") from error
+        finally:
+            refuse(model, found)  # also where an immutable collection has stopped it
+        return jnp.mean(loss(outputs, y))
+
+    return _random_example_loss(batch_loss) if rngs else example_loss(batch_loss)
 
 
 def nnx_loss(model: nnx.Module, loss: Callable, *, wrt: Any = nnx.Param) -> tuple[Callable, Any]:
@@ -87,13 +137,15 @@ def nnx_loss(model: nnx.Module, loss: Callable, *, wrt: Any = nnx.Param) -> tupl
         wrt: NNX filter of what is trained; everything else (frozen parameters, constants) is closed over.
 
     Returns:
-        ``loss_fn(params, example)``, and the parameters as plain arrays in an NNX state.
+        ``loss_fn(params, example)``, and the parameters as plain arrays in an NNX state. If the model draws random
+        numbers (dropout, unless it is switched off), an example is ``(example, key)``: `dpopt.train` and ``Plan.run``
+        see to it, `dpopt.example_keys` makes keys.
 
     Raises:
-        TypeError: if ``model`` is no NNX module; ValueError: if the filter selects nothing; in the loss, if the model
-            changes a variable of its own while it runs (its random streams, batch statistics, a counter).
+        TypeError: if ``model`` is no NNX module; ValueError: if the filter selects nothing, or layers mix examples
+            (`check`); in the loss, if the model draws random numbers without a key.
 
-    *Privacy*: changes nothing. What the model updates in place while it runs (running statistics) is dropped.
+    *Privacy*: changes nothing. What the model updates in place while it runs (running statistics, counters) is dropped.
 
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     >>> cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -103,23 +155,34 @@ def nnx_loss(model: nnx.Module, loss: Callable, *, wrt: Any = nnx.Param) -> tupl
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be an flax.nnx module; got {type(model).__name__}. For linen see linen_loss.")
-    graphdef, params, rest = nnx.split(model, wrt, ...)
+    check(model)
+    graphdef, params, keys, counts, rest = nnx.split(model, wrt, nnx.RngKey, nnx.RngCount, ...)
     if not jax.tree.leaves(params):
         raise ValueError(f"the filter {wrt!r} selects no parameters of {type(model).__name__}.")
 
-    def batch_loss(params, batch):
-        try:
-            return loss(nnx.merge(graphdef, params, rest), batch)
-        except errors.TraceContextError as error:
-            raise ValueError(
-                f"{type(model).__name__} changes a variable of its own while it runs ({error}): a loss of one example "
-                "has nowhere to keep it. Dropout: make the model without rngs, and pass those of the example at the "
-                "call, model(x, rngs=nnx.Rngs(dropout=key)) with a key in the batch. Batch normalisation mixes "
-                "examples: use LayerNorm or GroupNorm, or freeze its statistics by model.eval(). Counters: keep them "
-                "out of the loss."
-            ) from error
+    def batch_loss(params, batch, key=None):
+        own = keys if key is None else _streams(keys, key)
+        merged = nnx.merge(graphdef, params, own, counts, rest, copy=True)
+        value = loss(merged, batch)
+        if key is None and _has_drawn(merged, counts):
+            raise ValueError(f"{type(model).__name__} {_NO_KEY}")
+        return value
 
-    return example_loss(batch_loss), nnx.as_pure(params)
+    return (_random_example_loss if draws(model) else example_loss)(batch_loss), nnx.as_pure(params)
+
+
+def _streams(keys: Any, key: jax.Array) -> Any:
+    """The state of random streams, all of them made of one key."""
+    leaves, structure = jax.tree.flatten(keys)
+    own = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    shaped = [k if x.ndim == 0 else jax.random.split(k, x.shape) for k, x in zip(own, leaves, strict=True)]
+    return jax.tree.unflatten(structure, shaped)
+
+
+def _has_drawn(model: nnx.Module, counts: Any) -> bool:
+    """Whether any stream's counter is another array than it was."""
+    after = nnx.state(model, nnx.RngCount)
+    return any(a is not b for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(counts), strict=True))
 
 
 class NNXOptimizer(nnx.Optimizer):

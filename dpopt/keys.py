@@ -10,6 +10,8 @@ from jax.experimental import multihost_utils
 
 from dpopt import _validate
 
+_OF_LOSSES = 0x6C6F7373  # samplers draw from the seed and a step, spawned keys are apart from those
+
 
 def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
     """A noise key that nobody can guess: filled with random bits from the operating system.
@@ -70,3 +72,18 @@ def example_keys(key: jax.Array, step: Any, indices: Any) -> jax.Array:
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"indices must be a row of integers; got {indices.dtype} of shape {indices.shape}.")
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), indices)
+
+
+def seeded_key(seed: int) -> jax.Array:
+    """A key for random losses, made of a sampler's seed by NumPy's hash: it says nothing about the batches.
+
+    Args:
+        seed: non-negative, of any size.
+
+    *Privacy*: as secret as the seed.
+
+    >>> bool(jnp.all(jax.random.key_data(seeded_key(2**100)) == jax.random.key_data(seeded_key(2**100))))
+    True
+    """
+    words = np.random.SeedSequence(seed, spawn_key=(_OF_LOSSES,)).generate_state(2)
+    return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl="threefry2x32")

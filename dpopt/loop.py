@@ -14,7 +14,7 @@ from dpopt import _program, _resume, _validate, accounting, entropy, events, ide
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
 from dpopt.journal import Entry
-from dpopt.keys import example_keys
+from dpopt.keys import example_keys, seeded_key
 from dpopt.ledger import Ledger
 from dpopt.results import BudgetExceeded as BudgetExceeded  # what `train` raises can be had from here, too
 from dpopt.results import ReplayError as ReplayError
@@ -114,7 +114,8 @@ def train(
         microbatch_size, engine: see `dpopt.make_train_step`.
         verify: whether to compare the engine with plain gradients on the first batch, once a process (`dpopt.verify`).
         example_key: for a loss that draws random numbers (dropout), a key of their own for `dpopt.example_keys`; the
-            loss then gets ``(example, key)``, with a key that follows from the step and the example.
+            loss then gets ``(example, key)``, with a key that follows from the step and the example. Losses that
+            `dpopt.flax` makes of models with dropout get theirs without it, from the seed of this call.
         replay: True derives all noise and batches from key and seed, and repeats steps; see above for what it assumes.
 
     Returns:
@@ -170,6 +171,7 @@ def train(
             _compiled(step),
             check,
             example_key,
+            getattr(loss_fn, "takes_key", False),
             fetch_batch,
             on_step,
             extra,
@@ -192,6 +194,7 @@ class _Run:
     step: Callable
     check: Callable[[Any, Any], None] | None
     example_key: jax.Array | None
+    takes_key: bool
     fetch_batch: Callable
     on_step: Callable | None
     extra: Callable | None
@@ -262,9 +265,11 @@ class _Run:
     def _rows(self, sampler: Any, number: int) -> Any:
         """The batch and the mask of the step that is charged under this number."""
         batch = sampler.batch(number)
-        data = self.fetch_batch(batch.indices)
-        if self.example_key is not None:
-            data = data, example_keys(self.example_key, number, batch.indices)
+        data, key = self.fetch_batch(batch.indices), self.example_key
+        if key is None and self.takes_key:
+            key = seeded_key(sampler.seed)  # of this segment of the run, so that a replay draws the same
+        if key is not None:
+            data = data, example_keys(key, number, batch.indices)
         rows = data, batch.mask
         return rows if self.place_batch is None else self.place_batch(rows)
 

@@ -1,0 +1,165 @@
+"""What single layers of a Flax model do to privacy: those that mix examples, and what to put in their place."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+_INSTEAD = (
+    "Batch normalisation mixes the examples of a batch, so that no example has a gradient of its own; on one example "
+    "alone it gives a constant. Use GroupNorm or LayerNorm (dpopt.flax.replace_batch_norm(model) does it for NNX), or "
+    "freeze its statistics (model.eval(), use_running_average=True), if they come from public data"
+)
+
+
+def check(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses a Flax model with layers that mix examples or keep running statistics, and names each of them.
+
+    `dpopt.flax.nnx_loss` and `dpopt.flax.linen_loss` call it. Batch normalisation with frozen statistics passes: it is
+    then the same function for every example. That those statistics are public is your word for it.
+
+    Args:
+        model: an NNX module, or a linen module.
+        *args, **kwargs: for linen, what the model is called with (arrays, or their shapes): only then its layers exist.
+
+    Raises:
+        ValueError: with every such layer, by its path; TypeError: if ``model`` is no Flax module.
+
+    *Privacy*: reads no data. What it lets pass treats each example by itself as far as Flax's own layers go; for layers
+    of your own `dpopt.verify` compares gradients.
+
+    >>> check(nnx.LayerNorm(3, rngs=nnx.Rngs(0)))
+    >>> check(nnx.Sequential(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
+    Traceback (most recent call last):
+    ...
+    ValueError: Sequential has layers that mix examples: layers.0 (BatchNorm). Batch normalisation mixes the ...
+    """
+    if isinstance(model, nnx.Module):
+        refuse(model, [f"{path} (BatchNorm)" for path, layer in _batch_norms(model) if not layer.use_running_average])
+    elif isinstance(model, linen.Module):
+        found: list[str] = []
+        with linen.intercept_methods(watch(found)):
+            jax.eval_shape(functools.partial(model.init, **kwargs), _any_key(), *args)
+        refuse(model, found)
+    else:
+        raise TypeError(f"model must be a Flax module, linen or NNX; got {type(model).__name__}.")
+
+
+def refuse(model: Any, layers: list[str]) -> None:
+    """Raises, if there are any ``layers``.
+
+    *Privacy*: reads no data.
+
+    >>> refuse(nnx.LayerNorm(3, rngs=nnx.Rngs(0)), [])
+    """
+    if layers:
+        raise ValueError(f"{type(model).__name__} has layers that mix examples: {', '.join(layers)}. {_INSTEAD}.")
+
+
+def watch(found: list[str]) -> Any:
+    """An interceptor for ``flax.linen.intercept_methods`` that notes batch normalisation whose statistics move.
+
+    *Privacy*: reads no data.
+
+    >>> found = []
+    >>> with linen.intercept_methods(watch(found)):
+    ...     _ = linen.BatchNorm(use_running_average=False).init(jax.random.key(0), jnp.ones((2, 3)))
+    >>> found
+    ['BatchNorm (BatchNorm)']
+    """
+
+    def interceptor(call: Any, args: tuple, kwargs: dict, context: linen.module.InterceptorContext) -> Any:
+        layer = context.module
+        if isinstance(layer, linen.BatchNorm) and context.method_name == "__call__":
+            given = kwargs.get("use_running_average", args[1] if len(args) > 1 else None)
+            if not (layer.use_running_average if given is None else given):
+                name = f"{'.'.join(layer.path) or type(layer).__name__} (BatchNorm)"
+                found.extend([name] if name not in found else [])
+        return call(*args, **kwargs)
+
+    return interceptor
+
+
+def replace_batch_norm(model: nnx.Module, *, groups: int = 32) -> nnx.Module:
+    """A copy of an NNX model with ``GroupNorm`` wherever it has ``BatchNorm``, also where that is frozen.
+
+    Scale and bias are kept; running statistics are left behind. The model has to be trained anew, or fine-tuned.
+
+    Args:
+        model: the module; it is not changed.
+        groups: at most so many groups a layer, and as many as divide its features.
+
+    Raises:
+        TypeError: if ``model`` is no NNX module.
+
+    *Privacy*: group normalisation looks at one example at a time.
+
+    >>> model = nnx.Sequential(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), nnx.BatchNorm(6, rngs=nnx.Rngs(1)))
+    >>> type(replace_batch_norm(model).layers[1]).__name__, replace_batch_norm(model, groups=4).layers[1].num_groups
+    ('GroupNorm', 3)
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model must be a flax.nnx module; got {type(model).__name__}.")
+    if isinstance(model, nnx.BatchNorm):
+        return _as_group_norm(model, groups)
+    model = nnx.clone(model)
+    made: dict[int, nnx.GroupNorm] = {}  # a layer that stands in several places stays one
+    for _, module in list(nnx.iter_modules(model)):
+        items: list[tuple[Any, Any]] = list(enumerate(module) if isinstance(module, nnx.List) else vars(module).items())
+        for name, layer in items:
+            if not isinstance(layer, nnx.BatchNorm):
+                continue
+            if id(layer) not in made:
+                made[id(layer)] = _as_group_norm(layer, groups)
+            if isinstance(module, nnx.List):
+                module[name] = made[id(layer)]
+            else:
+                setattr(module, name, made[id(layer)])
+    return model
+
+
+def _as_group_norm(layer: nnx.BatchNorm, groups: int) -> nnx.GroupNorm:
+    count = max(n for n in range(1, max(1, groups) + 1) if layer.num_features % n == 0)
+    new = nnx.GroupNorm(
+        layer.num_features,
+        num_groups=count,
+        epsilon=layer.epsilon,
+        dtype=layer.dtype,
+        param_dtype=layer.param_dtype,
+        use_bias=layer.use_bias,
+        use_scale=layer.use_scale,
+        rngs=nnx.Rngs(0),
+    )
+    for old, own in ((layer.scale, new.scale), (layer.bias, new.bias)):
+        if old is not None and own is not None:
+            own[...] = old[...]
+    return new
+
+
+def _batch_norms(model: nnx.Module) -> Iterator[tuple[str, nnx.BatchNorm]]:
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.BatchNorm):
+            yield ".".join(map(str, path)) or type(module).__name__, module
+
+
+def _any_key() -> Any:
+    return jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+
+
+def draws(model: nnx.Module) -> bool:
+    """Whether an NNX model holds random streams that may be drawn from: not where all dropout is switched off.
+
+    *Privacy*: reads no data.
+
+    >>> draws(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), draws(nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)))
+    (True, False)
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Dropout) and (module.deterministic or module.rate == 0):
+            continue
+        held = [v for v in vars(module).values() if isinstance(v, nnx.RngStream | nnx.Rngs)]
+        if held:
+            return True
+    return False
