@@ -4,20 +4,21 @@
 `dpopt.events.flattened`: how often each step event occurs.
 """
 
+from __future__ import annotations
+
 import functools
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import cast
+from typing import TypeAlias, cast
 
-import dp_accounting as dp
 import numpy as np
-from dp_accounting import gaussian_mechanism, pld, rdp
 
+from dpopt._lazy import dp_accounting as dp
 from dpopt.privacy import Relation
 
-Steps = Counter[dp.DpEvent]
+Steps: TypeAlias = "Counter[dp.DpEvent]"
 
 # Grid of the privacy loss at an epsilon between 1 and 100. Rounding is pessimistic, so a coarser grid gives a larger
 # epsilon, never a smaller one. At 1e-3 IMDB's 39,000 steps cost 2.81 (2.79 on a grid ten times finer, for eight times
@@ -84,7 +85,7 @@ def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: tuple | None) ->
     level = absl.level
     try:
         absl.setLevel(logging.ERROR)  # it reports every order that it leaves out, which is sound and of no interest
-        accountant = rdp.RdpAccountant(orders, relation).compose(event)
+        accountant = dp.rdp.RdpAccountant(orders, dp.NeighboringRelation[relation.name]).compose(event)
     except dp.UnsupportedEventError as error:
         raise ValueError(
             f"no accountant takes this event under {relation.name}: {error}. Poisson samples are accounted for under "
@@ -109,7 +110,7 @@ def renyi(steps: Steps, relation: Relation) -> Callable[[float], float]:
     if not orders.size:
         return lambda delta: math.inf
     # dp_accounting annotates sequences, and passes arrays itself.
-    return lambda delta: float(rdp.compute_epsilon(orders, total, delta)[0])  # pyright: ignore[reportArgumentType]
+    return lambda delta: float(dp.rdp.compute_epsilon(orders, total, delta)[0])  # pyright: ignore[reportArgumentType]
 
 
 def _renyi_total(steps: Steps, relation: Relation) -> tuple[np.ndarray, np.ndarray]:
@@ -129,6 +130,8 @@ def ever_sampled(steps: Steps, delta: float) -> float:
     would show. Amplification by sampling (Balle, Barthe and Gaboardi 2018) takes (epsilon, delta / p) of full batches,
     one Gaussian query, to log(1 + p (e^epsilon - 1)) at delta, in both directions.
     """
+    from dp_accounting import gaussian_mechanism  # which the package does not import itself
+
     never, precision, alike = 0.0, 0.0, 0.0  # logarithms of probabilities: never sampled, and drawn the same either way
     for event, count in steps.items():
         q, sigma = sampled_gaussian(event)
@@ -167,7 +170,7 @@ def renyi_deltas(steps: Steps, epsilons: np.ndarray, relation: Relation) -> np.n
     orders, total = _renyi_total(steps, relation)
     if not orders.size:
         return np.ones(len(epsilons))
-    compute = rdp.rdp_privacy_accountant.compute_delta
+    compute = dp.rdp.rdp_privacy_accountant.compute_delta
     return np.array([compute(orders, total, float(e))[0] for e in epsilons])  # pyright: ignore[reportArgumentType]
 
 
@@ -177,7 +180,7 @@ def _rounding(steps: Steps) -> float:
     return np.finfo(float).eps * (sum(steps.values()) + 64 * len(steps))
 
 
-def _whole(steps: Steps, bound: float) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
+def _whole(steps: Steps, bound: float) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
     interval = _interval(steps, bound)
     compose = _composed_and_kept if len(steps) > 4 else _composed
     parts = [compose(*sampled_gaussian(event), count, interval) for event, count in steps.items()]
@@ -207,18 +210,18 @@ def _interval(steps: Steps, bound: float) -> float:
 
 def _width(q: float, sigma: float) -> float:
     """Between the largest and the smallest privacy loss of one step that dp_accounting puts on the grid."""
-    adjacency = pld.privacy_loss_mechanism.AdjacencyType.REMOVE
-    loss = pld.privacy_loss_mechanism.GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=adjacency)
+    adjacency = dp.pld.privacy_loss_mechanism.AdjacencyType.REMOVE
+    loss = dp.pld.privacy_loss_mechanism.GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=adjacency)
     bounds = loss.connect_dots_bounds()
     return cast(float, bounds.epsilon_upper) - cast(float, bounds.epsilon_lower)
 
 
 def _composed(
     q: float, sigma: float, count: int, interval: float
-) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
+) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
     if q == 1:  # one Gaussian query, exactly
         sigma, count = sigma / math.sqrt(count), 1
-    step = pld.privacy_loss_distribution.from_gaussian_mechanism(
+    step = dp.pld.privacy_loss_distribution.from_gaussian_mechanism(
         sigma, value_discretization_interval=interval, sampling_prob=q
     )
     return step if count == 1 else step.self_compose(count)

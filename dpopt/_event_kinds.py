@@ -1,21 +1,28 @@
 """The kinds of events that dpopt accounts for and stores, and their numbers; any other kind is refused."""
 
+from __future__ import annotations
+
+import functools
 from typing import Any
 
-import dp_accounting as dp
+from dpopt._lazy import dp_accounting as dp
 
-_CODED = {
-    kind.__name__: (kind, fields)
-    for kind, fields in (
-        (dp.NoOpDpEvent, ()),
-        (dp.NonPrivateDpEvent, ()),
-        (dp.GaussianDpEvent, ("noise_multiplier",)),
-        (dp.ComposedDpEvent, ("events",)),
-        (dp.SelfComposedDpEvent, ("event", "count")),
-        (dp.PoissonSampledDpEvent, ("sampling_probability", "event")),
-        (dp.SampledWithoutReplacementDpEvent, ("source_dataset_size", "sample_size", "event")),
-    )
-}
+
+@functools.cache
+def _coded() -> dict[str, tuple[type, tuple[str, ...]]]:
+    """By name: the kind, and its fields."""
+    return {
+        kind.__name__: (kind, fields)
+        for kind, fields in (
+            (dp.NoOpDpEvent, ()),
+            (dp.NonPrivateDpEvent, ()),
+            (dp.GaussianDpEvent, ("noise_multiplier",)),
+            (dp.ComposedDpEvent, ("events",)),
+            (dp.SelfComposedDpEvent, ("event", "count")),
+            (dp.PoissonSampledDpEvent, ("sampling_probability", "event")),
+            (dp.SampledWithoutReplacementDpEvent, ("source_dataset_size", "sample_size", "event")),
+        )
+    }
 
 
 def check(event: Any) -> None:
@@ -37,9 +44,9 @@ def check(event: Any) -> None:
     kind = type(event)
     if not isinstance(event, dp.DpEvent):
         raise TypeError(f"privacy is described by events of dp_accounting; got {event!r} of type {kind.__name__}.")
-    if _CODED.get(kind.__name__, (None,))[0] is not kind:
+    if _coded().get(kind.__name__, (None,))[0] is not kind:
         raise ValueError(
-            f"events of kind {kind.__name__} are not accounted for here; known are {', '.join(_CODED)}. Describe the "
+            f"events of kind {kind.__name__} are not accounted for here; known are {', '.join(_coded())}. Describe the "
             "mechanism by these, so that it costs no less than it does, or account for it with dp_accounting itself."
         )
     match event:
@@ -76,9 +83,9 @@ def to_json(event: Any) -> Any:
     if not isinstance(event, dp.DpEvent):
         return event.item() if hasattr(event, "item") else event  # a number, perhaps NumPy's or JAX's
     kind = type(event).__name__
-    if kind not in _CODED:
-        raise TypeError(f"a ledger cannot store events of kind {kind}; it knows {', '.join(_CODED)}.")
-    return {"kind": kind, **{f: to_json(getattr(event, f)) for f in _CODED[kind][1]}}
+    if kind not in _coded():
+        raise TypeError(f"a ledger cannot store events of kind {kind}; it knows {', '.join(_coded())}.")
+    return {"kind": kind, **{f: to_json(getattr(event, f)) for f in _coded()[kind][1]}}
 
 
 def from_json(data: Any) -> Any:
@@ -96,9 +103,9 @@ def from_json(data: Any) -> Any:
         return [from_json(d) for d in data]
     if not isinstance(data, dict):
         return data
-    if data.get("kind") not in _CODED:
-        raise ValueError(f"unknown kind of event {data.get('kind')!r}; expected one of {', '.join(_CODED)}.")
-    kind, fields = _CODED[data["kind"]]
+    if data.get("kind") not in _coded():
+        raise ValueError(f"unknown kind of event {data.get('kind')!r}; expected one of {', '.join(_coded())}.")
+    kind, fields = _coded()[data["kind"]]
     if set(fields) != set(data) - {"kind"}:
         raise ValueError(
             f"a stored {data['kind']} has fields {sorted(set(data) - {'kind'})}; expected {sorted(fields)}."

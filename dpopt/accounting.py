@@ -4,14 +4,15 @@ Every epsilon here is for the add-or-remove-one relation unless the sampler says
 was drawn and what is accounted cannot differ: both come from the same `dpopt.privacy.Privacy`.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
-import dp_accounting
-
 from dpopt import _bounds, _validate, events
+from dpopt._lazy import dp_accounting
 from dpopt.events import poisson_event
 from dpopt.privacy import Relation
 

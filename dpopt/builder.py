@@ -1,16 +1,18 @@
 """The builder: says a private run in one sentence, checks it word by word, and works out the noise it needs."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from dpopt import _validate, accounting, events
+from dpopt._lazy import dp_accounting
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function
 from dpopt.plan import Budget, Plan
@@ -73,27 +75,27 @@ class Builder:
         _validate.one_of(("poisson", "fixed_size"), sampling=self.sampling)
         self._sampler()
 
-    def precondition(self, preconditioner: Preconditioner) -> "Builder":
+    def precondition(self, preconditioner: Preconditioner) -> Builder:
         """Adds a diagonal before the clip (`dpopt.side_information` and its relatives); several multiply."""
         precondition(preconditioner)
         if self._clip is not None:
             raise ValueError("precondition(...) must come before clip(...): after it, it would undo the bound.")
         return dataclasses.replace(self, _preconditioners=(*self._preconditioners, preconditioner))
 
-    def clip(self, l2_clip_norm: Any) -> "Builder":
+    def clip(self, l2_clip_norm: Any) -> Builder:
         """Sets the clip norm, or a clip function of `dpopt.clipping`."""
         if self._clip is not None:
             raise ValueError("clip(...) was called already: a run clips once.")
         return dataclasses.replace(self, _clip=as_clip_function(l2_clip_norm))
 
-    def noise(self, noise_multiplier: Any) -> "Builder":
+    def noise(self, noise_multiplier: Any) -> Builder:
         """Sets the noise multiplier by hand: a number, or a schedule ``step -> number``. 0 means no privacy."""
         if not callable(noise_multiplier):
             _validate.non_negative(noise_multiplier=noise_multiplier)
         self._check_noise_is_free("noise")
         return dataclasses.replace(self, _noise_multiplier=noise_multiplier)._checked()
 
-    def budget(self, *, epsilon: float, delta: float, accountant: accounting.Accountant = "pld") -> "Builder":
+    def budget(self, *, epsilon: float, delta: float, accountant: accounting.Accountant = "pld") -> Builder:
         """Asks for the least noise that keeps the whole run within (epsilon, delta).
 
         Warns (UserWarning) where delta is not below 1 / num_examples.
@@ -105,7 +107,7 @@ class Builder:
             raise ValueError("batches of fixed size are accounted for by Renyi only: pass accountant='rdp'.")
         return dataclasses.replace(self, _budget=budget)._checked()
 
-    def mechanism(self, make_core: Callable[..., PrivateOptimizer]) -> "Builder":
+    def mechanism(self, make_core: Callable[..., PrivateOptimizer]) -> Builder:
         """Replaces the private part, for optimizers that ask more than one query a step.
 
         ``make_core`` takes the arguments of `dpopt.privatize` and states its own privacy, which the budget then covers.
@@ -114,13 +116,13 @@ class Builder:
             raise TypeError(f"mechanism must be a function with the arguments of dpopt.privatize; got {make_core!r}.")
         return dataclasses.replace(self, _mechanism=make_core)
 
-    def then(self, *transformations: optax.GradientTransformation) -> "Builder":
+    def then(self, *transformations: optax.GradientTransformation) -> Builder:
         """Appends post-processing: any Optax transformations, ending with the learning rate."""
         if self._noise_multiplier is None and self._budget is None:
             raise ValueError("then(...) is post-processing and comes after the noise: call noise(...) or budget(...).")
         return dataclasses.replace(self, _post=self._post + transformations)._checked()
 
-    def build(self) -> "Plan":
+    def build(self) -> Plan:
         """Calibrates the noise and returns the `Plan`.
 
         Raises:
@@ -157,7 +159,7 @@ class Builder:
         if self._noise_is_set:
             raise ValueError(f"{call}(...) sets the noise a second time; call noise(...) or budget(...) once.")
 
-    def _checked(self) -> "Builder":
+    def _checked(self) -> Builder:
         """Puts the optimizer together, with any noise, so that a stage out of place is found now."""
         self._optimizer(self._noise_multiplier if self._budget is None else 1.0)
         return self

@@ -1,17 +1,18 @@
 """Events: what a run did to privacy, in the words of ``dp_accounting``, and in JSON."""
 
+from __future__ import annotations
+
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-import dp_accounting as dp
-
 from dpopt import _validate
 from dpopt._event_kinds import check as check
 from dpopt._event_kinds import from_json as from_json
 from dpopt._event_kinds import to_json as to_json
+from dpopt._lazy import dp_accounting as dp
 from dpopt.inspection import privacy_of
 from dpopt.privacy import Privacy, Query
 from dpopt.sampling import Poisson
@@ -195,7 +196,7 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
     """
     steps: Counter[dp.DpEvent] = Counter()
     _collect(merged(event), 1, steps)
-    if len({type(e) for e in steps} & _SAMPLED) > 1:
+    if len({type(e) for e in steps} & {dp.PoissonSampledDpEvent, dp.SampledWithoutReplacementDpEvent}) > 1:
         raise ValueError(
             "this event mixes Poisson samples, which are accounted for under add-or-remove-one, with samples of fixed "
             "size, which are accounted for under replace-one; no accountant takes both."
@@ -230,9 +231,6 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
                     f"what is asked of a sample must be Gaussian queries for an accountant to take it; got {event!r}."
                 )
             steps[event] += count
-
-
-_SAMPLED = {dp.PoissonSampledDpEvent, dp.SampledWithoutReplacementDpEvent}
 
 
 def _unless_trivial(inner: dp.DpEvent, wrap: Any) -> dp.DpEvent:

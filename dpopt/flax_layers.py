@@ -63,6 +63,7 @@ def watch(found: list[str]) -> Any:
 
     *Privacy*: reads no data.
 
+    >>> import jax.numpy as jnp
     >>> found = []
     >>> with linen.intercept_methods(watch(found)):
     ...     _ = linen.BatchNorm(use_running_average=False).init(jax.random.key(0), jnp.ones((2, 3)))

@@ -5,6 +5,8 @@ the budget is charged from it. Each step's line also holds a digest of the state
 can prove that a step it computes again is, bit for bit, the one that was paid for.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import errno
@@ -16,10 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import dp_accounting
-
 from dpopt import _journal_file as stored
 from dpopt import events
+from dpopt._lazy import dp_accounting
 from dpopt.ledger import Ledger
 
 
@@ -64,7 +65,7 @@ class Entry:
         return {name: value for name, value in fields.items() if value is not None and value is not False}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Entry":
+    def from_json(cls, data: dict[str, Any]) -> Entry:
         return cls(**{**data, "event": events.from_json(data["event"]) if "event" in data else None})
 
 

@@ -1,11 +1,12 @@
 """The ledger: what a run has spent so far, which can only grow."""
 
+from __future__ import annotations
+
 import json
 from typing import Any, ClassVar
 
-import dp_accounting
-
 from dpopt import _validate, events
+from dpopt._lazy import dp_accounting
 from dpopt.accounting import Accountant, epsilon_of_event
 
 
@@ -70,7 +71,7 @@ class Ledger:
         """Epsilon of everything recorded; 0 for an empty ledger."""
         return epsilon_of_event(self.event, delta=delta, accountant=accountant) if self._entries else 0.0
 
-    def copy(self) -> "Ledger":
+    def copy(self) -> Ledger:
         """A ledger with the same entries, that grows on its own."""
         ledger = Ledger()
         ledger._entries = list(self._entries)
@@ -81,7 +82,7 @@ class Ledger:
         return json.dumps([{"event": events.to_json(e), "count": n} for e, n in self._entries])
 
     @classmethod
-    def from_json(cls, text: str) -> "Ledger":
+    def from_json(cls, text: str) -> Ledger:
         """The ledger that `to_json` wrote.
 
         Raises:

@@ -1,16 +1,18 @@
 """The training loop that keeps the books: every step is charged before it is let out, and the budget is a limit."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpopt import _program, _resume, _validate, accounting, entropy, events, identity, verification
+from dpopt._lazy import dp_accounting
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
 from dpopt.journal import Entry

@@ -1,15 +1,17 @@
 """A plan: the optimizer, the sampler and the accounting of one private run, which agree with each other."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 
 from dpopt import _validate, accounting, events
+from dpopt._lazy import dp_accounting
 from dpopt.chain import PrivateOptimizer
 from dpopt.gradients import Engine
 from dpopt.journal import Journal

@@ -4,19 +4,39 @@
 together by ``optax.chain``, `dpopt.inspection` finds it.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import enum
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import dp_accounting
 from jax.core import Tracer
 
 from dpopt import _stages, _sums, _validate
-
-Relation = dp_accounting.NeighboringRelation
+from dpopt._lazy import dp_accounting
 
 PRIVATE_STAGES = ("precondition", "clip_and_sum", "add_gaussian_noise", "normalize_by")
+
+
+class Relation(enum.Enum):
+    """Which data sets are neighbours, under the names that ``dp_accounting`` gives them.
+
+    *Privacy*: a description; it holds no data.
+
+    >>> Relation.of(dp_accounting.NeighboringRelation.REPLACE_ONE)
+    <Relation.REPLACE_ONE: 'replace one'>
+    """
+
+    ADD_OR_REMOVE_ONE = "add or remove one"
+    REPLACE_ONE = "replace one"
+
+    @classmethod
+    def of(cls, relation: Any) -> Relation:
+        """This relation, or ``dp_accounting``'s of the same name."""
+        return cls[relation.name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +85,7 @@ class Privacy:
 
         Replacing a record moves a sum twice as far as removing one.
         """
-        distance = (2.0 if relation is Relation.REPLACE_ONE else 1.0) * (1 + _sums.ROUNDING)
+        distance = (2.0 if Relation.of(relation) is Relation.REPLACE_ONE else 1.0) * (1 + _sums.ROUNDING)
         asked = [q.multiplier(step) / distance for q in self.queries if q.active is None or q.active(step)]
         events: list[dp_accounting.DpEvent] = [
             dp_accounting.GaussianDpEvent(sigma) if sigma > 0 else dp_accounting.NonPrivateDpEvent() for sigma in asked

@@ -3,16 +3,18 @@
 A scheme (`Poisson`, `WithoutReplacement`) says what sampling does to privacy; a sampler draws the batches.
 """
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
-import dp_accounting
 import numpy as np
 
 from dpopt import _validate
+from dpopt._lazy import dp_accounting
 from dpopt.privacy import Relation
 
 

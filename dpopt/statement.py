@@ -1,14 +1,15 @@
 """What a run promises, in words and numbers for a paper or for the file of whoever answers for the data."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-import dp_accounting
-
 from dpopt import _bounds, _validate, accounting, events
+from dpopt._lazy import dp_accounting
 from dpopt.privacy import Relation
 from dpopt.trade_off import true_positive_rates
 

@@ -4,13 +4,15 @@ His guess is a test between two neighbouring data sets, and every (epsilon, delt
 it can be right. All of them together are the trade-off function (Dong, Roth and Su 2022).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, cast
 
-import dp_accounting
 import numpy as np
 
 from dpopt import _bounds, _validate, accounting, events
+from dpopt._lazy import dp_accounting
 from dpopt.privacy import Relation
 
 _POINTS = 400
