@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from dpopt import _flow, _stages, _sums, _trees, _validate, inspection
+from dpopt._names import name_of
 from dpopt.clipping import as_promise
 from dpopt.preconditioning import apply_diagonal
 from dpopt.privacy import PRIVATE_STAGES, Privacy, check_order, check_unit, privacy_of_stages
@@ -64,7 +65,9 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
         return self
 
     def __repr__(self) -> str:
-        return f"PrivateOptimizer({' > '.join(map(_name, self.stages))}; {self.privacy})"
+        core, *post = self.stages or (self,)
+        parts = (*core.stages, *post) if isinstance(core, PrivateOptimizer) and core.stages else self.stages
+        return f"PrivateOptimizer({' > '.join(map(_name, parts))}; {self.privacy})"
 
     __reduce__ = _stages.StagedTransformation.__reduce__
 
@@ -224,7 +227,7 @@ def _name(transformation: Any) -> str:
         return transformation.stage.name
     if isinstance(transformation, PrivateOptimizer):
         return "private optimizer"
-    name = getattr(transformation.update, "__qualname__", "transformation").split(".")[0]
+    name = name_of(transformation.update)
     return f"another {name}" if name in PRIVATE_STAGES else name  # a namesake is no stage of dpopt
 
 

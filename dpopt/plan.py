@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dpopt import _validate, accounting, events
 from dpopt._lazy import dp_accounting
+from dpopt._names import name_of
 from dpopt.chain import PrivateOptimizer
 from dpopt.gradients import Engine
 from dpopt.journal import Journal
@@ -179,7 +180,7 @@ def _stage_name(transformation: Any) -> str:
     if stage is not None:
         made_by = getattr(stage, "preconditioner", None)
         return f"{stage.name}({type(made_by).__name__})" if made_by is not None else stage.name
-    return getattr(transformation.update, "__qualname__", "transformation").split(".")[0]
+    return name_of(transformation.update)
 
 
 def _bytes_per_parameter(optimizer: PrivateOptimizer, params: Any) -> str:

@@ -241,3 +241,22 @@ def test_plan_trains_end_to_end():
         batch = plan.sampler.batch(t)
         params, state, _ = step(params, state, jax.tree.map(lambda x, i=batch.indices: x[i], data), batch.mask)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    "then, names",
+    [
+        (optax.adam(1e-3), "scale_by_adam > scale"),
+        (optax.chain(optax.scale_by_rms(), optax.scale(-1.0)), "scale_by_rms > scale"),
+        (optax.masked(optax.scale_by_adam(), True), "masked(scale_by_adam)"),
+        (optax.inject_hyperparams(optax.sgd)(0.1), "inject_hyperparams(sgd)"),
+        (optax.scale(0.5), "scale"),
+        (optax.GradientTransformation(lambda p: (), lambda u, s, p=None: (u, s)), "<lambda>"),
+    ],
+)
+def test_a_printed_plan_names_the_parts_of_optax(then, names):
+    builder = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=3, key=dpopt.secure_key())
+    plan = builder.clip(1.0).noise(2.0).then(then).build()
+    first = str(plan).splitlines()[0]
+    assert first.split(maxsplit=1) == ["stages", f"clip_and_sum > add_gaussian_noise > normalize_by > {names}"]
+    assert names in repr(plan.optimizer)

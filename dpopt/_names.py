@@ -1,0 +1,30 @@
+"""What to call a transformation of Optax, which has no name: by the function that made it, chains by their parts."""
+
+from typing import Any
+
+
+def name_of(update: Any) -> str:
+    """Such as ``scale_by_adam > scale_by_learning_rate``, of a transformation's ``update``."""
+    held = _closure(update)
+    name = getattr(update, "__qualname__", "transformation").split(".")[0]
+    if name == "chain" and isinstance(held.get("update_fns"), tuple):
+        return " > ".join(map(name_of, held["update_fns"]))
+    if name == "with_extra_args_support" and hasattr(held.get("tx"), "update"):
+        return name_of(held["tx"].update)
+    if name == "inject_hyperparams" and callable(held.get("inner_factory")):
+        return f"inject_hyperparams({getattr(held['inner_factory'], '__name__', '...')})"
+    if hasattr(held.get("inner"), "update"):  # a wrapper, such as masked
+        return f"{name}({name_of(held['inner'].update)})"
+    return name
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    cells = getattr(function, "__closure__", None) or ()
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    found = {}
+    for name, cell in zip(names, cells, strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return found
