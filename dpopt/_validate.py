@@ -152,21 +152,34 @@ def prng_key(key: Any) -> None:
             ) from error
 
 
+def _shown(value: Any) -> str:
+    module = type(value).__module__.split(".")[0]
+    name = getattr(value, "__name__", None)
+    return f"{name} ({type(value).__name__})" if name else f"a {type(value).__name__} of {module}"
+
+
 def floating_params(params: Any) -> None:
     """Raises unless ``params`` has leaves and all of them are real floating-point arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise ValueError("params has no leaves: there is nothing to train.")
     for path, leaf in leaves:
+        name = jax.tree_util.keystr(path) or "params"
+        if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) and not isinstance(leaf, complex | float | int):
+            raise TypeError(
+                f"parameter {name} is no array but {_shown(leaf)}. A module holds more than its parameters. Flax "
+                "linen: model.init(...)['params']; NNX: dpopt.flax.nnx_loss(model, loss); Equinox: "
+                "equinox.partition(model, equinox.is_inexact_array); Haiku: transformed.init(...)."
+            )
         dtype = jnp.result_type(leaf)
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise TypeError(
-                f"parameter {jax.tree_util.keystr(path) or 'params'} has dtype {dtype}: dpopt trains real parameters. "
+                f"parameter {name} has dtype {dtype}: dpopt trains real parameters. "
                 "Keep its real and imaginary parts, and put them together in the loss (jax.lax.complex)."
             )
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"parameter {jax.tree_util.keystr(path) or 'params'} has dtype {dtype}, which has no gradient: "
+                f"parameter {name} has dtype {dtype}, which has no gradient: "
                 "keep it out of params (close over it in the loss) or cast it to a floating type."
             )
 

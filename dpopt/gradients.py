@@ -38,6 +38,14 @@ class ClippedSum(NamedTuple):
     remainder: Any = None  # like sum: what rounding has lost, as secret as the sum: add it to the noise. None: nothing
 
 
+_NOT_CLIPPED = (
+    "Per-example gradients reached a transformation that computes with them before they were clipped. The private "
+    "optimizer (or dpopt.precondition and dpopt.clip_and_sum) has to come first: what clips, decays, scales or counts "
+    "gradients goes after it, in dpopt.chain or optax.chain. Wrappers that look at gradients themselves "
+    "(apply_if_finite, MultiSteps) cannot stand around it."
+)
+
+
 class PerExampleGrads:
     """B per-example gradients that have not been computed, under an affine map ``g_i -> S * g_i + o``.
 
@@ -165,18 +173,20 @@ class PerExampleGrads:
         # flax's TrainState asks whether the gradients hold a special key; a promise holds none.
         return False
 
-    def _refuse(self, *_):
-        raise TypeError(
-            "per-example gradients reached a transformation that computes with them before they were clipped: put "
-            "dpopt.clip_and_sum first, and noise after it."
-        )
+    def _refuse(self, *_, **__):
+        raise TypeError(_NOT_CLIPPED)
 
+    def __getattr__(self, name: str) -> Any:
+        # No attribute of an array's, which whoever computes with gradients asks for.
+        raise AttributeError(f"a promise of per-example gradients has no {name!r}. {_NOT_CLIPPED}", name=name, obj=self)
+
+    __array__ = _refuse  # what NumPy makes an array by; JAX says what it was given
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __pow__ = __neg__ = __abs__ = _refuse
 
     def __repr__(self) -> str:
         return (
             f"PerExampleGrads(batch_size={self._source.batch_size}): a promise of per-example gradients, not an array; "
-            "make it inside the same jax.jit as the optimizer's update"
+            "make it inside the same jax.jit as the update of a private optimizer, which alone can take it"
         )
 
 

@@ -26,8 +26,9 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
     """What an optimizer costs at each step, however it was put together.
 
     Args:
-        optimizer: a `PrivateOptimizer`, something that holds one in ``.optimizer`` (a train step), or any Optax
-            transformation around dpopt's stages, as ``optax.chain`` makes it.
+        optimizer: a `PrivateOptimizer`, something that holds one in ``.optimizer`` (a train step) or ``.tx``
+            (``TrainState``, ``nnx.Optimizer``), or any Optax transformation around dpopt's stages, as ``optax.chain``
+            makes it.
         params: the parameters (or shapes), for an ``optax.chain`` whose stages are bound to their tree. Such a chain is
             traced once to see what it does; no data and no computation are involved.
 
@@ -44,8 +45,13 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
     """
     if isinstance(getattr(optimizer, "privacy", None), Privacy):
         return optimizer.privacy
-    if hasattr(optimizer, "optimizer"):
-        return privacy_of(optimizer.optimizer, params)
+    for held in ("optimizer", "tx"):
+        if hasattr(optimizer, held):
+            return privacy_of(getattr(optimizer, held), params)
+    if not callable(getattr(optimizer, "init", None)):
+        raise TypeError(
+            f"optimizer must be an Optax transformation, or hold one in .optimizer or .tx; got {optimizer!r}."
+        )
     if params is None:
         params = jax.ShapeDtypeStruct((), jnp.float32)
     update = optax.with_extra_args_support(optimizer).update

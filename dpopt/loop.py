@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dpopt import _program, _resume, _validate, accounting, entropy, events, identity, verification
+from dpopt._data import rows_of
 from dpopt._lazy import dp_accounting
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
@@ -68,7 +68,7 @@ def train(
     plan: Any,
     loss_fn: Callable,
     params: Any,
-    fetch_batch: Callable[[np.ndarray], Any],
+    fetch_batch: Any,
     *,
     steps: int | None = None,
     budget: Any = None,
@@ -103,7 +103,8 @@ def train(
         loss_fn: ``loss_fn(params, example) -> scalar``.
         params: the initial parameters (not changed), or a `TrainState`: a new one (say, sharded), in whose place a
             checkpoint is restored where there is one, or the ``state`` of an earlier result.
-        fetch_batch: from indices ``(B,)`` to the batch, leaves ``(B, ...)``. Must return the same data each time.
+        fetch_batch: the data: a pytree of arrays ``(num_examples, ...)``, or a function from indices ``(B,)`` to the
+            batch, leaves ``(B, ...)``, which must return the same data each time.
         steps: train until the parameters have had this many steps; None for the plan's.
         budget: a `dpopt.plan.Budget` that replaces the plan's, to go on after it is used up. It covers the whole
             ledger, not only what is to come.
@@ -136,10 +137,11 @@ def train(
     >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=4, key=jax.random.key(0)).clip(1.0).noise(
     ...     2.0).then(optax.sgd(0.1)).build()
     >>> data = np.ones((100, 2), np.float32)
-    >>> result = train(plan, lambda w, x: jnp.sum((w - x) ** 2), jnp.zeros(2), lambda indices: data[indices])
+    >>> result = train(plan, lambda w, x: jnp.sum((w - x) ** 2), jnp.zeros(2), data)
     >>> result.ledger.steps, result.epsilon(delta=1e-5) == plan.epsilon(delta=1e-5)
     (4, True)
     """
+    fetch_batch = rows_of(fetch_batch, plan.sampler.num_examples)
     target = plan.steps if steps is None else steps
     _validate.positive_int(steps=target)
     step = make_train_step(loss_fn, plan.optimizer, microbatch_size=microbatch_size, engine=engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dpopt import _validate, accounting, events
 from dpopt._lazy import dp_accounting
 from dpopt._names import name_of
+from dpopt._options import Options
 from dpopt.chain import PrivateOptimizer
 from dpopt.gradients import Engine
 from dpopt.journal import Journal
@@ -133,8 +134,13 @@ class Plan:
             return self.budget.accountant
         return "rdp" if isinstance(self.sampler, FixedSizeSampler) else "pld"
 
-    def run(self, loss_fn: Callable, params: Any, fetch_batch: Callable[[Any], Any], **options: Any) -> TrainResult:
-        """Trains within the budget, saves, resumes: `dpopt.loop.train` with this plan."""
+    def run(self, loss_fn: Callable, params: Any, fetch_batch: Any, **options: Unpack[Options]) -> TrainResult:
+        """Trains within the budget, saves, resumes: `dpopt.loop.train` with this plan.
+
+        Args:
+            loss_fn, params, fetch_batch: see `dpopt.loop.train`.
+            **options: those of `dpopt.loop.train`, by name.
+        """
         return train(self, loss_fn, params, fetch_batch, **options)
 
     def train_step(

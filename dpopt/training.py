@@ -26,6 +26,7 @@ class SensitiveMetrics(NamedTuple):
     clip_fraction: jax.Array  # (): share of examples that the clip scaled down
     num_examples: jax.Array  # (), int32: real examples in the batch
     num_nonfinite: jax.Array  # (), int32: of these, dropped because their gradient held NaN or Inf
+    aux: Any = None  # (B, ...): what the loss returned beside its value, with ``has_aux``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ def make_train_step(
     *,
     microbatch_size: int | None = None,
     engine: Engine = "auto",
+    has_aux: bool = False,
 ) -> TrainStep:
     """Makes ``step(params, opt_state, batch, mask, **extra) -> (params, opt_state, metrics)``.
 
@@ -90,6 +92,7 @@ def make_train_step(
         optimizer: a private optimizer: by name, by `dpopt.chain`, or by ``optax.chain`` around dpopt's stages.
         microbatch_size: see `dpopt.per_example_grads`.
         engine: see `dpopt.per_example_grads`.
+        has_aux: whether the loss returns a second value, which comes back in the metrics, example by example.
 
     Raises:
         ValueError, TypeError: for a bad argument; on the first step, if the optimizer does not clip and then add noise,
@@ -109,7 +112,8 @@ def make_train_step(
         raise TypeError(f"optimizer must be an Optax gradient transformation; got {optimizer!r}.")
     if microbatch_size is not None:
         _validate.positive_int(microbatch_size=microbatch_size)
-    return TrainStep(optimizer, per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size))
+    grads_fn = per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size, has_aux=has_aux)
+    return TrainStep(optimizer, grads_fn)
 
 
 def _metrics(grads: PerExampleGrads) -> SensitiveMetrics:
@@ -126,4 +130,5 @@ def _metrics(grads: PerExampleGrads) -> SensitiveMetrics:
         clip_fraction=mean(seen.was_clipped),
         num_examples=jnp.sum(seen.is_example, dtype=jnp.int32),
         num_nonfinite=jnp.sum(seen.is_example & ~seen.is_finite, dtype=jnp.int32),
+        aux=seen.aux,
     )

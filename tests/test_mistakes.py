@@ -1,0 +1,141 @@
+"""Mistakes that people make on their first day, and what they are told."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from helpers import assert_near, privacy_four
+
+import dpopt
+import dpopt.flax
+
+X = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
+PARAMS = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+SAMPLER = dpopt.PoissonSampler(20, 4, seed=0)
+
+
+def loss(p, x):
+    return jnp.sum((p["w"] * x + p["b"] - 1) ** 2)
+
+
+def sgd():
+    return dpopt.dp_sgd(0.1, **privacy_four())
+
+
+def update(tx):
+    return tx.update(dpopt.per_example_grads(loss)(PARAMS, X, mask=None), tx.init(PARAMS), PARAMS)
+
+
+def plan():
+    builder = dpopt.Builder(num_examples=20, expected_batch_size=4, steps=2, key=dpopt.secure_key())
+    return builder.clip(1.0).noise(2.0).then(optax.sgd(0.1)).build()
+
+
+class Frame:
+    """What a pandas DataFrame shows of itself."""
+
+    iloc, shape, dtype = None, (20, 2), np.dtype("float32")
+
+
+MISTAKES = {
+    "a clip of Optax before the private one": (
+        lambda: update(optax.chain(optax.clip_by_global_norm(1.0), sgd())),
+        (AttributeError, "The private optimizer .* has to come first"),
+    ),
+    "a part of the model masked out": (
+        lambda: update(optax.masked(sgd(), {"w": True, "b": False})),
+        (ValueError, "To train a part of a model, leave the rest out of params"),
+    ),
+    "several optimizers for parts of the model": (
+        lambda: update(optax.multi_transform({"a": sgd(), "z": optax.set_to_zero()}, {"w": "a", "b": "z"})),
+        (ValueError, "To train a part of a model, leave the rest out of params"),
+    ),
+    "MultiSteps around a private optimizer": (
+        lambda: update(optax.MultiSteps(sgd(), 2)),
+        (TypeError, "a private optimizer, which alone can take it"),
+    ),
+    "arithmetic with a promise": (
+        lambda: 2 * dpopt.per_example_grads(loss)(PARAMS, X, mask=None),
+        (TypeError, "has to come first"),
+    ),
+    "a promise made an array": (
+        lambda: np.asarray(dpopt.per_example_grads(loss)(PARAMS, X, mask=None)),
+        (TypeError, "has to come first"),
+    ),
+    "the mean gradient": (
+        lambda: sgd().update(PARAMS, sgd().init(PARAMS), PARAMS),
+        (ValueError, "Gradients that were averaged .* cannot be clipped per example any more"),
+    ),
+    "a traced noise multiplier": (
+        lambda: dpopt.privacy_event(
+            optax.inject_hyperparams(dpopt.dp_sgd)(0.1, **privacy_four()), sampling=SAMPLER, steps=3
+        ),
+        (ValueError, "static_args="),
+    ),
+    "what is no optimizer": (
+        lambda: dpopt.privacy_of({"learning_rate": 0.1}),
+        (TypeError, "optimizer must be an Optax transformation"),
+    ),
+    "a linen module for parameters": (
+        lambda: dpopt.per_example_grads(loss)(linen.Dense(2), X, mask=None),
+        (TypeError, r"a Dense of flax.*model.init\(...\)\['params'\]"),
+    ),
+    "a function among the parameters, as Equinox has it": (
+        lambda: dpopt.per_example_grads(loss)({"w": jnp.zeros(2), "activation": jax.nn.relu}, X, mask=None),
+        (TypeError, r"\['activation'\] is no array but relu .*equinox.partition"),
+    ),
+    "a forgotten mask": (
+        lambda: dpopt.per_example_grads(loss)(PARAMS, X),
+        (TypeError, "mask is missing"),
+    ),
+    "a misspelt option": (lambda: plan().run(loss, PARAMS, X, stepz=3), (TypeError, "stepz")),
+    "a data frame": (lambda: plan().run(loss, PARAMS, {"x": Frame()}), (TypeError, "is a Frame, whose columns")),
+    "arrays of another length": (
+        lambda: plan().run(loss, PARAMS, X[:7]),
+        (ValueError, r"data has shape \(7, 2\), and the plan samples from 20 examples"),
+    ),
+    "a file's name for data": (lambda: plan().run(loss, PARAMS, "data.csv"), (TypeError, "data is a str")),
+    "no data": (lambda: plan().run(loss, PARAMS, {}), (TypeError, "hold no arrays")),
+    "a delta of one": (lambda: dpopt.epsilon_of_event(plan().event, delta=1.0), (ValueError, "delta must be below 1")),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_and_says_what_to_do(name):
+    make, (kind, message) = MISTAKES[name]
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_a_run_takes_arrays_as_they_are():
+    data = {"x": X, "weight": jnp.ones(20)}
+    weighted = lambda p, e: e["weight"] * loss(p, e["x"])  # noqa: E731
+    ours, key = plan(), dpopt.secure_key()
+    found = []
+    for source in (data, lambda rows: jax.tree.map(lambda x: x[rows], data)):
+        builder = dpopt.Builder(num_examples=20, expected_batch_size=4, steps=2, key=key, seed=3)
+        made = builder.clip(1.0).noise(2.0).then(optax.sgd(0.1)).build()
+        found.append(made.run(weighted, PARAMS, source, replay=True).params)
+        dpopt.entropy._runs.clear()  # as in a process of its own
+    assert_near(*found, 1e-7)
+    assert ours.run(loss, PARAMS, X).ledger.steps == 2
+
+
+def test_aux_comes_back_with_the_metrics():
+    step = jax.jit(dpopt.make_train_step(lambda p, x: (loss(p, x), {"twice": 2 * x}), sgd(), has_aux=True))
+    params, _, metrics = step(PARAMS, sgd().init(PARAMS), X, mask=None)
+    np.testing.assert_allclose(metrics.aux["twice"], 2 * X)
+    plain, _, without = jax.jit(dpopt.make_train_step(loss, sgd()))(PARAMS, sgd().init(PARAMS), X, mask=None)
+    assert_near(params, plain, 1e-6)
+    assert without.aux is None
+
+
+def test_the_event_of_what_holds_an_optimizer():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    state = TrainState.create(apply_fn=lambda: None, params=PARAMS, tx=sgd())
+    want = dpopt.privacy_event(sgd(), sampling=SAMPLER.scheme, steps=3)
+    for holder in (dpopt.flax.NNXOptimizer(model, sgd(), wrt=nnx.Param), state):
+        assert dpopt.privacy_event(holder, sampling=SAMPLER.scheme, steps=3) == want
