@@ -94,7 +94,7 @@ def test_the_promised_names_exist():
         ("clip_and_sum", "(l2_clip_norm)"),
         ("add_gaussian_noise", "(noise_stddev, key)"),
         ("normalize_by", "(expected_batch_size)"),
-        ("make_train_step", "(loss_fn, optimizer, *, microbatch_size, engine)"),
+        ("make_train_step", "(loss_fn, optimizer, *, microbatch_size, engine, has_aux)"),
         ("epsilon", "(*, noise_multiplier, sampling_prob, steps, delta, accountant)"),
         ("calibrate", "(*, epsilon, delta, sampling_prob, steps, accountant)"),
     ],
