@@ -39,10 +39,10 @@ class ClippedSum(NamedTuple):
 
 
 _NOT_CLIPPED = (
-    "Per-example gradients reached a transformation that computes with them before they were clipped. The private "
-    "optimizer (or dpopt.precondition and dpopt.clip_and_sum) has to come first: what clips, decays, scales or counts "
-    "gradients goes after it, in dpopt.chain or optax.chain. Wrappers that look at gradients themselves "
-    "(apply_if_finite, MultiSteps) cannot stand around it."
+    "per-example gradients reached a transformation that computes with them before they were clipped: put "
+    "dpopt.clip_and_sum first, or the private optimizer, in dpopt.chain or optax.chain. What clips, decays, scales or "
+    "counts gradients goes after it. Wrappers that look at gradients themselves (apply_if_finite, MultiSteps) cannot "
+    "stand around it."
 )
 
 
@@ -178,7 +178,7 @@ class PerExampleGrads:
 
     def __getattr__(self, name: str) -> Any:
         # No attribute of an array's, which whoever computes with gradients asks for.
-        raise AttributeError(f"a promise of per-example gradients has no {name!r}. {_NOT_CLIPPED}", name=name, obj=self)
+        raise AttributeError(f"no {name!r}: {_NOT_CLIPPED}", name=name, obj=self)
 
     __array__ = _refuse  # what NumPy makes an array by; JAX says what it was given
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __pow__ = __neg__ = __abs__ = _refuse

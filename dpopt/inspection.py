@@ -209,6 +209,8 @@ def _privacy_of_reports(reports: Sequence[_stages.Stage | Privacy]) -> Privacy:
 
 def _is_own(error: Exception) -> bool:
     """Whether dpopt raised it, and so says already what is wrong."""
+    if isinstance(error, AttributeError):  # others have asked a promise for what arrays have
+        return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

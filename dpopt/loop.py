@@ -133,7 +133,7 @@ def train(
 
     *Privacy*: the parameters after every step, all of them together, cost what the ledger says.
 
-    >>> import jax.numpy as jnp, optax, dpopt
+    >>> import jax.numpy as jnp, numpy as np, optax, dpopt
     >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=4, key=jax.random.key(0)).clip(1.0).noise(
     ...     2.0).then(optax.sgd(0.1)).build()
     >>> data = np.ones((100, 2), np.float32)

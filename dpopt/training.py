@@ -26,7 +26,6 @@ class SensitiveMetrics(NamedTuple):
     clip_fraction: jax.Array  # (): share of examples that the clip scaled down
     num_examples: jax.Array  # (), int32: real examples in the batch
     num_nonfinite: jax.Array  # (), int32: of these, dropped because their gradient held NaN or Inf
-    aux: Any = None  # (B, ...): what the loss returned beside its value, with ``has_aux``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +42,7 @@ class TrainStep:
 
     optimizer: optax.GradientTransformation
     grads_fn: Callable[..., PerExampleGrads]
+    has_aux: bool = False
 
     @property
     def privacy(self) -> Privacy:
@@ -61,7 +61,8 @@ class TrainStep:
             **extra: passed to the optimizer's ``update`` (``public_grads=...``); names must start with ``public_``.
 
         Returns:
-            New parameters, new state, `SensitiveMetrics`.
+            New parameters, new state, `SensitiveMetrics`; and with ``has_aux`` what the loss returned beside its value,
+            leaves ``(B, ...)``, as private as the batch.
         """
         grads = self.grads_fn(params, batch, mask=mask)
         try:
@@ -70,7 +71,8 @@ class TrainStep:
             raise ValueError(f"the optimizer of this train step is not private: {error}") from error
         update = optax.with_extra_args_support(self.optimizer).update
         updates, opt_state = update(cast(Any, grads), opt_state, params, **extra)  # Optax's types know no promise
-        return optax.apply_updates(params, updates), opt_state, _metrics(grads)
+        new = optax.apply_updates(params, updates), opt_state, _metrics(grads)
+        return (*new, grads.sensitive.aux) if self.has_aux else new
 
 
 def make_train_step(
@@ -92,7 +94,7 @@ def make_train_step(
         optimizer: a private optimizer: by name, by `dpopt.chain`, or by ``optax.chain`` around dpopt's stages.
         microbatch_size: see `dpopt.per_example_grads`.
         engine: see `dpopt.per_example_grads`.
-        has_aux: whether the loss returns a second value, which comes back in the metrics, example by example.
+        has_aux: whether the loss returns a second value; the step returns it after the metrics, example by example.
 
     Raises:
         ValueError, TypeError: for a bad argument; on the first step, if the optimizer does not clip and then add noise,
@@ -113,7 +115,7 @@ def make_train_step(
     if microbatch_size is not None:
         _validate.positive_int(microbatch_size=microbatch_size)
     grads_fn = per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size, has_aux=has_aux)
-    return TrainStep(optimizer, grads_fn)
+    return TrainStep(optimizer, grads_fn, has_aux)
 
 
 def _metrics(grads: PerExampleGrads) -> SensitiveMetrics:
@@ -130,5 +132,4 @@ def _metrics(grads: PerExampleGrads) -> SensitiveMetrics:
         clip_fraction=mean(seen.was_clipped),
         num_examples=jnp.sum(seen.is_example, dtype=jnp.int32),
         num_nonfinite=jnp.sum(seen.is_example & ~seen.is_finite, dtype=jnp.int32),
-        aux=seen.aux,
     )
