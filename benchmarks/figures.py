@@ -52,31 +52,9 @@ def _published(row: Row) -> str:
     return "" if row["published"] is None else f"{row['published']:g}"
 
 
-def _place(table: str) -> str:
-    """The data set at the end of a table's name, which selects it on the command line."""
-    return table.rpartition(", ")[2]
-
-
 def headline(results: Path) -> str:
-    """One line for everything that was measured, with the command that measures it again."""
+    """The four figures that a newcomer asks for, with the commands that measure them again."""
     lines = []
-    quickstart = _load(results, "quickstart")
-    if quickstart:
-        lines.append(["digits, small CNN: test accuracy", _digits(quickstart["runs"]), "`make demo`"])
-    papers = _load(results, "utility-papers")
-    for (table,), rows in _by(papers["rows"] if papers else [], "table").items():
-        plain = next((r for r in rows if r["label"] == "DP-SGD"), None)
-        if plain is None or plain["published"] is None or rows[0]["published"] is None:
-            continue  # an ablation or a sweep: RESULTS.md has it
-        shown = [rows[0]] if rows[0] is plain else [rows[0], plain]
-        said = "; ".join(f"{r['label']} {_score(r)}, published {r['published']:g}" for r in shown)
-        command = f'`python -m benchmarks utility --only "{table}"`'
-        lines.append([f"{table}: {rows[0]['metric']} at epsilon {_epsilons(rows)}", f"best: {said}", command])
-    frontier = _load(results, "utility-frontier")
-    for (table, epsilon), rows in sorted(_by(frontier["rows"] if frontier else [], "table", "target_epsilon").items()):
-        command = f"`python -m benchmarks utility --suite frontier --only {_place(table)}`"
-        what = f"{table}, all tuned alike: {rows[0]['metric']} at epsilon {epsilon:g}"
-        lines.append([what, f"best of {len(rows)}: {rows[0]['label']} {_score(rows[0])}", command])
     speed_runs = _load(results, "speed")
     if speed_runs:
         own, whole = ([run["ratio"][way] for run in speed_runs["runs"]] for way in ("ghost", "ghost whole"))
@@ -88,14 +66,9 @@ def headline(results: Path) -> str:
         found = [run["ratio"]["ghost"] for run in memory_runs["runs"] if "ghost" in run["ratio"]]
         said = f"{min(found):.2f} to {max(found):.2f} times its peak, over {len(found)} model families"
         lines.append(["memory of a clipped gradient", said, "`python -m benchmarks memory`"])
-    imdb = _load(results, "imdb-speed")
-    if imdb:
-        said = "; ".join(
-            f"{run['engine']} {run['full_run_seconds']:.0f} s" + (" (scaled up)" if run["is_scaled"] else "")
-            for run in imdb["runs"]
-        )
-        what = f"DP-SGD on IMDB, {imdb['runs'][0]['full_run_steps']:,} steps, by engine"
-        lines.append([what, said, "`python -m benchmarks imdb-speed`"])
+    quickstart = _load(results, "quickstart")
+    if quickstart:
+        lines.append(["digits, small CNN: test accuracy", _digits(quickstart["runs"]), "`make demo`"])
     if _load(results, "audit"):
         lines.append(["attacks on the claimed epsilon", _attacks(results), "`python -m benchmarks audit`"])
     return _table(["measured", "result", "again"], lines)
@@ -175,12 +148,35 @@ def papers(results: Path) -> str:
 
 
 def frontier(results: Path) -> str:
-    """What wins at an equal budget of privacy and of tuning."""
+    """What wins at an equal budget of privacy and of tuning, by data set and epsilon."""
     groups = _by(_load(results, "utility-frontier")["rows"], "table", "target_epsilon")
     return "\n\n".join(
         f"**{table}, epsilon {epsilon:g}**\n\n{_utility(rows, published=False)}"
-        for (table, epsilon), rows in groups.items()
+        for (table, epsilon), rows in sorted(groups.items())
     )
+
+
+def verdict(results: Path) -> str:
+    """How far every contender stays behind the best one at the same budget, over all epsilons; the best first."""
+    groups = _by(_load(results, "utility-frontier")["rows"], "table", "target_epsilon")
+    behind: dict[str, dict[str, list[float]]] = {}  # of a contender, of a data set, at each epsilon
+    places: dict[str, list[float]] = {}
+    metrics = {table: rows[0]["metric"] for (table, _), rows in groups.items()}
+    for (table, _), rows in groups.items():
+        for place, row in enumerate(rows):
+            behind.setdefault(row["label"], {}).setdefault(table, []).append(abs(row["mean"] - rows[0]["mean"]))
+            places.setdefault(row["label"], []).append(place / (len(rows) - 1))
+    tables = sorted(metrics)
+    lines = [
+        [label, *(_mean_and_most(behind[label].get(table)) for table in tables)]
+        for label in sorted(behind, key=lambda label: sum(places[label]) / len(places[label]))
+    ]
+    head = ["optimizer", *(f"{table}, {metrics[table]}" for table in tables)]
+    return _table(head, lines, ["---", *["---:"] * len(tables)])
+
+
+def _mean_and_most(behind: Sequence[float] | None) -> str:
+    return "" if behind is None else f"{sum(behind) / len(behind):.3f}, at most {max(behind):.3f}"
 
 
 def speed(results: Path) -> str:
@@ -219,6 +215,7 @@ SECTIONS = {
     "audit": audit,
     "papers": papers,
     "frontier": frontier,
+    "verdict": verdict,
     "speed": speed,
     "memory": memory,
 }

@@ -90,6 +90,10 @@ from dpopt.optimizers.public import warm_start as warm_start
 from dpopt.optimizers.public import with_public_arguments as with_public_arguments
 from dpopt.optimizers.after_noise import precondition_after_noise as precondition_after_noise
 
+# Which parameters, in the end?
+from dpopt.averaging import average_params as average_params
+from dpopt.averaging import averaged_params as averaged_params
+
 # How is a whole run said in one sentence?
 from dpopt.plan import Budget as Budget
 from dpopt.builder import Builder as Builder
@@ -100,6 +104,7 @@ from dpopt.training import SensitiveMetrics as SensitiveMetrics
 from dpopt.training import TrainStep as TrainStep
 from dpopt.training import make_train_step as make_train_step
 from dpopt.results import BudgetExceeded as BudgetExceeded
+from dpopt.results import Evaluation as Evaluation
 from dpopt.results import ReplayError as ReplayError
 from dpopt.results import TrainResult as TrainResult
 from dpopt.loop import steps_within as steps_within

@@ -15,6 +15,9 @@ class Options(TypedDict, total=False):
     budget: Any
     checkpointer: Any
     on_step: Callable[[int, Any], None] | None
+    eval_fn: Callable[[Any], Any] | None
+    eval_every: int | None
+    progress: bool | None
     extra: Callable[[int, Any], dict[str, Any]] | None
     place_batch: Callable[[Any], Any] | None
     microbatch_size: int | None

@@ -13,6 +13,7 @@ import optax
 
 from dpopt import _validate, accounting, events
 from dpopt._lazy import dp_accounting
+from dpopt.averaging import average_params
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function
 from dpopt.plan import Budget, Plan
@@ -68,6 +69,7 @@ class Builder:
     _budget: Budget | None = None
     _mechanism: Callable[..., PrivateOptimizer] = privatize
     _post: tuple[optax.GradientTransformation, ...] = ()
+    _average: optax.GradientTransformation | None = None
 
     def __post_init__(self):
         _validate.positive_int(steps=self.steps)
@@ -121,6 +123,12 @@ class Builder:
         if self._noise_multiplier is None and self._budget is None:
             raise ValueError("then(...) is post-processing and comes after the noise: call noise(...) or budget(...).")
         return dataclasses.replace(self, _post=self._post + transformations)._checked()
+
+    def average(self, decay: float = 0.999) -> Builder:
+        """Keeps a moving average of the parameters beside them (`dpopt.average_params`): ``result.averaged_params``."""
+        if self._average is not None:
+            raise ValueError("average(...) was called already: a run keeps one average.")
+        return dataclasses.replace(self, _average=average_params(decay))
 
     def build(self) -> Plan:
         """Calibrates the noise and returns the `Plan`.
@@ -180,7 +188,8 @@ class Builder:
             key=self.key,
             preconditioner=self._preconditioners,
         )
-        return chain(core, *self._post)
+        last = () if self._average is None else (self._average,)
+        return chain(core, *self._post, *last)
 
     def _sampler(self) -> PoissonSampler | FixedSizeSampler:
         seed = self.seed

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dpopt import _program, _resume, _validate, accounting, entropy, events, identity, verification
 from dpopt._data import rows_of
 from dpopt._lazy import dp_accounting
+from dpopt._watch import Watch
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
 from dpopt.journal import Entry
@@ -74,6 +75,9 @@ def train(
     budget: Any = None,
     checkpointer: Any = None,
     on_step: Callable[[int, Any], None] | None = None,
+    eval_fn: Callable[[Any], Any] | None = None,
+    eval_every: int | None = None,
+    progress: bool | None = None,
     extra: Callable[[int, Any], dict[str, Any]] | None = None,
     place_batch: Callable[[Any], Any] | None = None,
     microbatch_size: int | None = None,
@@ -111,6 +115,13 @@ def train(
         checkpointer: a `dpopt.checkpoint.Checkpointer`, or None to keep the books in memory.
         on_step: called with the number of steps done and the new parameters after every step, once that is charged. A
             call that was under way when a run was killed is made again, so each number is seen at least once.
+        eval_fn: from parameters (their average, where the optimizer keeps one: `dpopt.average_params`) to numbers, such
+            as ``{"accuracy": ...}`` on test data. They are in the result's ``history``. What it reads must be public,
+            or held out from people whose privacy is not at stake: what it returns is not covered by epsilon.
+        eval_every: evaluate whenever so many steps are done, and not only before the first step (an error then costs
+            nothing) and after the last.
+        progress: whether to show steps, epsilon spent, the last evaluation and the time left, by ``rich``; None does
+            where it is installed and standard error is a terminal.
         extra: from the step's number and the parameters to keyword arguments of the optimizer's update, such as
             ``public_grads``.
         place_batch: puts (batch, mask) on devices, such as `dpopt.sharding.shard_batch`; None for JAX's default.
@@ -142,6 +153,7 @@ def train(
     (4, True)
     """
     fetch_batch = rows_of(fetch_batch, plan.sampler.num_examples)
+    watch = Watch(on_step, eval_fn, eval_every, progress)
     target = plan.steps if steps is None else steps
     _validate.positive_int(steps=target)
     step = make_train_step(loss_fn, plan.optimizer, microbatch_size=microbatch_size, engine=engine)
@@ -177,7 +189,7 @@ def train(
             example_key,
             getattr(loss_fn, "takes_key", False),
             fetch_batch,
-            on_step,
+            watch,
             extra,
             place_batch,
             checkpointer,
@@ -200,7 +212,7 @@ class _Run:
     example_key: jax.Array | None
     takes_key: bool
     fetch_batch: Callable
-    on_step: Callable | None
+    watch: Watch
     extra: Callable | None
     place_batch: Callable | None
     checkpointer: Any
@@ -229,30 +241,31 @@ class _Run:
         if self.check is not None and state.update < last:
             self.check(state.params, self._rows(sampler, spent)[0])
 
+        spent_so_far = None if limit is None else lambda: limit.spent(journal.ledger)
         is_due = False
-        while state.update < last:
-            event = scheme.event(privacy.step_event(state.update, scheme.relation))
-            state, found = self._next(state, self._rows(sampler, spent))
-            spent += 1
-            if pending:
-                self._check(pending.pop(0), state.update, found)
-                # A call for any step before the last one in the journal had returned when the next was charged.
-                is_to_be_seen = not pending
-            else:
-                journal.append(Entry(event, found, state.update, segment))
-                _resume.meet(f"dpopt journal {len(journal)}")
-                is_to_be_seen = True
-            if is_to_be_seen and self.on_step is not None:
-                self.on_step(state.update, state.params)
-            is_due = is_due or (self.checkpointer is not None and state.update % self.checkpointer.every == 0)
-            if is_due and not pending:
-                self._save(state)
-                is_due = False
+        with self.watch.during(state, last, spent_so_far):
+            while state.update < last:
+                event = scheme.event(privacy.step_event(state.update, scheme.relation))
+                state, found = self._next(state, self._rows(sampler, spent))
+                spent += 1
+                if pending:
+                    self._check(pending.pop(0), state.update, found)
+                    # A call for any step before the last one in the journal had returned when the next was charged.
+                    is_new = not pending
+                else:
+                    journal.append(Entry(event, found, state.update, segment))
+                    _resume.meet(f"dpopt journal {len(journal)}")
+                    is_new = True
+                self.watch.after(state, is_new)
+                is_due = is_due or (self.checkpointer is not None and state.update % self.checkpointer.every == 0)
+                if is_due and not pending:
+                    self._save(state)
+                    is_due = False
         if not pending and segment:
             self._save(state)
         if self.checkpointer is not None:
             self.checkpointer.wait()
-        return make_result(plan, journal, state, target, paid, allowed, limit)
+        return make_result(plan, journal, state, target, paid, allowed, limit, tuple(self.watch.history))
 
     def _next(self, state: TrainState, rows: Any) -> tuple[TrainState, str]:
         """The state after one more step, and its digest. Nothing of it may be let out yet."""

@@ -17,6 +17,7 @@ from dpopt._options import Options
 from dpopt.chain import PrivateOptimizer
 from dpopt.gradients import Engine
 from dpopt.journal import Journal
+from dpopt.ledger import Ledger
 from dpopt.loop import train
 from dpopt.results import TrainResult
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
@@ -45,6 +46,10 @@ class Budget:
         if self.delta >= 1:
             raise ValueError(f"delta must be below 1; got {self.delta}.")
         _validate.one_of(("pld", "rdp"), accountant=self.accountant)
+
+    def spent(self, ledger: Ledger) -> float:
+        """Epsilon that a ledger holds, at this delta and by this accountant."""
+        return ledger.epsilon(delta=self.delta, accountant=self.accountant)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpopt import accounting
+from dpopt.averaging import averaged_params
 from dpopt.identity import TrainState
 from dpopt.journal import Journal
 from dpopt.ledger import Ledger
@@ -41,6 +42,19 @@ class ReplayError(RuntimeError):
     """
 
 
+class Evaluation(NamedTuple):
+    """What a run's ``eval_fn`` said of the parameters.
+
+    *Privacy*: as public as the data that ``eval_fn`` read.
+
+    >>> Evaluation(100, {"accuracy": 0.9}).value["accuracy"]
+    0.9
+    """
+
+    step: int  # steps that the parameters had had
+    value: Any  # numbers, on the host
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
     """What `train` returns.
@@ -52,6 +66,7 @@ class TrainResult:
         message: the same in words.
         lost: steps that were paid for but are not in the parameters, because a run died and could not be repeated.
         unit: what one record is: ``"example"``, or ``"client"``.
+        history: what ``eval_fn`` returned, in order; of this call only.
 
     *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
 
@@ -65,11 +80,17 @@ class TrainResult:
     message: str
     lost: int
     unit: str = "example"
+    history: tuple[Evaluation, ...] = ()
 
     @property
     def params(self) -> Any:
         """The trained parameters."""
         return self.state.params
+
+    @property
+    def averaged_params(self) -> Any:
+        """Their average over the steps, in the same dtypes; of an optimizer with `dpopt.average_params` in it."""
+        return averaged_params(self.state.opt_state, self.state.params)
 
     def epsilon(self, *, delta: float, accountant: accounting.Accountant = "pld") -> float:
         """Epsilon of everything that was spent."""
@@ -107,7 +128,14 @@ def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayEr
 
 
 def make_result(
-    plan: Any, journal: Journal, now: TrainState, target: int, paid: int, allowed: int, limit: Any
+    plan: Any,
+    journal: Journal,
+    now: TrainState,
+    target: int,
+    paid: int,
+    allowed: int,
+    limit: Any,
+    history: tuple[Evaluation, ...] = (),
 ) -> TrainResult:
     """The result of a call of `dpopt.loop.train`.
 
@@ -117,6 +145,7 @@ def make_result(
         paid: steps in the history of the state at the call, with those to be repeated.
         allowed: steps that the limit bought on top.
         limit: the budget, or None.
+        history: the evaluations.
 
     Raises:
         BudgetExceeded: if the limit bought no step.
@@ -133,11 +162,11 @@ def make_result(
     lost = ledger.steps - max(now.update, paid)
     if now.update >= target:
         message = f"all {target} steps are done"
-        return TrainResult(now, ledger, "steps", message, lost, plan.optimizer.privacy.unit)
+        return TrainResult(now, ledger, "steps", message, lost, plan.optimizer.privacy.unit, history)
     if limit is None:
         reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
     else:
-        spent = ledger.epsilon(delta=limit.delta, accountant=limit.accountant)
+        spent = limit.spent(ledger)
         reason = (
             f"one more step would exceed epsilon {limit.epsilon:g} at delta {limit.delta:g}; {spent:.6g} is spent, on "
             f"{ledger.steps} steps"
@@ -147,7 +176,7 @@ def make_result(
         "explicitly: budget=dpopt.Budget(epsilon, delta)"
     )
     _log.warning("dpopt: %s", message)
-    result = TrainResult(now, ledger, "budget", message, lost, plan.optimizer.privacy.unit)
+    result = TrainResult(now, ledger, "budget", message, lost, plan.optimizer.privacy.unit, history)
     if allowed == 0 and now.update == paid:
         error = BudgetExceeded(f"{message}.")
         error.result = result
