@@ -57,6 +57,7 @@ from dpopt.events import privacy_event as privacy_event
 # Which examples are in which step?
 from dpopt.sampling import FixedSizeSampler as FixedSizeSampler
 from dpopt.sampling import PoissonSampler as PoissonSampler
+from dpopt.loading import Steps as Steps
 
 # Which optimizer, by name?
 from dpopt.optimizers.sgd import dp_adagrad as dp_adagrad
@@ -118,6 +119,7 @@ from dpopt.keys import secure_key as secure_key
 # User-level privacy, many devices, and tools for looking at private data
 from dpopt import diagnostics as diagnostics
 from dpopt import federated as federated
+from dpopt import loading as loading
 from dpopt import sharding as sharding
 
 __version__ = _metadata.version("dpopt")

@@ -8,13 +8,20 @@ import numpy as np
 
 
 def rows_of(data: Any, num_examples: int) -> Callable[[np.ndarray], Any]:
-    """A function from indices to a batch, of a pytree of arrays; a function stays what it is.
+    """A function from indices to a batch, of a pytree of arrays or of a source; a function stays what it is.
+
+    A source has a length and is indexed by integers, as those of Grain, torch and Hugging Face are: its examples are
+    read one by one, or by ``__getitems__`` where it has that, and stacked.
 
     Raises:
-        TypeError: for what is neither; ValueError: if an array has not one row for every example.
+        TypeError: for what is neither; ValueError: if there is not one row for every example.
     """
     if callable(data):
         return data
+    if _is_source(data):
+        if len(data) != num_examples:
+            raise ValueError(f"the data hold {len(data)} examples, and the plan samples from {num_examples}.")
+        return lambda indices: _stacked(data, indices)
     leaves = jax.tree_util.tree_leaves_with_path(data)
     if not leaves:
         raise TypeError(f"the data hold no arrays: {data!r}.")
@@ -27,8 +34,8 @@ def rows_of(data: Any, num_examples: int) -> Callable[[np.ndarray], Any]:
             )
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
-                f"{name} is a {type(leaf).__name__}. Data are arrays with a row for every example, or a function from "
-                "row numbers, (B,) integers, to a batch."
+                f"{name} is a {type(leaf).__name__}. Data are arrays with a row for every example, a source of "
+                "examples with a length and integer indices, or a function from row numbers, (B,) integers, to a batch."
             )
         if leaf.ndim == 0 or leaf.shape[0] != num_examples:
             raise ValueError(
@@ -36,3 +43,23 @@ def rows_of(data: Any, num_examples: int) -> Callable[[np.ndarray], Any]:
                 f"needs {num_examples} rows."
             )
     return lambda indices: jax.tree.map(lambda x: x[indices], data)
+
+
+def _is_source(data: Any) -> bool:
+    if isinstance(data, (str, bytes)) or hasattr(data, "iloc") or hasattr(data, "dtype"):
+        return False
+    is_leaf = jax.tree_util.all_leaves([data])
+    return is_leaf and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def _stacked(source: Any, indices: np.ndarray) -> Any:
+    numbers = [int(i) for i in indices]
+    many = getattr(source, "__getitems__", None)
+    examples = many(numbers) if many is not None else [source[i] for i in numbers]
+    try:
+        return jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *examples)
+    except ValueError as error:
+        raise ValueError(
+            f"examples of the data do not stack ({error}): every one needs the same arrays in the same shapes. Cut or "
+            "pad them, and turn text into numbers, before dpopt reads them."
+        ) from error

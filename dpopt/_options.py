@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
     progress: bool | None
     extra: Callable[[int, Any], dict[str, Any]] | None
     place_batch: Callable[[Any], Any] | None
+    prefetch: int
     microbatch_size: int | None
     engine: Engine
     replay: bool

@@ -14,7 +14,7 @@ from flax import errors, linen, nnx
 from dpopt.flax_layers import check as check
 from dpopt.flax_layers import draws, refuse, watch
 from dpopt.flax_layers import replace_batch_norm as replace_batch_norm
-from dpopt.gradients import PerExampleGrads
+from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
 from dpopt.inspection import inspect_optimizer
 
 
@@ -169,6 +169,38 @@ def nnx_loss(model: nnx.Module, loss: Callable, *, wrt: Any = nnx.Param) -> tupl
         return value
 
     return (_random_example_loss if draws(model) else example_loss)(batch_loss), nnx.as_pure(params)
+
+
+def nnx_grads(
+    loss: Callable, *, wrt: Any = nnx.Param, microbatch_size: int | None = None, engine: Engine = "auto"
+) -> Callable[..., PerExampleGrads]:
+    """A promise of per-example gradients where ``nnx.grad(loss)`` was: ``grads(model, batch, mask)``.
+
+    Args:
+        loss: ``loss(model, batch) -> scalar``, as `nnx_loss` takes it.
+        wrt: NNX filter of what is trained.
+        microbatch_size, engine: see `dpopt.per_example_grads`.
+
+    Returns:
+        A function of the model, a batch with leaves ``(B, ...)`` (with dropout ``(batch, keys)``, as `dpopt.Steps` and
+        `dpopt.example_keys` make them) and a mask; it gives what `NNXOptimizer.update` takes.
+
+    Raises:
+        TypeError, ValueError: see `nnx_loss`, when the function is called.
+
+    *Privacy*: a promise computes nothing; see `dpopt.per_example_grads`.
+
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> grads = nnx_grads(lambda m, x: jnp.mean(m(x) ** 2))(model, jnp.ones((4, 2)), mask=None)
+    >>> grads.materialize()["kernel"].shape
+    (4, 2, 3)
+    """
+
+    def grads(model: nnx.Module, batch: Any, mask: Any) -> PerExampleGrads:
+        loss_fn, params = nnx_loss(model, loss, wrt=wrt)
+        return per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size)(params, batch, mask=mask)
+
+    return grads
 
 
 def _streams(keys: Any, key: jax.Array) -> Any:

@@ -19,6 +19,7 @@ from dpopt.identity import TrainState
 from dpopt.journal import Entry
 from dpopt.keys import example_keys, seeded_key
 from dpopt.ledger import Ledger
+from dpopt.loading import ahead
 from dpopt.results import BudgetExceeded as BudgetExceeded  # what `train` raises can be had from here, too
 from dpopt.results import ReplayError as ReplayError
 from dpopt.results import TrainResult, make_result, replay_error
@@ -80,6 +81,7 @@ def train(
     progress: bool | None = None,
     extra: Callable[[int, Any], dict[str, Any]] | None = None,
     place_batch: Callable[[Any], Any] | None = None,
+    prefetch: int = 0,
     microbatch_size: int | None = None,
     engine: Engine = "auto",
     replay: bool = False,
@@ -107,7 +109,8 @@ def train(
         loss_fn: ``loss_fn(params, example) -> scalar``.
         params: the initial parameters (not changed), or a `TrainState`: a new one (say, sharded), in whose place a
             checkpoint is restored where there is one, or the ``state`` of an earlier result.
-        fetch_batch: the data: a pytree of arrays ``(num_examples, ...)``, or a function from indices ``(B,)`` to the
+        fetch_batch: the data: a pytree of arrays ``(num_examples, ...)``; a source of examples, with a length and
+            integer indices, such as those of Grain, torch and Hugging Face; or a function from indices ``(B,)`` to the
             batch, leaves ``(B, ...)``, which must return the same data each time.
         steps: train until the parameters have had this many steps; None for the plan's.
         budget: a `dpopt.plan.Budget` that replaces the plan's, to go on after it is used up. It covers the whole
@@ -125,6 +128,7 @@ def train(
         extra: from the step's number and the parameters to keyword arguments of the optimizer's update, such as
             ``public_grads``.
         place_batch: puts (batch, mask) on devices, such as `dpopt.sharding.shard_batch`; None for JAX's default.
+        prefetch: how many batches a thread may read ahead while steps are computed.
         microbatch_size, engine: see `dpopt.make_train_step`.
         verify: whether to compare the engine with plain gradients on the first batch, once a process (`dpopt.verify`).
         example_key: for a loss that draws random numbers (dropout), a key of their own for `dpopt.example_keys`; the
@@ -154,6 +158,7 @@ def train(
     """
     fetch_batch = rows_of(fetch_batch, plan.sampler.num_examples)
     watch = Watch(on_step, eval_fn, eval_every, progress)
+    _validate.non_negative_int(prefetch=prefetch)
     target = plan.steps if steps is None else steps
     _validate.positive_int(steps=target)
     step = make_train_step(loss_fn, plan.optimizer, microbatch_size=microbatch_size, engine=engine)
@@ -189,6 +194,7 @@ def train(
             example_key,
             getattr(loss_fn, "takes_key", False),
             fetch_batch,
+            prefetch,
             watch,
             extra,
             place_batch,
@@ -212,6 +218,7 @@ class _Run:
     example_key: jax.Array | None
     takes_key: bool
     fetch_batch: Callable
+    prefetch: int
     watch: Watch
     extra: Callable | None
     place_batch: Callable | None
@@ -239,15 +246,16 @@ class _Run:
         spent = journal.ledger.steps - len(pending)  # number of the next step to be charged, or repeated
         scheme, privacy = plan.sampler.scheme, plan.optimizer.privacy
         if self.check is not None and state.update < last:
-            self.check(state.params, self._rows(sampler, spent)[0])
+            self.check(state.params, self._placed(sampler, spent, self._read(sampler, spent))[0])
 
         spent_so_far = None if limit is None else lambda: limit.spent(journal.ledger)
         is_due = False
+        numbers = range(spent, spent + max(0, last - state.update))
+        read = ahead(lambda number: self._read(sampler, number), numbers, self.prefetch)
         with self.watch.during(state, last, spent_so_far):
-            while state.update < last:
+            for number, rows in zip(numbers, read, strict=True):
                 event = scheme.event(privacy.step_event(state.update, scheme.relation))
-                state, found = self._next(state, self._rows(sampler, spent))
-                spent += 1
+                state, found = self._next(state, self._placed(sampler, number, rows))
                 if pending:
                     self._check(pending.pop(0), state.update, found)
                     # A call for any step before the last one in the journal had returned when the next was charged.
@@ -279,15 +287,20 @@ class _Run:
             changed = identity.differences(start.program or {}, self.program)
             raise replay_error(step, expected.digest, found, changed)
 
-    def _rows(self, sampler: Any, number: int) -> Any:
-        """The batch and the mask of the step that is charged under this number."""
+    def _read(self, sampler: Any, number: int) -> Any:
+        """Indices, data and mask of the step that is charged under this number."""
         batch = sampler.batch(number)
-        data, key = self.fetch_batch(batch.indices), self.example_key
+        return batch.indices, self.fetch_batch(batch.indices), batch.mask
+
+    def _placed(self, sampler: Any, number: int, read: Any) -> Any:
+        """The batch and the mask, with keys where the loss takes them, on their devices."""
+        indices, data, mask = read
+        key = self.example_key
         if key is None and self.takes_key:
             key = seeded_key(sampler.seed)  # of this segment of the run, so that a replay draws the same
         if key is not None:
-            data = data, example_keys(key, number, batch.indices)
-        rows = data, batch.mask
+            data = data, example_keys(key, number, indices)
+        rows = data, mask
         return rows if self.place_batch is None else self.place_batch(rows)
 
     def _save(self, state: TrainState) -> None:

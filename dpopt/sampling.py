@@ -111,6 +111,10 @@ class _Sampler:
         """One more than the last step whose batch was handed out; 0 where none was."""
         return self._drawn_to[0]
 
+    def hand_out(self, stop: int) -> None:
+        """Notes that the batches of all steps before ``stop`` are, or will be, handed out."""
+        self._drawn_to[0] = max(self._drawn_to[0], stop)
+
     def __repr__(self) -> str:  # without the seed, which is secret
         return f"{type(self).__name__}({self.num_examples}, {self.scheme}, pad_to={self.pad_to})"
 
@@ -133,7 +137,7 @@ class _Sampler:
                 f"step {step} drew {len(drawn)} examples, which do not fit in {size}. A sample cannot be cut without "
                 "changing the privacy guarantee: give it more room (batches(...) finds how much)."
             )
-        self._drawn_to[0] = max(self._drawn_to[0], step + 1)
+        self.hand_out(step + 1)
         others = rng.choice(self.num_examples, min(size, self.num_examples), replace=False, shuffle=False)
         rows = np.concatenate([drawn, others[~np.isin(others, drawn)]])  # at least `size`, or all examples
         return Batch(np.resize(rows, size), np.arange(size) < len(drawn))

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import dpopt
-from dpopt import sharding
+from dpopt import loading, sharding
 from dpopt.loop import train
 
 NUM_EXAMPLES, FEATURES, HIDDEN = 512, 16, 32
@@ -65,7 +65,7 @@ def train_on(mesh, layout, directory=None, plan=None, replay="--replay" in sys.a
             plan,
             loss_fn,
             sharding.place_state(plan.optimizer, make_params(), mesh, layout),
-            lambda indices: {name: values[indices] for name, values in data.items()},
+            loading.sharded_rows(data, NUM_EXAMPLES, mesh),  # each host reads the rows of its own devices
             place_batch=lambda rows: sharding.shard_batch(rows, mesh),
             checkpointer=checkpointer,
             replay=replay,

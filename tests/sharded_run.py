@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import common
 
-from dpopt import entropy, noise, sharding
+from dpopt import entropy, loading, noise, sharding
 from dpopt.journal import Journal
 
 
@@ -46,6 +46,23 @@ def draws():
     return found, sent
 
 
+def rows_read():
+    """Rows asked for, of a batch of 96 split along the first axis of a mesh of two, and whether they came out right."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    asked = []
+
+    def fetch(indices):
+        asked.append(len(indices))
+        return {"x": np.stack([indices, -indices], 1), "y": indices % 7}
+
+    indices = np.random.default_rng(0).permutation(1_000)[:96]
+    batch = loading.sharded_rows(fetch, 1_000, mesh, "data")(indices)
+    own = asked.copy()
+    right = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), batch, fetch(indices))
+    placed = sharding.shard_batch(batch, mesh, "data")
+    return own, all(jax.tree.leaves(right)), placed["x"] is batch["x"]
+
+
 def main():
     plan = common.make_plan()
     meshes = {n: sharding.make_mesh(n) for n in (1, 2, 4, 8)}
@@ -61,6 +78,7 @@ def main():
         json.dumps(
             {
                 "draws": drawn,
+                "rows read": rows_read(),
                 "sent for draws": sent,
                 "trajectories": trajectories,
                 "data_parallel": {e: collectives(plan, meshes[8], sharding.replicated, e) for e in ("vmap", "ghost")},

@@ -45,6 +45,11 @@ def test_noise_is_the_same_on_any_number_of_devices(seen):
     assert seen["sent for draws"] == []
 
 
+def test_devices_that_share_rows_read_them_once(seen):
+    asked, right, stays = seen["rows read"]
+    assert asked == [24] * 4 and right and stays
+
+
 def test_more_devices_train_the_same(seen, whole):
     assert np.abs(whole).max() > 0.1
     for count in ("2", "4"):
