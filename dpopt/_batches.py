@@ -37,7 +37,14 @@ def checked_mask(mask: Any, batch_size: int) -> jax.Array:
 def check_loss(loss_fn: Callable, params: Any, batch: Any, has_aux: bool) -> None:
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)  # no sharding: engines see none
-    value = jax.eval_shape(loss_fn, shapes, example)
+    try:
+        value = jax.eval_shape(loss_fn, shapes, example)
+    except Exception as error:
+        error.add_note(
+            "dpopt calls loss_fn(params, example) with a single example, without a batch axis: "
+            f"{_shapes(example)}. A loss of batches becomes one of examples by dpopt.flax."
+        )
+        raise
     if has_aux:
         if not (isinstance(value, tuple) and len(value) == 2):
             raise TypeError("with has_aux=True the loss must return (loss, aux).")
@@ -49,3 +56,9 @@ def check_loss(loss_fn: Callable, params: Any, batch: Any, has_aux: bool) -> Non
             f"the loss of one example must be a real scalar; got {got}. loss_fn(params, example) sees a single example "
             "without a batch axis: reduce over its outputs, and pass has_aux=True if it returns more."
         )
+
+
+def _shapes(example: Any) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(example)
+    shown = [f"example{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in leaves[:8]]
+    return ", ".join(shown) + (", ..." if len(leaves) > 8 else "")

@@ -39,19 +39,20 @@ class ClippedSum(NamedTuple):
 
 
 _NOT_CLIPPED = (
-    "per-example gradients reached a transformation that computes with them before they were clipped: put "
-    "dpopt.clip_and_sum first, or the private optimizer, in dpopt.chain or optax.chain. What clips, decays, scales or "
-    "counts gradients goes after it. Wrappers that look at gradients themselves (apply_if_finite, MultiSteps) cannot "
-    "stand around it."
+    "per-example gradients (PerExampleGrads, a promise) reached a transformation that computes with them before they "
+    "were clipped, or crossed a jax.jit. Put dpopt.clip_and_sum first, or the private optimizer, in dpopt.chain or "
+    "optax.chain; what clips, decays, scales or counts gradients goes after it. Wrappers that look at gradients "
+    "themselves (apply_if_finite, MultiSteps) cannot stand around it; instead of nnx.Optimizer take "
+    "dpopt.flax.NNXOptimizer. Make the promise in the jax.jit that updates."
 )
 
 
 class PerExampleGrads:
     """B per-example gradients that have not been computed, under an affine map ``g_i -> S * g_i + o``.
 
-    Made by `per_example_grads`; taken wherever a pytree of ``[B, ...]`` gradients is. It is no pytree, on purpose: a
-    transformation that does not know it fails instead of scaling the parameters inside it. Build it and use it within
-    one ``jax.jit``.
+    Made by `per_example_grads`; taken wherever a pytree of ``[B, ...]`` gradients is. It refuses to be mapped over, on
+    purpose: a transformation that does not know it fails, and is told why, instead of scaling the parameters inside it.
+    Build it and use it within one ``jax.jit``.
 
     *Privacy*: holds private data. `clipped_sum` bounds what one example adds; nothing here adds noise.
     """
@@ -188,6 +189,14 @@ class PerExampleGrads:
             f"PerExampleGrads(batch_size={self._source.batch_size}): a promise of per-example gradients, not an array; "
             "make it inside the same jax.jit as the update of a private optimizer, which alone can take it"
         )
+
+
+def _not_a_tree(*_: Any) -> Any:
+    raise TypeError(_NOT_CLIPPED)
+
+
+# What maps over a tree of gradients would else take a promise for a leaf, and fail at something that has no name.
+jax.tree_util.register_pytree_node(PerExampleGrads, _not_a_tree, _not_a_tree)
 
 
 def per_example_grads(

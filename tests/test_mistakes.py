@@ -25,13 +25,21 @@ def sgd():
     return dpopt.dp_sgd(0.1, **privacy_four())
 
 
-def update(tx):
-    return tx.update(dpopt.per_example_grads(loss)(PARAMS, X, mask=None), tx.init(PARAMS), PARAMS)
+def update(tx, **extra):
+    return tx.update(dpopt.per_example_grads(loss)(PARAMS, X, mask=None), tx.init(PARAMS), PARAMS, **extra)
 
 
 def plan():
     builder = dpopt.Builder(num_examples=20, expected_batch_size=4, steps=2, key=dpopt.secure_key())
     return builder.clip(1.0).noise(2.0).then(optax.sgd(0.1)).build()
+
+
+NOISE = dpopt.add_gaussian_noise(1.0, jax.random.key(0))
+
+
+def own_step(*stages):
+    tx = optax.chain(*stages, optax.sgd(0.1))
+    dpopt.make_train_step(loss, tx)(PARAMS, tx.init(PARAMS), X, mask=None)
 
 
 class Frame:
@@ -43,7 +51,7 @@ class Frame:
 MISTAKES = {
     "a clip of Optax before the private one": (
         lambda: update(optax.chain(optax.clip_by_global_norm(1.0), sgd())),
-        (AttributeError, "put dpopt.clip_and_sum first, or the private optimizer"),
+        (TypeError, "[Pp]ut dpopt.clip_and_sum first, or the private optimizer"),
     ),
     "a part of the model masked out": (
         lambda: update(optax.masked(sgd(), {"w": True, "b": False})),
@@ -55,15 +63,15 @@ MISTAKES = {
     ),
     "MultiSteps around a private optimizer": (
         lambda: update(optax.MultiSteps(sgd(), 2)),
-        (TypeError, "a private optimizer, which alone can take it"),
+        (TypeError, "cannot stand around it"),
     ),
     "arithmetic with a promise": (
         lambda: 2 * dpopt.per_example_grads(loss)(PARAMS, X, mask=None),
-        (TypeError, "put dpopt.clip_and_sum first"),
+        (TypeError, "[Pp]ut dpopt.clip_and_sum first"),
     ),
     "a promise made an array": (
         lambda: np.asarray(dpopt.per_example_grads(loss)(PARAMS, X, mask=None)),
-        (TypeError, "put dpopt.clip_and_sum first"),
+        (TypeError, "[Pp]ut dpopt.clip_and_sum first"),
     ),
     "the mean gradient": (
         lambda: sgd().update(PARAMS, sgd().init(PARAMS), PARAMS),
@@ -99,6 +107,56 @@ MISTAKES = {
     ),
     "a file's name for data": (lambda: plan().run(loss, PARAMS, "data.csv"), (TypeError, "data is a str")),
     "no data": (lambda: plan().run(loss, PARAMS, {}), (TypeError, "hold no arrays")),
+    "weight decay before the clip": (
+        lambda: update(optax.chain(optax.add_decayed_weights(0.1), sgd())),
+        (TypeError, "decays, scales or counts gradients goes after it"),
+    ),
+    "a promise given to nnx.Optimizer": (
+        lambda: nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), sgd(), wrt=nnx.Param).update(
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), dpopt.per_example_grads(loss)(PARAMS, X, mask=None)
+        ),
+        (TypeError, "instead of nnx.Optimizer take dpopt.flax.NNXOptimizer"),
+    ),
+    "a promise made outside the step": (
+        lambda: jax.jit(lambda g: sgd().update(g, sgd().init(PARAMS), PARAMS))(
+            dpopt.per_example_grads(loss)(PARAMS, X, mask=None)
+        ),
+        (TypeError, "Make the promise in the jax.jit that updates"),
+    ),
+    "a stage between clip and noise, in one's own loop": (
+        lambda: own_step(dpopt.clip_and_sum(1.0), optax.trace(0.9), NOISE),
+        (ValueError, "something stands between clip_and_sum and add_gaussian_noise"),
+    ),
+    "noise before the clip": (
+        lambda: own_step(NOISE, dpopt.clip_and_sum(1.0)),
+        (TypeError, "add_gaussian_noise got per-example gradients.*Put clip_and_sum first"),
+    ),
+    "no noise": (
+        lambda: own_step(dpopt.clip_and_sum(1.0)),
+        (ValueError, "no add_gaussian_noise, so nothing is private"),
+    ),
+    "a rule that reads the loss": (
+        lambda: sgd().update(
+            dpopt.per_example_grads(loss)(PARAMS, X, mask=None), sgd().init(PARAMS), PARAMS, value=1.0
+        ),
+        (ValueError, "The loss of a private batch is not"),
+    ),
+    "a loss of a batch": (
+        lambda: dpopt.per_example_grads(lambda p, x: jnp.mean((x * p["w"]) ** 2, axis=1))(PARAMS, X, mask=None),
+        (Exception, r"with a single example, without a batch axis: example float32\[2\]"),
+    ),
+    "a loss that is not reduced": (
+        lambda: dpopt.per_example_grads(lambda p, x: (x * p["w"]) ** 2)(PARAMS, X, mask=None),
+        (ValueError, r"must be a real scalar; got shape \(2,\)"),
+    ),
+    "batch normalisation": (
+        lambda: dpopt.flax.nnx_loss(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), lambda m, x: jnp.mean(m(x))),
+        (ValueError, "mixes the examples of a batch.*replace_batch_norm"),
+    ),
+    "a seed for a key": (
+        lambda: dpopt.dp_sgd(0.1, **{**privacy_four(), "key": 0}),
+        (TypeError, r"pass one key made by jax.random.key\(seed\)"),
+    ),
     "a delta of one": (lambda: dpopt.epsilon_of_event(plan().event, delta=1.0), (ValueError, "delta must be below 1")),
 }
 
