@@ -13,6 +13,21 @@ import matplotlib.pyplot as plt
 matplotlib.rcParams["svg.hashsalt"] = "dpopt"  # the same rows give the same file
 
 
+# No two alike: twelve colours that print as different greys, and twelve markers.
+_SERIES = (
+    ("black", "o"),
+    ("C0", "s"),
+    ("C3", "^"),
+    ("C2", "D"),
+    ("C1", "v"),
+    ("C4", "P"),
+    ("C5", "X"),
+    ("C6", "h"),
+    ("C8", "<"),
+    ("C9", ">"),
+    ("navy", "*"),
+    ("gray", "p"),
+)
 FEW_POINTS = 10  # most runs are scored a few times along the way; those with more are meant to be seen as curves
 
 
@@ -47,7 +62,7 @@ def papers(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
         axes.invert_yaxis()
         axes.set_xlabel(own[0]["metric"])
         axes.set_title(title, fontsize=10)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         paths.append(_save(figure, out / f"{stem('papers', title)}.svg"))
         if all(len(row.get("curve", ())) > FEW_POINTS for row in own):
             paths.append(_curves(title, own, out))
@@ -57,35 +72,68 @@ def papers(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
 def _curves(title: str, rows: Sequence[dict[str, Any]], out: Path) -> Path:
     """The score (the mean over seeds) as training goes on."""
     figure, axes = plt.subplots(figsize=(6, 4))
-    for row, style in zip(rows, itertools.cycle(("-", "--", ":", "-.")), strict=False):
-        axes.plot(*zip(*row["curve"], strict=True), style, label=row["label"])
+    for row, (color, marker) in zip(rows, itertools.cycle(_SERIES), strict=False):
+        axes.plot(*zip(*row["curve"], strict=True), color=color, marker=marker, markevery=0.1, label=row["label"])
     axes.set_xlabel("steps")
     axes.set_ylabel(rows[0]["metric"])
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return _save(figure, out / f"{stem('papers', title)}-curve.svg")
 
 
 def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
-    """One plot a task: the score against epsilon, a line for each contender."""
+    """One plot a task: the score against epsilon, a line for each contender, named at its end."""
     paths = []
+    looks = dict(zip(dict.fromkeys(r["contender"] for r in rows), itertools.cycle(_SERIES), strict=False))
     for title, own in _tables(rows).items():
-        figure, axes = plt.subplots(figsize=(6, 4))
-        styles = ["o-", "s--", "^:", "d-.", "v-", "p--", "*:", "h-.", "<-", ">--"]
-        for i, name in enumerate(dict.fromkeys(r["contender"] for r in own)):
+        figure, axes = plt.subplots(figsize=(8, 5))
+        ends = []
+        for name in dict.fromkeys(r["contender"] for r in own):
+            color, marker = looks[name]
             points = sorted((r["target_epsilon"], r["mean"], r["std"] or 0) for r in own if r["contender"] == name)
             x, y, error = zip(*points, strict=True)
-            axes.errorbar(x, y, yerr=error, fmt=styles[i % len(styles)], label=name, capsize=2, markersize=4)
+            axes.errorbar(x, y, yerr=error, color=color, marker=marker, capsize=2, markersize=5, linewidth=1.2)
+            ends.append((x[-1], y[-1], name, color))
         axes.set_xscale("log")
         ticks = sorted({r["target_epsilon"] for r in own})
-        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks], fontsize=8)
         axes.minorticks_off()
         axes.set_xlabel("epsilon")
-        axes.set_ylabel(own[0]["metric"])
+        axes.set_ylabel(f"{own[0]['metric']} ({'higher' if own[0]['higher_is_better'] else 'lower'} is better)")
         axes.set_title(title, fontsize=10)
-        axes.legend(fontsize=7)
+        _name_lines(axes, ends)
         paths.append(_save(figure, out / f"{stem('frontier', title)}.svg"))
     return paths
+
+
+def _name_lines(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names to the right of the axes, each at the height of its line's end or as near as leaves room for all.
+
+    Args:
+        ends: x, y, name and colour of each line.
+    """
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high)
+    ends = sorted(ends, key=lambda end: end[1])
+    gap = 0.055 * (high - low)
+    heights: list[float] = []
+    for _, y, *_ in ends:
+        heights.append(max(y, heights[-1] + gap) if heights else y)
+    over = heights[-1] - high
+    for i in reversed(range(len(heights))):  # pushed up beyond the top: down again, as far as they crowd
+        top = high if i == len(heights) - 1 else heights[i + 1] - gap
+        heights[i] = min(heights[i], top) if over > 0 else heights[i]
+    for (x, y, name, color), height in zip(ends, heights, strict=True):
+        axes.annotate(
+            name,
+            (x, y),
+            (1.04, height),
+            textcoords=axes.get_yaxis_transform(),
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 0},
+            color=color,
+            fontsize=8,
+            verticalalignment="center",
+        )
 
 
 def ratios(rows: Sequence[dict[str, Any]], xlabel: str, path: Path) -> Path:
