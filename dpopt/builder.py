@@ -16,6 +16,7 @@ from dpopt._lazy import dp_accounting
 from dpopt.averaging import average_params
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function
+from dpopt.federated import client_level
 from dpopt.plan import Budget, Plan
 from dpopt.preconditioning import Preconditioner, precondition
 from dpopt.private_mean import privatize
@@ -38,6 +39,8 @@ class Builder:
         seed: seed of the sampler, or None.
         sampling: ``"poisson"``, or ``"fixed_size"`` (distinct examples, drawn afresh each step; accounted replace-one).
         pad_to: batches are padded to a multiple of this; None for the sampler's default.
+        unit: ``"example"``, or ``"client"``: what one row of the data is. A plan for clients counts and samples them,
+            and runs on what `dpopt.federated.client_deltas` returns, in place of a loss.
 
     Raises:
         ValueError, TypeError: here and in every method, for a bad argument or a call out of order.
@@ -62,6 +65,7 @@ class Builder:
     seed: int | None = dataclasses.field(default=None, repr=False)
     sampling: str = "poisson"
     pad_to: int | None = None
+    unit: str = "example"
 
     _preconditioners: tuple[Preconditioner, ...] = ()
     _clip: Any = None
@@ -75,6 +79,7 @@ class Builder:
         _validate.positive_int(steps=self.steps)
         _validate.prng_key(self.key)
         _validate.one_of(("poisson", "fixed_size"), sampling=self.sampling)
+        _validate.one_of(("example", "client"), unit=self.unit)
         self._sampler()
 
     def precondition(self, preconditioner: Preconditioner) -> Builder:
@@ -189,7 +194,8 @@ class Builder:
             preconditioner=self._preconditioners,
         )
         last = () if self._average is None else (self._average,)
-        return chain(core, *self._post, *last)
+        optimizer = chain(core, *self._post, *last)
+        return client_level(optimizer) if self.unit == "client" else optimizer
 
     def _sampler(self) -> PoissonSampler | FixedSizeSampler:
         seed = self.seed

@@ -9,7 +9,7 @@ changes, ``momentum=0.9`` makes that server momentum, ``dp_adam`` makes it FedAd
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,19 @@ from dpopt.chain import PrivateOptimizer
 from dpopt.gradients import PerExampleGrads, stacked_grads
 from dpopt.optimizers._moments import at_step
 from dpopt.preconditioning import side_information
+
+
+class Clients(NamedTuple):
+    """Data of clients that hold different numbers of examples, padded to the same: a batch for `client_deltas`.
+
+    *Privacy*: private data.
+
+    >>> Clients(jnp.ones((10, 3, 2)), jnp.ones((10, 3), bool)).example_mask.shape
+    (10, 3)
+    """
+
+    data: Any  # leaves (clients, examples, ...)
+    example_mask: Any  # (clients, examples) bool, False for padding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,11 +112,12 @@ def client_deltas(
         microbatch_size: how many clients to run at a time, or None for all. Memory goes down, the result is the same.
 
     Returns:
-        A function of ``params``; ``client_batches``, leaves ``(clients, examples, ...)``; ``mask``, ``(clients,)``
-        bool, False for clients that only fill up the round, None if there are none; and ``example_mask``,
-        ``(clients, examples)`` bool, False for padding of clients with fewer examples, None (the default) if there is
+        A function of ``params``; ``client_batches``, leaves ``(clients, examples, ...)``, or `Clients`; ``mask``,
+        ``(clients,)`` bool, False for clients that only fill up the round, None if there are none; and
+        ``example_mask``, ``(clients, examples)`` bool, False for padding of clients with fewer examples, None (the default) if there is
         none. Content under a False is irrelevant. A client whose run ends in NaN or Inf contributes zero.
-        ``SensitiveAux.losses`` holds each client's mean loss at its first step.
+        ``SensitiveAux.losses`` holds each client's mean loss at its first step. Train steps, `dpopt.train` and
+        ``Plan.run`` take it in a loss's place (``Builder(..., unit="client")``).
 
     Raises:
         ValueError, TypeError: for a bad argument; in the returned function, for parameters, batches, masks or losses
@@ -133,6 +147,10 @@ def client_deltas(
     @_validate.requires_mask
     def promise(params: Any, client_batches: Any, *, mask: Any, example_mask: Any = None) -> PerExampleGrads:
         _validate.floating_params(params)
+        if isinstance(client_batches, Clients):
+            if example_mask is not None:
+                raise ValueError("Clients hold an example_mask, and another was given.")
+            client_batches, example_mask = client_batches
         client_batches = jax.tree.map(jnp.asarray, client_batches)
         clients, examples = _round_shape(client_batches)
         mask = _batches.checked_mask(mask, clients)
@@ -156,6 +174,7 @@ def client_deltas(
         )
         return PerExampleGrads(runs, mask)
 
+    cast(Any, promise).makes_promise = True  # train steps ask
     return promise
 
 

@@ -90,7 +90,7 @@ def make_train_step(
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``; see `dpopt.per_example_grads`, and `dpopt.flax` for making one
-            from a Flax model.
+            from a Flax model. Or what `dpopt.federated.client_deltas` returns, for clients.
         optimizer: a private optimizer: by name, by `dpopt.chain`, or by ``optax.chain`` around dpopt's stages.
         microbatch_size: see `dpopt.per_example_grads`.
         engine: see `dpopt.per_example_grads`.
@@ -114,6 +114,13 @@ def make_train_step(
         raise TypeError(f"optimizer must be an Optax gradient transformation; got {optimizer!r}.")
     if microbatch_size is not None:
         _validate.positive_int(microbatch_size=microbatch_size)
+    if getattr(loss_fn, "makes_promise", False):
+        if microbatch_size is not None or has_aux or engine != "auto":
+            raise ValueError(
+                "this loss_fn makes promises of its own (dpopt.federated.client_deltas): give it the microbatch_size; "
+                "it takes no engine and no has_aux."
+            )
+        return TrainStep(optimizer, loss_fn)
     grads_fn = per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size, has_aux=has_aux)
     return TrainStep(optimizer, grads_fn, has_aux)
 

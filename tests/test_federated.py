@@ -330,3 +330,46 @@ def test_module_is_reachable_as_promised():
             ).unit
             == "client"
         )
+
+
+def client_plan(key=0, **more):
+    builder = dpopt.Builder(
+        num_examples=20, expected_batch_size=6, steps=4, key=jax.random.key(key), pad_to=16, unit="client", **more
+    )
+    return builder.clip(0.5).noise(1.0).then(optax.sgd(1.0, momentum=0.9)).build()
+
+
+def test_a_plan_for_clients_is_the_loop_for_clients():
+    data, mask = clients(num=20), np.random.default_rng(1).random((20, 6)) < 0.7
+    data = jax.tree.map(lambda x: x.astype(np.float32), data)
+    start = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), START)
+    deltas = client_deltas(regression_loss, local_steps=2, local_learning_rate=0.1)
+    plan = client_plan()
+    result = plan.run(deltas, start, federated.Clients(data, mask), replay=True)
+
+    params, state = start, plan.optimizer.init(start)
+    for t in range(4):
+        rows, real = plan.sampler.batch(t)
+        grads = deltas(params, {k: v[rows] for k, v in data.items()}, mask=real, example_mask=mask[rows])
+        updates, state = plan.optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert distance(result.params, params) < 1e-5
+    assert result.unit == "client" and "client" in str(plan) and "client" in str(result.statement(delta=1e-3))
+    event = dpopt.privacy_event(plan.optimizer, sampling=plan.sampler, steps=4)
+    assert result.ledger.epsilon(delta=1e-3) == dpopt.epsilon_of_event(event, delta=1e-3)
+
+
+def test_a_plan_for_clients_refuses_examples_and_options_of_examples():
+    start = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), START)
+    data = jax.tree.map(lambda x: x.astype(np.float32), clients(num=20))
+    deltas = client_deltas(regression_loss, local_steps=2, local_learning_rate=0.1)
+    with pytest.raises(TypeError, match="states its privacy for clients and got gradients of single examples"):
+        rows = {"x": data["x"][:, 0], "y": data["y"][:, 0]}
+        client_plan(1).run(regression_loss, start, rows, verify=False)
+    with pytest.raises(ValueError, match="give it the microbatch_size"):
+        client_plan(2).run(deltas, start, data, microbatch_size=2)
+    with pytest.raises(ValueError, match="unit must be one of"):
+        dpopt.Builder(num_examples=20, expected_batch_size=6, steps=4, key=jax.random.key(0), unit="household")
+    with pytest.raises(ValueError, match="another was given"):
+        mask = np.ones((20, 6), bool)
+        deltas(start, federated.Clients(data, mask), mask=None, example_mask=mask)
