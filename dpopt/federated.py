@@ -115,9 +115,9 @@ def client_deltas(
         A function of ``params``; ``client_batches``, leaves ``(clients, examples, ...)``, or `Clients`; ``mask``,
         ``(clients,)`` bool, False for clients that only fill up the round, None if there are none; and
         ``example_mask``, ``(clients, examples)`` bool, False for padding of clients with fewer examples, None (the
-        default) if there is none. Content under a False is irrelevant. A client whose run ends in NaN or Inf contributes
-        zero. ``SensitiveAux.losses`` holds each client's mean loss at its first step. Train steps, `dpopt.train` and
-        ``Plan.run`` take it in a loss's place (``Builder(..., unit="client")``).
+        default) if there is none. Content under a False is irrelevant. A client whose run ends in NaN or Inf
+        contributes zero. ``SensitiveAux.losses`` holds each client's mean loss at its first step. Train steps,
+        `dpopt.train` and ``Plan.run`` take it in a loss's place (``Builder(..., unit="client")``).
 
     Raises:
         ValueError, TypeError: for a bad argument; in the returned function, for parameters, batches, masks or losses

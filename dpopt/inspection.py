@@ -29,8 +29,9 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
         optimizer: a `PrivateOptimizer`, something that holds one in ``.optimizer`` (a train step) or ``.tx``
             (``TrainState``, ``nnx.Optimizer``), or any Optax transformation around dpopt's stages, as ``optax.chain``
             makes it.
-        params: the parameters (or shapes), for an ``optax.chain`` whose stages are bound to their tree. Such a chain is
-            traced once to see what it does; no data and no computation are involved.
+        params: the parameters (or shapes), for an ``optax.chain`` whose stages are bound to their tree, as
+            ``adamw(mask=tree)`` is; not needed once it has taken a step. Such a chain is traced once to see what it
+            does; no data and no computation are involved.
 
     Raises:
         ValueError: if it does not clip once and then put noise on that very sum, or lets anything get past the two.
@@ -52,14 +53,24 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
         raise TypeError(
             f"optimizer must be an Optax transformation, or hold one in .optimizer or .tx; got {optimizer!r}."
         )
+    is_stand_in = params is None and optimizer.update not in _trained
     if params is None:
-        params = jax.ShapeDtypeStruct((), jnp.float32)
+        params = _trained.get(optimizer.update, jax.ShapeDtypeStruct((), jnp.float32))
     update = optax.with_extra_args_support(optimizer).update
 
     def with_public_gradients(grads, state, params):  # for those that ask for them
         return update(grads, state, params, public_grads=params)
 
-    return inspect_update(with_public_gradients, jax.eval_shape(optimizer.init, params), params)
+    try:
+        return inspect_update(with_public_gradients, jax.eval_shape(optimizer.init, params), params)
+    except Exception as error:
+        if not is_stand_in or _is_own(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"this optimizer does not take a single number for parameters ({reason}): a part of it, such as a mask, "
+            "may be bound to the tree of yours. Pass them, or their shapes, as params=..., or ask after its first step."
+        ) from error
 
 
 def inspect_optimizer(optimizer: Any, grads: PerExampleGrads, state: Any, params: Any, extra: dict[str, Any]) -> None:
@@ -76,6 +87,7 @@ def inspect_optimizer(optimizer: Any, grads: PerExampleGrads, state: Any, params
 
 # What has been inspected: update functions, and the structures that they were inspected for.
 _inspected: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_trained: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the shapes of their parameters
 
 
 def inspect_once(
@@ -91,6 +103,7 @@ def inspect_once(
         like = grads._source.like
         inspect_update(lambda g, s, p: update(g, s, p, **extra), state, params, like=like, unit=grads.unit)
         seen.add(signature)
+        _trained[identity] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
 
 
 def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = None, unit: str = "example") -> Privacy:

@@ -197,3 +197,17 @@ def test_the_event_of_what_holds_an_optimizer():
     want = dpopt.privacy_event(sgd(), sampling=SAMPLER.scheme, steps=3)
     for holder in (dpopt.flax.NNXOptimizer(model, sgd(), wrt=nnx.Param), state):
         assert dpopt.privacy_event(holder, sampling=SAMPLER.scheme, steps=3) == want
+
+
+def test_a_weight_decay_bound_to_the_model_needs_no_parameters_after_a_step():
+    def made():
+        return optax.chain(
+            dpopt.clip_and_sum(1.0), NOISE, dpopt.normalize_by(4), optax.adamw(1e-3, mask={"w": True, "b": False})
+        )
+
+    with pytest.raises(ValueError, match=r"bound to the tree of yours. Pass them, .* as params="):
+        dpopt.privacy_event(made(), sampling=SAMPLER.scheme, steps=3)
+    tx = made()
+    want = dpopt.privacy_event(tx, sampling=SAMPLER.scheme, steps=3, params=PARAMS)
+    dpopt.make_train_step(loss, tx)(PARAMS, tx.init(PARAMS), X, mask=None)
+    assert dpopt.privacy_event(tx, sampling=SAMPLER.scheme, steps=3) == want

@@ -93,6 +93,7 @@ def _broken() -> Family:
     raise ValueError("no such model")
 
 
+@pytest.mark.slow
 def test_the_command_measures_records_and_goes_on(monkeypatch, tmp_path):
     zoo = {n: Entry("a/b", "jax", build) for n, build in (("tiny", _tiny), ("broken", _broken), ("refs", _unfollowed))}
     monkeypatch.setattr(command, "ZOO", zoo)

@@ -184,7 +184,7 @@ CASES = {
     "partition": (lambda: optax.partition({"x": opt(), "y": optax.sgd(1.0)}, LABELS), MASKED),
     "partition, both private": (lambda: optax.partition({"x": opt(), "y": opt()}, LABELS), MASKED),
     "masked": (lambda: optax.masked(opt(), {"a": True, "b": False}), MASKED),
-    "masked, all of it": (lambda: optax.masked(opt(), True), None),
+    "masked, all of it": (lambda: optax.masked(opt(), True), "cannot stand around it"),
     "masked, none of it": (lambda: optax.masked(opt(), False), MASKED),
     "named_chain": (lambda: optax.named_chain(("c", CLIPPED), ("n", NOISE), ("s", optax.sgd(1.0))), None),
     "named_chain, between": (lambda: optax.named_chain(("c", CLIPPED), ("x", optax.scale(2.0)), ("n", NOISE)), BETWEEN),
