@@ -3,7 +3,7 @@
 A float32 sum of B rows of norm C that are added up one after another rounds at every step, by up to ``u B C`` with
 ``u = 2**-24``, and one row more or less can turn all of these roundings around: together up to ``u B**2 C``, whole
 multiples of C at B = 28,666 (Casacuberta et al. 2022). Here rows are added up in float32 at most `ROWS` at a time, in
-whatever order the device likes, and four of these blocks one after the other; beyond that sums are pairs of floats,
+whatever order the device likes, and three of these blocks one after the other; beyond that sums are pairs of floats,
 whose rounding is next to nothing. Neighbouring batches differ in one row of one block.
 """
 
@@ -17,25 +17,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROWS = 64  # in a block
-BLOCKS = 4  # added up in floats
+ROWS = 86  # in a block: three hold 256
+BLOCKS = 3  # added up in floats
 
-_U = 2.0**-24
-_SUM = ROWS**2 + ROWS * (BLOCKS * (BLOCKS + 1) - 2)  # in units of u C: see `zero`
 
-ROUNDING = 1.6875 * 2.0**-12
-"""By which part of C one example can move a clipped float32 sum further than C: 4.1e-4, paid for in every event.
+def _lost(rows: int, count: int) -> int:
+    """What ``count`` blocks of ``rows`` rows lose to roundings, in units of u C: see `ROUNDING`."""
+    return rows**2 + rows * (count * (count + 1) - 2) + 2 * rows * count
 
-In units of ``u = 2**-24`` these are 6912, of which
 
-* 4096 are for a block of n = 64 rows: the k-th addition in any order (or the k-th step of a matrix product, fused or
+ROUNDING = 2.4375 * 2.0**-12
+"""By which part of C one example can move a clipped float32 sum further than C: 6.0e-4, paid for in every event.
+
+In units of ``u = 2**-24`` these are 9984, of which
+
+* 7396 are for a block of n = 86 rows: the k-th addition in any order (or the k-th step of a matrix product, fused or
   not) rounds a partial sum of norm at most ``k C`` by at most ``u k C`` in L2. All together that is less than
   ``u n**2 / 2``, and the neighbour's block may be rounded the other way: ``u n**2``;
-* 1152 are for adding up four blocks: sums of 2 n, 3 n and 4 n rows, rounded once each, for both neighbours;
+* 860 are for adding up three blocks: sums of 2 n and 3 n rows, rounded once each, for both neighbours;
+* 516 are for the diagonal after the sum of three blocks, for both neighbours;
 * 1024 are for the norm by which the row was clipped;
-* 512 are for the diagonal after the sum of four blocks;
-* 128 are for pairs of floats. M of those, of a batch of B, lose less than ``3 u**2 B M``, or 128 u for 400,000 examples
-  in blocks of 256 or 100,000 in blocks of 64. (With fewer rows at a time they may lose more: such blocks lose less.)
+* 188 are for pairs of floats. M of those, of a batch of B, lose less than ``3 u**2 B M``: 111 u for 400,000 examples in
+  blocks of 258, 84 u for 200,000 in blocks of 86. (Of smaller blocks there are more, which lose less themselves.)
 
 Rows are meant to be vectors of norm C as they enter the sum. A gradient that is itself a sum over positions adds up
 larger terms that cancel: SECURITY.md says what that adds. Float64 sums stay far below all of this.
@@ -54,11 +57,11 @@ class Sum(NamedTuple):
 def zero(like: Any, rows: int, count: int) -> Sum:
     """To add ``count`` parts of ``rows`` rows to, one after the other: zeros like a pytree of arrays.
 
-    The k-th of K additions rounds a sum of k m rows. For both neighbours that makes ``m (K (K + 1) - 2) u C``, and
-    ``m**2 u C`` for the parts themselves: where this stays within a block's share, floats do."""
+    The k-th of K additions rounds a sum of k m rows. For both neighbours that makes ``m (K (K + 1) - 2) u C``, with
+    ``m**2 u C`` for the parts themselves, and ``2 m K u C`` for a diagonal: where all this is no more than `BLOCKS` of
+    `ROWS` rows may lose, floats do."""
     zeros = jax.tree.map(jnp.zeros_like, like)
-    floats = rows**2 + rows * (count * (count + 1) - 2) <= _SUM
-    return Sum(zeros, None if floats else zeros)
+    return Sum(zeros, None if _lost(rows, count) <= _lost(ROWS, BLOCKS) else zeros)
 
 
 def add(a: Sum, b: Sum) -> Sum:
@@ -90,7 +93,7 @@ def needs_remainder(size: int) -> bool:
 
 
 def over_examples(one_group: Callable[[Any], Any], inputs: Any) -> Sum:
-    """``one_group(inputs)``, a pytree of sums over the leading axis of ``inputs``, of four blocks at a time.
+    """``one_group(inputs)``, a pytree of sums over the leading axis of ``inputs``, of three blocks at a time.
 
     A group adds up its own rows by `in_blocks`. On several devices each adds up its own share of a sharded batch.
     """
@@ -103,7 +106,7 @@ def over_examples(one_group: Callable[[Any], Any], inputs: Any) -> Sum:
 
 
 def in_blocks(one_block: Callable[[Any], Any], inputs: Any) -> Any:
-    """``one_block(inputs)``, of at most 64 rows at a time, one after the other: at once, all would be in memory."""
+    """``one_block(inputs)``, of at most `ROWS` rows at a time, one after the other: at once, all would be in memory."""
     size = _length(inputs)
     whole = size // ROWS
 

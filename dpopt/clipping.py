@@ -39,8 +39,8 @@ def clip_and_sum(l2_clip_norm: Any) -> optax.GradientTransformationExtraArgs:
             are missing.
 
     *Privacy*: the sum's L2 sensitivity to adding or removing one example is the clip function's ``sensitivity`` (C), to
-    replacing one twice that, and 4.1e-4 of it more by rounding, which events pay for. In `dpopt.chain` the noise also
-    gets what float32 cannot hold of a sum of B > 256 rows; in ``optax.chain`` it does not, and rounding may add
+    replacing one twice that, and 6.0e-4 of it more by rounding, which events pay for. In `dpopt.chain` the noise also
+    gets what float32 cannot hold of a sum of B > 258 rows; in ``optax.chain`` it does not, and rounding may add
     2^-23 B C. Not private until noise is added.
 
     >>> clip = clip_and_sum(1.0)

@@ -17,7 +17,7 @@ RTOL64 = 1e-12
 
 def paid(noise_multiplier):
     """The multiplier that a step's event states: what rounding may add to the sensitivity is paid for."""
-    return noise_multiplier / (1 + 1.6875 * 2.0**-12)
+    return noise_multiplier / (1 + 2.4375 * 2.0**-12)
 
 
 def privacy_four(**changes):

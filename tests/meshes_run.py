@@ -13,7 +13,7 @@ import dpopt
 from dpopt import sharding
 from dpopt.ghost import memory, streamed
 
-SIZE = 144  # more than a block of 64 rows, which each device then has of its own
+SIZE = 176  # more than a block of 86 rows, which each device then has of its own
 MESHES = {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 CLIPS = {
     "flat": (dpopt.FlatClip(1.0), "recorded"),

@@ -60,16 +60,35 @@ def is_sum(contact: Contact, record: Seen | Formed) -> bool:
 
 def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any, lost: Any) -> Square:
     """``|S * G|^2`` of one example; ``diagonal``: S, like the weight; ``lost``: see `squares.of_entries`."""
+    return with_terms(contact, *parts_of_one(contact, method, x, y, diagonal, lost), diagonal)
+
+
+def parts_of_one(
+    contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any, lost: Any
+) -> tuple[Square, terms.Columns | None]:
+    """`square_of_one` but for what a diagonal makes of the terms, which examples share the work of: `with_terms`."""
     factors = contact.factors
-    if diagonal is not None and factors is not None:
-        diagonal = factors.fold(diagonal)
+    diagonal = _folded(contact, diagonal)
     if method != "explicit":
-        return norms.square(method, cast(Factors, factors), x, y, diagonal)
+        return norms.square(method, cast(Factors, factors), x, y, diagonal), None
     formed = form(contact, Seen(x, y))
     found = of_entries(formed if diagonal is None else formed * diagonal, lost)
     if factors is None or factors.positions == 1:
-        return found
-    return cancelled_before(found, terms.square(factors, x, y, diagonal))
+        return found, None
+    if diagonal is None or factors.one_hot:
+        return cancelled_before(found, terms.square(factors, x, y, diagonal)), None
+    return found, terms.columns(factors, x, y)
+
+
+def with_terms(contact: Contact, square: Square, columns: terms.Columns | None, diagonal: Any) -> Square:
+    """What is left to do after `parts_of_one`."""
+    if columns is None:
+        return square
+    return cancelled_before(square, terms.behind(cast(Factors, contact.factors), columns, _folded(contact, diagonal)))
+
+
+def _folded(contact: Contact, diagonal: Any) -> Any:
+    return diagonal if diagonal is None or contact.factors is None else contact.factors.fold(diagonal)
 
 
 def unfold(contact: Contact, gradient: Any) -> jax.Array:

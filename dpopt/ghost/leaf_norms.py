@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from dpopt._norms import safe_norm
 from dpopt.ghost import norms, terms
 from dpopt.ghost.chunks import in_chunks
-from dpopt.ghost.contacts import Formed, Seen, form, inner, is_sum, square_of_one, unfold
+from dpopt.ghost.contacts import Formed, Seen, form, inner, is_sum, parts_of_one, unfold, with_terms
 from dpopt.ghost.plan import LeafPlan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
-from dpopt.ghost.squares import Square, cancelled, largest, of_entries, shifted, sum_squares, tiny
+from dpopt.ghost.squares import Square, cancelled, cancelled_before, largest, of_entries, shifted, sum_squares, tiny
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, wide_dtype
 
@@ -84,10 +84,11 @@ def _norm(run: Run, leaf_plan: LeafPlan, seen: Mapping, records: Mapping) -> tup
     else:
         diagonal = None if number is not None else scale
         of_kind = _direct if leaf_plan.standardized is None else _standardized
-        one, inputs = of_kind(run, leaf_plan, diagonal, seen, records)
+        one, rest, inputs = of_kind(run, leaf_plan, diagonal, seen, records)
         # Kept gradients too are squared in chunks: whole, a CNN took 1.11 ordinary gradients instead of 1.03.
         chunk = run.plan.chunk(contacts) if method == "explicit" else run.plan.fitting(leaf_plan.bytes)
-        square = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
+        found_in_chunks = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
+        square = jax.vmap(rest)(*found_in_chunks)  # of all examples, which share a diagonal
     upper, lower = _roots(square)
     if number is not None:  # its square may be out of range
         upper, lower = (x * jnp.abs(number) for x in (upper, lower))
@@ -114,34 +115,50 @@ def _shared(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Square:
     return jax.vmap(one)([s.x for s in seen], [s.y for s in seen])
 
 
-def _direct(run: Run, leaf_plan: LeafPlan, scale: Any, seen: Mapping, records: Mapping) -> tuple[Callable, Any]:
-    """One example's squared norm, and what it is a function of, where the weight's entries stay apart."""
+Parts = tuple[Callable, Callable, Any]
+"""What is formed of one example, some at a time; the square from that, of all at once; what it all starts from."""
+
+
+def _direct(run: Run, leaf_plan: LeafPlan, scale: Any, seen: Mapping, records: Mapping) -> Parts:
+    """Of a weight whose entries stay apart on their way from the parameter."""
     leaf, (contact,) = leaf_plan.leaf, leaf_plan.contacts
     diagonal, lost = run.diagonal(leaf, contact, scale), _lost(run, leaf, [contact])
+
+    def rest(square, columns):
+        return with_terms(contact, square, columns, diagonal)
+
     if contact not in run.plan.kept:
         inputs = seen[contact].x, seen[contact].y
-        return lambda f: square_of_one(contact, leaf_plan.method, f[0], f[1], diagonal, lost), inputs
+        return lambda f: parts_of_one(contact, leaf_plan.method, f[0], f[1], diagonal, lost), rest, inputs
+    folded = diagonal
     if diagonal is not None and contact.factors is not None:
-        diagonal = contact.factors.fold(diagonal)
+        folded = contact.factors.fold(diagonal)
     formed = records[contact].gradient
-    return lambda formed: of_entries(formed if diagonal is None else formed * diagonal, lost), formed
+    return lambda formed: (of_entries(formed if folded is None else formed * folded, lost), None), rest, formed
 
 
-def _standardized(run: Run, leaf_plan: LeafPlan, scale: Any, seen: Mapping, records: Mapping) -> tuple[Callable, Any]:
-    """The same, where filters are normalised on the way to the contact."""
+def _standardized(run: Run, leaf_plan: LeafPlan, scale: Any, seen: Mapping, records: Mapping) -> Parts:
+    """Of a weight whose filters are normalised."""
     (contact,), found = leaf_plan.contacts, cast(Standardized, leaf_plan.standardized)
     factors, coefficients = cast(Factors, contact.factors), found.coefficients(run.wide[leaf_plan.leaf])
     if leaf_plan.method == "gram":
-        return lambda f: norms.standardized_gram(factors, f.x, f.y, f.out, coefficients), seen[contact]
+
+        def from_gram(f):
+            return norms.standardized_gram(factors, f.x, f.y, f.out, coefficients), None
+
+        return from_gram, lambda square, columns: square, seen[contact]
     deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
 
-    def square(record):
-        before = None
-        if is_sum(contact, record):
-            before = terms.standardized_square(factors, record.x, record.y, deviation, diagonal, coefficients)
-        return norms.standardized_explicit(form(contact, record), deviation, diagonal, coefficients, before)
+    def explicit(record):
+        square = norms.standardized_explicit(form(contact, record), deviation, diagonal, coefficients)
+        return square, terms.columns(factors, record.x, record.y) if is_sum(contact, record) else None
 
-    return square, records[contact]
+    def rest(square, columns):
+        if columns is None:
+            return square
+        return cancelled_before(square, terms.standardized_square(factors, columns, deviation, diagonal, coefficients))
+
+    return explicit, rest, records[contact]
 
 
 def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Mapping) -> list[Square]:

@@ -248,20 +248,15 @@ def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Arr
     return jax.tree.map(jnp.sum, groups)
 
 
-def standardized_explicit(
-    formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients, terms: Square | None = None
-) -> Square:
-    """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but c's are folded to ``[K, N, a, p]``.
-
-    ``terms``: the size of those that G was added up from (terms.py), if it was."""
+def standardized_explicit(formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients) -> Square:
+    """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but c's are folded to ``[K, N, a, p]``."""
     total, along = (jnp.sum(z, axis=(0, 2)) for z in (formed, formed * deviation))
     p, q = (z[None, :, None] for z in c.per_filter.pulled(along, total))
     parts = [formed * c.per_filter.slope[None, :, None], jnp.broadcast_to(p, formed.shape), q * deviation]
     parts = parts if scale is None else [part * scale for part in parts]
     found = squares.of_entries(cast(jax.Array, sum(parts)))
     total = cast(jax.Array, sum(jnp.sqrt(squares.sum_squares(part)) for part in parts))
-    found = found._replace(value=squares.cancelled(found.value, total))
-    return found if terms is None else squares.cancelled_before(found, terms)
+    return found._replace(value=squares.cancelled(found.value, total))
 
 
 def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> Square:

@@ -7,7 +7,8 @@ left of. So it is applied to the terms, entry by entry.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,42 @@ from dpopt.ghost.squares import Square
 from dpopt.ghost.standardized import Coefficients
 
 
+class Columns(NamedTuple):
+    """Norms of the columns of one example's factors: of all that a diagonal multiplies, what hangs on the example."""
+
+    left: jax.Array  # [N, K a]
+    right: jax.Array  # [N, p]
+
+
+def columns(factors: Factors, x: jax.Array, y: jax.Array) -> Columns:
+    """Of factors that are not one-hot."""
+    if factors.columns is None:
+        return Columns(*over_groups(_columns_of_group, factors, x, y))
+    left = jnp.swapaxes(factors.columns(x), 0, 1).reshape(factors.shape[1], -1)
+    return Columns(jnp.sqrt(left), over_groups(lambda group: _columns(group.right), factors, x, y))
+
+
+def behind(factors: Factors, found: Columns, scale: jax.Array) -> Square:
+    """`square` from ``found``. Examples that share a diagonal are multiplied by it together, if this is mapped."""
+    diagonal = jnp.swapaxes(scale, 0, 1).reshape(*found.left.shape, -1)
+    several = jax.vmap(_behind) if len(diagonal) > 1 else _of_the_only(_behind)
+    total = jax.tree.map(jnp.sum, several(*found, diagonal))
+    return total._replace(missing=factors.positions * total.missing)
+
+
 def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> Square:
     """``|S * sum_t |l_t| (x) |r_t||^2``, or more: of the terms that ``S * G`` is the sum of, where none cancels.
 
     ``scale`` is folded to ``[K, N, a, p]``."""
-    if factors.one_hot or scale is not None:
-        return jax.tree.map(jnp.sum, over_groups(_square_of_group, factors, x, y, scale))
+    if factors.one_hot:
+        return jax.tree.map(jnp.sum, over_groups(_square_of_rows, factors, x, y, scale))
+    if scale is not None:
+        return behind(factors, columns(factors, x, y), scale)
     # Of windows of one input, the whole input instead of each: it is read once.
     right = jnp.max(over_groups(lambda group: squares.sum_squares(group.right), factors, x, y))
     left, windows, smallest = squares.sum_squares(x), factors.shape[0], squares.tiny(right.dtype)
-    return Square(windows * left * right, windows * smallest * (y.size * left + x.size * right + 1))
+    value = (factors.overlap or windows) * left * right
+    return Square(value, windows * smallest * (y.size * left + x.size * right + 1))
 
 
 def size(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -40,19 +67,24 @@ def size(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) 
     return factors.shape[0] ** 0.5 * safe_norm(wide(x).reshape(-1), axis=0) * safe_norm(wide(y).reshape(-1), axis=0)
 
 
-def _square_of_group(group: Group) -> Square:
-    if group.table() is not None:
-        rows = Dense(group.scaled())
-        # Its entries are no smaller than tiny's root, whose roundings `of_entries` has room for.
-        return Square(jnp.square(jnp.sum(jnp.sqrt(rows.squares()))), jnp.zeros(()))
-    # By Cauchy and Schwarz an entry is no larger than the product of its row's and its column's norm.
-    left = [cast(Dense, rows).x for rows in group.left]
-    # One column each is reduced where it lies; several are side by side already, where the gradient is formed.
-    left = [_columns(x) for x in left] if left[0].shape[1] == 1 else [_columns(cast(Dense, group.rows()).x)]
-    scale = None if group.scale is None else group.diagonal()[None]
-    left = [Dense(jnp.concatenate(left, axis=1))]
-    found = rank_one(Group(left, _columns(group.right), scale, None))
-    return found._replace(missing=len(group.right) * found.missing)
+def _square_of_rows(group: Group) -> Square:
+    rows = Dense(group.scaled())
+    # Its entries are no smaller than tiny's root, whose roundings `of_entries` has room for.
+    return Square(jnp.square(jnp.sum(jnp.sqrt(rows.squares()))), jnp.zeros(()))
+
+
+def _columns_of_group(group: Group) -> tuple[jax.Array, jax.Array]:
+    return _columns(cast(Dense, group.rows()).x), _columns(group.right)
+
+
+def _behind(left: jax.Array, right: jax.Array, diagonal: jax.Array) -> Square:
+    """By Cauchy and Schwarz an entry is no larger than the product of its row's and its column's norm."""
+    return rank_one(Group([Dense(left[None])], right[None], diagonal[None], None))
+
+
+def _of_the_only(method: Callable) -> Callable:
+    """`jax.vmap` over one group, which is not mapped: `rank_one` then sees the batch, which the engine maps."""
+    return lambda *groups: jax.tree.map(lambda z: z[None], method(*(z[0] for z in groups)))
 
 
 def _size_of_group(group: Group) -> jax.Array:
@@ -63,28 +95,22 @@ def _size_of_group(group: Group) -> jax.Array:
 
 
 def _columns(rows: jax.Array) -> jax.Array:
-    """``[1, n]``: norms of columns of ``[T, n]``."""
-    return jnp.sqrt(jnp.sum(jnp.square(wide(rows)), axis=0, keepdims=True))
+    """Norms of columns of ``[T, n]``."""
+    return jnp.sqrt(jnp.sum(jnp.square(wide(rows)), axis=0))
 
 
-def standardized_square(
-    factors: Factors, x: jax.Array, y: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients
-) -> Square:
+def standardized_square(factors: Factors, found: Columns, deviation: jax.Array, scale: Any, c: Coefficients) -> Square:
     """`square` for ``S (alpha G + p + q u)``; ``deviation`` and ``scale`` are folded."""
-
-    def per_filter(group: Group) -> Square:
-        left = squares.sum_squares(cast(Dense, group.rows()).x)
-        right, smallest = jnp.square(_columns(group.right)[0]), len(group.right) * squares.tiny(wide(group.right).dtype)
-        return Square(left * right, smallest * (left + c.size * right + 1))
-
-    found, own = over_groups(per_filter, factors, x, y), c.per_filter
+    left, right = jnp.sum(jnp.square(found.left), axis=1, keepdims=True), jnp.square(found.right)
+    missing = factors.positions * squares.tiny(right.dtype) * (left + c.size * right + 1)
+    per_filter, own = Square(left * right, missing), c.per_filter
     ones = jnp.ones(factors.shape, deviation.dtype) if scale is None else scale
     # |<u, G>| is at most |u| |G|, and |<1, G>| the root of n times |G|.
     largest = jax.tree.map(jnp.abs, own).pulled(jnp.sqrt(own.sums[1]), c.size**0.5)
     p, q = (jnp.square(z) for z in largest)
     levels, slopes = (jnp.sum(jnp.square(z), axis=(0, 2)) for z in (ones, ones * deviation))
-    parts = [jax.tree.map(lambda z, by=by: jnp.sum(by * z), found) for by in (p * levels, q * slopes)]
-    parts.append(square(factors, x, y, ones * own.slope[None, :, None]))
+    parts = [jax.tree.map(lambda z, by=by: jnp.sum(by * z), per_filter) for by in (p * levels, q * slopes)]
+    parts.append(behind(factors, found, ones * own.slope[None, :, None]))
     size = functools.reduce(jnp.add, (jnp.sqrt(part.value) for part in parts))
     missing = functools.reduce(jnp.add, (part.missing for part in parts))
     return Square(jnp.square(size), len(parts) * missing)

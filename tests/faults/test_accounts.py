@@ -50,7 +50,7 @@ def test_accountant_memory():
     assert run.returncode == 0, run.stderr
     zero, tight, small, large = map(float, run.stdout.split())
     assert zero == 0  # an example is in the batch with less than this delta
-    assert tight == pytest.approx(at_least(0.7, 1e-5, 1, 1e-7), rel=3e-3)  # one step, for which there is a formula
+    assert tight == pytest.approx(at_least(0.7, 1e-5, 1, 1e-7), rel=4e-3)  # one step, for which there is a formula
     assert 0 < small < 1 and large >= get_epsilon_gaussian(0.3e-3, 1e-12) * (1 - 1e-6)
 
 

@@ -171,7 +171,7 @@ def test_federated_rounds():
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
-@pytest.mark.parametrize(("batch", "microbatch_size"), [(64, None), (65, None), (300, None), (700, 100), (1000, 7)])
+@pytest.mark.parametrize(("batch", "microbatch_size"), [(86, None), (87, None), (300, None), (700, 100), (1000, 7)])
 def test_the_sum_is_the_sum(engine, batch, microbatch_size):
     """Blocks, groups, tails and microbatches against NumPy in float64."""
     rng = np.random.default_rng(batch)
@@ -190,7 +190,7 @@ def test_the_sum_is_the_sum(engine, batch, microbatch_size):
 def test_the_rows_are_adverse(monkeypatch, microbatch_size):
     """Added up one after another they move the sum by more than C."""
     monkeypatch.setattr(_sums, "ROWS", 2**30)
-    monkeypatch.setattr(_sums, "_SUM", np.inf)
+    monkeypatch.setattr(_sums, "_lost", lambda rows, count: 0)
     options = dict(engine="ghost", microbatch_size=microbatch_size)
     assert moved(lambda w, e: w @ e, jnp.zeros(8), first_of(rows(2), 8), **options) > 1.5
 
@@ -227,7 +227,7 @@ def test_what_is_lost_reaches_the_noise():
 def test_rounding_is_paid_for():
     opt = dpopt.privatize(l2_clip_norm=0.7, noise_multiplier=1.3, expected_batch_size=4, key=jax.random.key(0))
     assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.3), rel=1e-15)
-    assert _sums.ROUNDING == 1.6875 * 2.0**-12
+    assert _sums.ROUNDING == 2.4375 * 2.0**-12
 
 
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])

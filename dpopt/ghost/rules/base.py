@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ class Factors(NamedTuple):
 
     ``product`` gives ``z z'``, [N, S, S], of an array [N, S, a] transposed to [N, a, S]."""
     rows: int = 0  # S
+    overlap: int | None = None  # in how many of the K offsets' rows an entry of x is, at most; None: in all
+    columns: Callable[[jax.Array], jax.Array] | None = None
+    """``x -> sum_t left[k][n, t]^2`` [K, N, a], or somewhat more, in a cheaper way than that, where there is one."""
 
 
 # Operations in the time that it takes to add one shifted entry to a sum of them.
@@ -114,8 +117,15 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
 
         return [merge(z) for z in left], merge(right)
 
+    squares = None if factors.columns is None else jax.vmap(factors.columns, out_axes=1)
+
+    def columns(x):  # [K, L, N, a]
+        found = cast(Callable, squares)(x)
+        return found.reshape(K, length * N, a) if mapped else jnp.sum(found, axis=1)
+
     if not mapped:
-        return factors._replace(positions=length * factors.positions, split=split, inner=None)
+        own = columns if squares else None
+        return factors._replace(positions=length * factors.positions, split=split, inner=None, columns=own)
     fold, unfold = jax.vmap(factors.fold, out_axes=1), jax.vmap(factors.unfold, in_axes=1)
     return factors._replace(
         shape=(K, length * N, a, p),
@@ -125,4 +135,5 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
         axes=None,
         filters=None,
         inner=None,
+        columns=columns if squares else None,
     )

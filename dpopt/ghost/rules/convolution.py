@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dpopt.ghost.primitives import CONVOLUTION
+from dpopt.ghost.rows import wide
 from dpopt.ghost.rules.base import SHIFTED_SUM, Factors, Use, rule
 
 
@@ -27,17 +30,21 @@ def conv_general_dilated(use: Use) -> Factors | None:
     outputs = tuple(use.output[i] for i in dims.out_spec[2:])
     positions = images * math.prod(outputs)
 
+    offsets = list(itertools.product(*map(range, window)))
     spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
 
-    def split(x, y):
+    def padded(x):
         # Channels before positions: the product of left and right then contracts left's last
         # axis, which CPUs do twice as fast as the other way round.
         x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
-        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
+
+    def split(x, y):
+        x = padded(x)
         left = []
-        for offset in range(math.prod(window)):
+        for offset in offsets:
             start, limit = [0, 0], [x.shape[0], images]
-            for axis, at in enumerate(_unravel(offset, window)):
+            for axis, at in enumerate(offset):
                 first = at * p["rhs_dilation"][axis]
                 start.append(first)
                 limit.append(first + p["window_strides"][axis] * (outputs[axis] - 1) + 1)
@@ -60,31 +67,39 @@ def conv_general_dilated(use: Use) -> Factors | None:
 
     def inner(x, product):
         # Products of pixels, once; those of two windows are sums of them, shifted along both alike.
-        x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
-        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
+        x = padded(x)
         pixels = product(x.reshape(groups, a, -1)).reshape(groups, *x.shape[2:], *x.shape[2:])
         total = 0
-        for offset in range(math.prod(window)):
-            first = [at * d for at, d in zip(_unravel(offset, window), p["rhs_dilation"], strict=True)]
+        for offset in offsets:
+            first = [at * d for at, d in zip(offset, p["rhs_dilation"], strict=True)]
             start, limit = (0, *first, *first), [f + n for f, n in zip(first, outputs, strict=True)]
             total += lax.slice(pixels, start, (groups, *limit, *limit))
         return cast(jax.Array, total).reshape(groups, positions, positions)
 
-    K, sides = math.prod(window), (use.input[i] for i in dims.lhs_spec[2:])
-    padded = [max(n - 1, 0) * (d + 1) + min(n, 1) + lo + hi for n, (lo, hi, d) in zip(sides, spatial, strict=True)]
-    rows = math.prod(padded)
+    def columns(x):
+        # The windows of one offset are a stride apart along each axis: their pixels are among all that are.
+        x, strides = jnp.square(wide(padded(x))), p["window_strides"]
+        fill = [(0, -n % s, 0) for n, s in zip(x.shape[2:], strides, strict=True)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *fill])
+        apart = [n for side, s in zip(x.shape[2:], strides, strict=True) for n in (side // s, s)]
+        x = x.reshape(groups * a, images, *apart)
+        sums = jnp.sum(x, axis=(1, *range(2, x.ndim, 2)))  # channels, and where in a stride along each axis
+        starts = np.array(offsets) * p["rhs_dilation"] % strides  # [K, axes]
+        return jnp.swapaxes(sums[:, *starts.T], 0, 1).reshape(-1, groups, a)
+
+    K, sides = len(offsets), (use.input[i] for i in dims.lhs_spec[2:])
+    padded_sides = [
+        max(n - 1, 0) * (d + 1) + min(n, 1) + lo + hi for n, (lo, hi, d) in zip(sides, spatial, strict=True)
+    ]
+    rows = math.prod(padded_sides)
     shifts = SHIFTED_SUM * K * positions**2
+    # Along an axis, a pixel is in every stride-th of the windows that it could be in.
+    steps = [s // math.gcd(s, d) for s, d in zip(p["window_strides"], p["rhs_dilation"], strict=True)]
+    overlap = math.prod(-(-size // step) for size, step in zip(window, steps, strict=True))
     is_cheaper = 2 * a * rows**2 + shifts < 2 * a * K * positions**2
     offered = images == 1 and set(p["window_strides"]) == {1} and is_cheaper
     return Factors(
         (K, groups, a, b), positions, split, fold, unfold,
-        filters=(out_axis,), inner=inner if offered else None, rows=rows,
+        filters=(out_axis,), inner=inner if offered else None, rows=rows, overlap=overlap,
+        columns=columns if window else None,
     )  # fmt: skip
-
-
-def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    at: tuple[int, ...] = ()
-    for size in reversed(shape):
-        flat, remainder = divmod(flat, size)
-        at = (remainder, *at)
-    return at

@@ -1,0 +1,78 @@
+"""How large the terms of a gradient are: never less than they are, and not much more."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import dpopt
+from dpopt.ghost import terms
+from dpopt.ghost.rules import Use, convolution
+from dpopt.ghost.rules.base import lift
+
+STRIDES = [(1, 1), (2, 3), (4, 4), (3, 1)]  # some leave pixels out, or go over the edge
+PADDINGS = [((0, 0), (0, 0)), ((1, 1), (0, 1)), ((1, 2), (-1, 3))]
+# Strides, dilation of the filter and of the image, padding, groups.
+KINDS = list(itertools.product(STRIDES, [(1, 1), (2, 3)], [(1, 1), (2, 1)], PADDINGS, [1, 2]))
+
+
+def _factors(stride, dilation, image_dilation, padding, groups):
+    x, w = jnp.zeros((1, 9, 11, 4)), jnp.zeros((3, 2, 4 // groups, 6))
+
+    def convolve(x, w):
+        names = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            x, w, stride, padding, image_dilation, dilation, names, feature_group_count=groups
+        )
+
+    (equation,) = jax.make_jaxpr(convolve)(x, w).eqns
+    out = equation.outvars[0].aval.shape
+    return convolution.conv_general_dilated(Use(equation.params, 1, 0, {}, w.shape, x.shape, out)), x.shape, out
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_columns_of_a_convolution_are_read_off_its_input(kind):
+    factors, input_shape, output_shape = _factors(*kind)
+    rng = np.random.default_rng(0)
+    x, y, scale = (jnp.asarray(rng.normal(size=s)) for s in (input_shape, output_shape, factors.shape))
+    left, right = factors.split(x, y)
+    exact = np.stack([np.sum(np.square(z), axis=1) for z in left])
+    found = factors.columns(x)
+    assert found.shape == exact.shape
+    assert (found >= exact * (1 - 1e-5)).all()
+    assert found.sum() <= 2.5 * exact.sum()  # border pixels that some windows miss
+    assert exact.sum() <= factors.overlap * jnp.sum(x * x) * (1 + 1e-5)
+
+    sizes = [np.einsum("nta,ntp->nap", np.abs(z), np.abs(right)) for z in left]
+    for s in (scale, None):
+        at_least = np.sum(np.square(sizes if s is None else scale * np.stack(sizes)))
+        assert terms.square(factors, x, y, s).value >= at_least * (1 - 1e-5)
+
+    for mapped in (True, False):  # two steps of a loop
+        lifted, steps = lift(factors, 2, mapped), jnp.stack([x, 2 * x])
+        exact = np.stack([np.sum(np.square(z), axis=1) for z in lifted.split(steps, jnp.stack([y, y]))[0]])
+        assert (lifted.columns(steps) >= exact * (1 - 1e-5)).all()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_patches_are_not_counted_once_for_every_pixel(scaled):
+    """Windows side by side: each pixel is in one of them, and roundings are of that size."""
+
+    def loss_fn(params, image):
+        patches = lax.conv_general_dilated(
+            image[None], params, (16, 16), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(jnp.sin(3 * patches))
+
+    rng = np.random.default_rng(0)
+    params, images = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 16, 3, 4), (2, 224, 224, 3)))
+    scale = jnp.asarray(rng.lognormal(size=params.shape), jnp.float32)
+
+    def norms(engine):
+        grads = dpopt.per_example_grads(loss_fn, engine=engine)(params, images, mask=None)
+        return (grads.scale(scale) if scaled else grads).clipped_sum(dpopt.FlatClip(1.0)).sensitive.norms
+
+    np.testing.assert_allclose(jax.jit(norms, static_argnums=0)("ghost"), norms("vmap"), rtol=1e-4)
