@@ -1,6 +1,5 @@
 """README and documentation: every Python block runs, figures are those of the results, quotes those of the source."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -8,6 +7,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import doc_outputs
 import jax
 import jax.numpy as jnp
 import pytest
@@ -27,20 +27,6 @@ QUOTE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.DOTALL | re.MUL
 WITH_CODE = [page for page in PAGES if PYTHON.search(page.read_text()) and "```diff" not in page.read_text()]
 
 
-# Too heavy for a test environment: blocks that need them run where they are installed.
-ABSENT = [m for m in ("torch", "datasets") if importlib.util.find_spec(m) is None]
-
-
-def run_blocks(path, names, index=None):
-    """Runs a page's blocks (or one), each compiled at its own line, so that a traceback points into the page."""
-    text = path.read_text()
-    for block in [m for i, m in enumerate(PYTHON.finditer(text)) if index in (None, i)]:
-        if any(f"import {m}" in block[1] or f"from {m}" in block[1] for m in ABSENT):
-            continue
-        line = text[: block.start()].count("\n") + 1
-        exec(compile("\n" * line + block[1], str(path.relative_to(ROOT)), "exec"), names)
-
-
 @pytest.fixture(autouse=True)
 def _as_users_run_it(monkeypatch):
     monkeypatch.setattr(rules, "_RULES", {**rules._RULES})  # a rule that a page registers is for that page alone
@@ -51,7 +37,7 @@ def _as_users_run_it(monkeypatch):
 @pytest.mark.parametrize("index", range(len(PYTHON.findall(README.read_text()))))
 def test_readme_block_runs(index, capsys):
     block = PYTHON.findall(README.read_text())[index]
-    run_blocks(README, {}, index)
+    exec(compile(block, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     if "epsilon" in block and "accuracy" in block:
         spent = float(re.search(r"epsilon ([\d.]+)", printed).group(1))
@@ -61,11 +47,24 @@ def test_readme_block_runs(index, capsys):
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(ROOT / "docs")))
-def test_blocks_of_a_page_run(page, capsys):
-    run_blocks(page, {})
+def test_blocks_of_a_page_print_what_it_shows(page):
+    printed = []
+    for block, output in doc_outputs.run(page):
+        if output is None:
+            continue
+        printed.append(output)
+        shown = block["output"] or ""
+        assert doc_outputs.agrees(shown, output), f"run python -m tests.doc_outputs {page}\n{output}"
     if page.name == "getting_started.md":
-        spent, accuracy = re.search(r"epsilon ([\d.]+), accuracy ([\d.]+)", capsys.readouterr().out).groups()
+        spent, accuracy = re.search(r"epsilon ([\d.]+), accuracy ([\d.]+)", "".join(printed)).groups()
         assert 2.9 <= float(spent) <= 3.0 and float(accuracy) > 0.9
+
+
+def test_what_a_page_shows_is_compared():
+    assert doc_outputs.agrees("epsilon 3.00 of ...\n", "epsilon 3.00 of 10\n")
+    assert doc_outputs.agrees("a 3.00 1e-05\nb\n", "a 3.1 1e-05\nb\n")
+    for other in ("a 3.20 1e-05\nb\n", "a 3.00 1e-05\n", "a 3.00 1e-05\nc\n", "a 3.00\nb\n", ""):
+        assert not doc_outputs.agrees("a 3.00 1e-05\nb\n", other)
 
 
 def test_an_nnx_loop_becomes_private_in_six_lines(tmp_path, capsys):
