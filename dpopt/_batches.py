@@ -34,7 +34,7 @@ def checked_mask(mask: Any, batch_size: int) -> jax.Array:
     return mask
 
 
-def check_loss(loss_fn: Callable, params: Any, batch: Any, has_aux: bool) -> None:
+def check_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, has_aux: bool) -> None:
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)  # no sharding: engines see none
     try:

@@ -6,7 +6,7 @@ stage how much noise is left in its input, and holds the resulting `Privacy`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,21 @@ import optax
 from dpopt import _flow, _stages, _sums, _trees, _validate, inspection
 from dpopt._names import name_of
 from dpopt.clipping import as_promise
+from dpopt.gradients import PerExampleGrads
 from dpopt.preconditioning import apply_diagonal
 from dpopt.privacy import PRIVATE_STAGES, Privacy, check_order, check_unit, privacy_of_stages
+
+
+class PrivateUpdate(Protocol):
+    """Optax's ``update``, of a promise (`per_example_grads`) or of gradients stacked along a batch axis."""
+
+    def __call__(
+        self,
+        updates: PerExampleGrads | optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]: ...
 
 
 class PrivateOptimizer(optax.GradientTransformationExtraArgs):
@@ -35,14 +48,22 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
     2.0
     """
 
+    update: PrivateUpdate  # pyright: ignore[reportIncompatibleVariableOverride]
     privacy: Privacy
-    stages: tuple
-    run: Callable  # see `__new__`
+    stages: tuple[Any, ...]
+    run: Callable[..., Any]  # see `__new__`
     noise_unknown: bool = False  # whether stages after the noise have changed it
     updated: bool = False  # whether it has been used (or traced) here, which `dpopt.events.privacy_event` looks at
     is_chained: bool  # whether `chain` put it together, so that nothing after the noise sees what was before
 
-    def __new__(cls, init: Callable, run: Callable, privacy: Privacy, stages: Sequence = (), is_chained: bool = False):
+    def __new__(
+        cls,
+        init: Callable[..., Any],
+        run: Callable[..., Any],
+        privacy: Privacy,
+        stages: Sequence = (),
+        is_chained: bool = False,
+    ):
         """``run(grads, state, params, **extra) -> (updates, state, noise_stddev)``; the last None where unknown."""
 
         def update(updates, state, params=None, **extra_args):
@@ -169,7 +190,7 @@ def _with_post_processing(core_init, core_run, privacy, rest, stages, is_chained
     return optimizer
 
 
-def _run_nested(core: PrivateOptimizer) -> Callable:
+def _run_nested(core: PrivateOptimizer) -> Callable[..., Any]:
     def run(updates, state, params, extra_args):
         updates, core_state, noise_stddev = core.run(updates, state[0], params, **extra_args)
         return updates, (core_state,), noise_stddev
@@ -177,7 +198,7 @@ def _run_nested(core: PrivateOptimizer) -> Callable:
     return run
 
 
-def _run_parts(parts: Sequence[_stages.StagedTransformation]) -> Callable:
+def _run_parts(parts: Sequence[_stages.StagedTransformation]) -> Callable[..., Any]:
     """The private part: diagonals, clip, noise, division, release, and what the diagonals learn from it."""
 
     def run(updates, state, params, extra_args):

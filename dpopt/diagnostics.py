@@ -21,7 +21,7 @@ from dpopt.optimizers._moments import at_step
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def sgdm_learning_rate_schedule(learning_rate: Any, *, b1: float = 0.9, noise_stddev: Any) -> Callable:
+def sgdm_learning_rate_schedule(learning_rate: Any, *, b1: float = 0.9, noise_stddev: Any) -> Callable[..., Any]:
     r"""The learning rate at which DP-SGD with momentum does what DP-Adam does where noise dominates.
 
     There the root of Adam's second moment is about :math:`\sqrt\Phi = s` in every coordinate, so a step is SGD with

@@ -85,7 +85,7 @@ class _ClientRuns(_engines.Loss):
 
 
 def client_deltas(
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     *,
     local_steps: int,
     local_learning_rate: Any,

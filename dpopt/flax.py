@@ -18,7 +18,7 @@ from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
 from dpopt.inspection import inspect_optimizer
 
 
-def example_loss(batch_loss: Callable) -> Callable:
+def example_loss(batch_loss: Callable[..., Any]) -> Callable[..., Any]:
     """A loss of one example from a loss of a batch.
 
     Args:
@@ -46,7 +46,7 @@ def example_loss(batch_loss: Callable) -> Callable:
     return loss_fn
 
 
-def _random_example_loss(batch_loss: Callable) -> Callable:
+def _random_example_loss(batch_loss: Callable[..., Any]) -> Callable[..., Any]:
     """`example_loss` of ``batch_loss(params, batch, key)``, for examples with or without a key of their own."""
 
     def loss_fn(params, example):
@@ -72,8 +72,13 @@ _NO_KEY = (
 
 
 def linen_loss(
-    model: linen.Module, loss: Callable, *, variables: Any = None, rngs: Sequence[str] = (), **apply_kwargs: Any
-) -> Callable:
+    model: linen.Module,
+    loss: Callable[..., Any],
+    *,
+    variables: Any = None,
+    rngs: Sequence[str] = (),
+    **apply_kwargs: Any,
+) -> Callable[..., Any]:
     """``loss_fn(params, (x, y))`` from a linen model written for batches.
 
     Args:
@@ -128,7 +133,7 @@ def linen_loss(
     return _random_example_loss(batch_loss) if rngs else example_loss(batch_loss)
 
 
-def nnx_loss(model: nnx.Module, loss: Callable, *, wrt: Any = nnx.Param) -> tuple[Callable, Any]:
+def nnx_loss(model: nnx.Module, loss: Callable[..., Any], *, wrt: Any = nnx.Param) -> tuple[Callable[..., Any], Any]:
     """``(loss_fn, params)`` from an NNX model written for batches.
 
     Args:
@@ -172,7 +177,7 @@ def nnx_loss(model: nnx.Module, loss: Callable, *, wrt: Any = nnx.Param) -> tupl
 
 
 def nnx_grads(
-    loss: Callable, *, wrt: Any = nnx.Param, microbatch_size: int | None = None, engine: Engine = "auto"
+    loss: Callable[..., Any], *, wrt: Any = nnx.Param, microbatch_size: int | None = None, engine: Engine = "auto"
 ) -> Callable[..., PerExampleGrads]:
     """A promise of per-example gradients where ``nnx.grad(loss)`` was: ``grads(model, batch, mask)``.
 

@@ -200,7 +200,7 @@ jax.tree_util.register_pytree_node(PerExampleGrads, _not_a_tree, _not_a_tree)
 
 
 def per_example_grads(
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     *,
     engine: Engine = "auto",
     microbatch_size: int | None = None,

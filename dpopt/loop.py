@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpopt import _program, _resume, _validate, accounting, entropy, events, identity, verification
 from dpopt._data import rows_of
@@ -68,9 +69,9 @@ def steps_within(plan: Any, budget: Any, *, ledger: Ledger | None = None, start:
 
 def train(
     plan: Any,
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     params: Any,
-    fetch_batch: Any,
+    fetch_batch: Callable[[np.ndarray], Any] | Any,
     *,
     steps: int | None = None,
     budget: Any = None,
@@ -213,15 +214,15 @@ class _Run:
     """One call of `train`, its arguments checked and its files open."""
 
     plan: Any
-    step: Callable
+    step: Callable[..., Any]
     check: Callable[[Any, Any], None] | None
     example_key: jax.Array | None
     takes_key: bool
-    fetch_batch: Callable
+    fetch_batch: Callable[..., Any]
     prefetch: int
     watch: Watch
-    extra: Callable | None
-    place_batch: Callable | None
+    extra: Callable[..., Any] | None
+    place_batch: Callable[..., Any] | None
     checkpointer: Any
     identity: dict[str, Any]
     program: dict[str, str]
@@ -312,7 +313,7 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _compiled(step: Callable) -> Callable:
+def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
     def step_and_digest(params, opt_state, batch, mask, extra):
         params, opt_state, _ = step(params, opt_state, batch, mask, **extra)  # the metrics are not private: dropped
         return params, opt_state, identity.digest((params, opt_state))

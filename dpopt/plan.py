@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpopt import _validate, accounting, events
 from dpopt._lazy import dp_accounting
@@ -139,7 +140,13 @@ class Plan:
             return self.budget.accountant
         return "rdp" if isinstance(self.sampler, FixedSizeSampler) else "pld"
 
-    def run(self, loss_fn: Callable, params: Any, fetch_batch: Any, **options: Unpack[Options]) -> TrainResult:
+    def run(
+        self,
+        loss_fn: Callable[..., Any],
+        params: Any,
+        fetch_batch: Callable[[np.ndarray], Any] | Any,
+        **options: Unpack[Options],
+    ) -> TrainResult:
         """Trains within the budget, saves, resumes: `dpopt.loop.train` with this plan.
 
         Args:
@@ -149,7 +156,7 @@ class Plan:
         return train(self, loss_fn, params, fetch_batch, **options)
 
     def train_step(
-        self, loss_fn: Callable, *, microbatch_size: int | None = None, engine: Engine = "auto"
+        self, loss_fn: Callable[..., Any], *, microbatch_size: int | None = None, engine: Engine = "auto"
     ) -> TrainStep:
         """`dpopt.make_train_step` with this plan's optimizer."""
         return make_train_step(loss_fn, self.optimizer, microbatch_size=microbatch_size, engine=engine)

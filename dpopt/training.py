@@ -50,7 +50,7 @@ class TrainStep:
         return privacy_of(self.optimizer)
 
     @_validate.requires_mask
-    def __call__(self, params: Any, opt_state: Any, batch: Any, mask: Any, **extra: Any) -> tuple:
+    def __call__(self, params: Any, opt_state: Any, batch: Any, mask: Any, **extra: Any) -> tuple[Any, ...]:
         """Takes one step.
 
         Args:
@@ -76,7 +76,7 @@ class TrainStep:
 
 
 def make_train_step(
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
     microbatch_size: int | None = None,

@@ -36,7 +36,7 @@ class VerificationError(RuntimeError):
 
 
 def verify(
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     params: Any,
     batch: Any,
     *,
@@ -101,7 +101,7 @@ def verify(
 _verified: "weakref.WeakKeyDictionary[Callable, set]" = weakref.WeakKeyDictionary()
 
 
-def verify_once(loss_fn: Callable, params: Any, batch: Any, **options: Any) -> None:
+def verify_once(loss_fn: Callable[..., Any], params: Any, batch: Any, **options: Any) -> None:
     """`verify`, unless this process has done so for the same loss and shapes."""
     shapes = [(x.shape, x.dtype) for x in map(jnp.asarray, jax.tree.leaves((params, batch)))]
     scale = options.get("scale")
@@ -142,7 +142,7 @@ class _Plain(NamedTuple):
     totals: list[float]
 
     @classmethod
-    def of(cls, loss_fn: Callable, params: Any, batch: Any, rows: int, has_aux: bool, scale: Any) -> "_Plain":
+    def of(cls, loss_fn: Callable[..., Any], params: Any, batch: Any, rows: int, has_aux: bool, scale: Any) -> "_Plain":
         gradient = jax.jit(jax.grad(loss_fn, has_aux=has_aux))
         scales = None if scale is None else jax.tree.leaves(_trees.broadcast_prefix(scale, params, "scale"))
         grads = []
@@ -175,7 +175,7 @@ class _Plain(NamedTuple):
         return None
 
 
-def _tolerance(loss_fn: Callable, params: Any, batch: Any) -> float:
+def _tolerance(loss_fn: Callable[..., Any], params: Any, batch: Any) -> float:
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     return 2.0**-2 if _computes_narrowly(jax.make_jaxpr(loss_fn)(params, example).jaxpr) else 2.0**-8
 

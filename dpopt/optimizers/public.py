@@ -256,7 +256,9 @@ def with_public_arguments(rule: optax.GradientTransformation) -> optax.GradientT
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def warm_start(loss_fn: Callable, params: Any, batches: Iterable, *, optimizer: optax.GradientTransformation) -> Any:
+def warm_start(
+    loss_fn: Callable[..., Any], params: Any, batches: Iterable, *, optimizer: optax.GradientTransformation
+) -> Any:
     """Trains on PUBLIC batches without privacy; the result is where private training starts.
 
     Args:

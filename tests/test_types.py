@@ -1,0 +1,58 @@
+"""Types as a user's checker sees them: a file of theirs under pyright's strict rules."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyright")
+
+FILE = """
+import jax
+import numpy as np
+import optax
+
+import dpopt
+
+
+def loss_fn(params: jax.Array, example: np.ndarray) -> jax.Array:
+    return ((params - example) ** 2).sum()
+
+
+x, params = np.ones((100, 3)), jax.random.normal(jax.random.key(0), (3,))
+opt = dpopt.dp_adam(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8, key=dpopt.secure_key())
+state = opt.init(params)
+grads = dpopt.per_example_grads(loss_fn)(params, x[:8], mask=None)
+updates, state = opt.update(grads, state, params)
+params = optax.apply_updates(params, updates)
+print(opt.privacy.step_event())
+
+chained = dpopt.chain(dpopt.clip_and_sum(1.0), dpopt.add_gaussian_noise(1.0, jax.random.key(0)), optax.sgd(0.1))
+updates, _ = chained.update(grads, chained.init(params), params)
+
+step = dpopt.make_train_step(loss_fn, opt)
+params, state, metrics = step(params, state, x[:8], None)
+print(metrics.mean_norm)
+
+builder = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=3, key=dpopt.secure_key())
+plan = builder.clip(1.0).noise(1.0).then(optax.sgd(0.1)).build()
+result = plan.run(loss_fn, params, lambda rows: x[rows], steps=2)
+result = plan.run(loss_fn, params, x)
+print(result.params, result.epsilon(delta=1e-3), result.history)
+"""
+MISTAKE = "plan.run(loss_fn, params, x, stepz=3)\n"
+
+
+@pytest.mark.slow
+def test_pyright_strict_in_a_users_file(tmp_path):
+    (tmp_path / "user.py").write_text(FILE + MISTAKE)
+    # Optax has no stubs; the rest is strict.
+    config = {"typeCheckingMode": "strict", "reportMissingTypeStubs": False, "extraPaths": [str(Path.cwd())]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    found = [(d["range"]["start"]["line"], d["message"]) for d in json.loads(run.stdout)["generalDiagnostics"]]
+    exec(FILE, {})  # it is a program, too
+    assert found == [(FILE.count("\n"), 'No parameter named "stepz"')]
