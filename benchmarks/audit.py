@@ -57,17 +57,17 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
         dpopt.dp2, 1.0, adaptive_learning_rate=1.0, adaptive_l2_clip_norm=L2_CLIP_NORM, delay=2, eps=LINEAR
     ),
     "dp2_noise_first": functools.partial(
-        dpopt.dp2_noise_first, 1.0, adaptive_learning_rate=LINEAR, delay=2, eps=LINEAR
+        dpopt.baselines.dp2_noise_first, 1.0, adaptive_learning_rate=LINEAR, delay=2, eps=LINEAR
     ),
     "dp2_extra_query": functools.partial(
-        dpopt.dp2_extra_query, 1.0, adaptive_l2_clip_norm=L2_CLIP_NORM, delay=1_000, eps=LINEAR
+        dpopt.baselines.dp2_extra_query, 1.0, adaptive_l2_clip_norm=L2_CLIP_NORM, delay=1_000, eps=LINEAR
     ),
     "adadps, side information": functools.partial(dpopt.adadps, 1.0, scale=0.5),
     "adadps, public gradients": functools.partial(dpopt.adadps, 1.0, eps=LINEAR),
     "scale_then_privatize": functools.partial(dpopt.scale_then_privatize, 1.0, b1=0.0, eps=LINEAR**2, eps_scale=LINEAR),
-    "dp_r_pub": functools.partial(dpopt.dp_r_pub, 1.0, eps=LINEAR),
-    "dp_adam_pub": functools.partial(dpopt.dp_adam_pub, 1.0, b2=0.0, eps=LINEAR),
-    "pda_dpmd": functools.partial(dpopt.pda_dpmd, 1.0, total_steps=1_000),
+    "dp_r_pub": functools.partial(dpopt.baselines.dp_r_pub, 1.0, eps=LINEAR),
+    "dp_adam_pub": functools.partial(dpopt.baselines.dp_adam_pub, 1.0, b2=0.0, eps=LINEAR),
+    "pda_dpmd": functools.partial(dpopt.baselines.pda_dpmd, 1.0, total_steps=1_000),
 }
 
 

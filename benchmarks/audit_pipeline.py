@@ -57,7 +57,7 @@ class Scene:
         common = dict(l2_clip_norm=CLIP_NORM, noise_multiplier=self.sigma, expected_batch_size=BATCH, key=key)
         if self.queries == 1:
             return dpopt.dp_sgd(1.0, **common)
-        return dpopt.dp2_extra_query(1.0, adaptive_l2_clip_norm=CLIP_NORM, delay=10_000, eps=1e3, **common)
+        return dpopt.baselines.dp2_extra_query(1.0, adaptive_l2_clip_norm=CLIP_NORM, delay=10_000, eps=1e3, **common)
 
 
 SCENES = {

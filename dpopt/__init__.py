@@ -11,6 +11,7 @@
 >>> params = optax.apply_updates(params, updates)
 """
 
+import warnings as _warnings
 from importlib import metadata as _metadata
 
 # One example's gradient: where does it come from, what will it cost?
@@ -71,10 +72,7 @@ from dpopt.optimizers.adadps import broadcast_feature_scale as broadcast_feature
 from dpopt.optimizers.adadps import scale_from_frequencies as scale_from_frequencies
 from dpopt.optimizers.adadps import tfidf_scores as tfidf_scores
 from dpopt.optimizers.dp2 import dp2 as dp2
-from dpopt.optimizers.dp2 import dp2_noise_first as dp2_noise_first
 from dpopt.optimizers.dp2 import scale_by_phase_learning_rate as scale_by_phase_learning_rate
-from dpopt.optimizers.dp2_extra_query import dp2_extra_query as dp2_extra_query
-from dpopt.optimizers.dp2_extra_query import extra_query as extra_query
 from dpopt.optimizers.adam_bc import dp_adam_bc as dp_adam_bc
 from dpopt.optimizers.adam_bc import scale_by_adagrad_bc as scale_by_adagrad_bc
 from dpopt.optimizers.adam_bc import scale_by_adam_bc as scale_by_adam_bc
@@ -82,14 +80,8 @@ from dpopt.optimizers.adam_bc import scale_by_rms_bc as scale_by_rms_bc
 from dpopt.optimizers.microadam import dp_micro_adam as dp_micro_adam
 from dpopt.optimizers.microadam import scale_by_micro_adam as scale_by_micro_adam
 from dpopt.optimizers.scale_then_privatize import scale_then_privatize as scale_then_privatize
-from dpopt.optimizers.public import blend_public_gradients as blend_public_gradients
-from dpopt.optimizers.public import dp_adam_pub as dp_adam_pub
-from dpopt.optimizers.public import dp_r_pub as dp_r_pub
-from dpopt.optimizers.public import pda_dpmd as pda_dpmd
-from dpopt.optimizers.public import scale_by_public_adam as scale_by_public_adam
 from dpopt.optimizers.public import warm_start as warm_start
 from dpopt.optimizers.public import with_public_arguments as with_public_arguments
-from dpopt.optimizers.after_noise import precondition_after_noise as precondition_after_noise
 
 # Which parameters, in the end?
 from dpopt.averaging import average_params as average_params
@@ -116,10 +108,18 @@ from dpopt.journal import JournalError as JournalError
 from dpopt.keys import example_keys as example_keys
 from dpopt.keys import secure_key as secure_key
 
-# User-level privacy, many devices, and tools for looking at private data
+# What the papers compare with, user-level privacy, many devices, and tools for looking at private data
+from dpopt import baselines as baselines
 from dpopt import diagnostics as diagnostics
 from dpopt import federated as federated
 from dpopt import loading as loading
 from dpopt import sharding as sharding
 
 __version__ = _metadata.version("dpopt")
+
+
+def __getattr__(name: str):
+    if name not in baselines.__all__:
+        raise AttributeError(f"module 'dpopt' has no attribute {name!r}")
+    _warnings.warn(f"dpopt.{name} has moved: dpopt.baselines.{name}", DeprecationWarning, stacklevel=2)
+    return getattr(baselines, name)

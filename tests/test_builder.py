@@ -57,10 +57,10 @@ NAMED = {
         (dpopt.scale_by_phase_learning_rate(0.1, 0.3, 2),),
     ),
     "dp2_noise_first": (
-        dpopt.dp2_noise_first(0.1, eps=1e-3, **PAIR, **FOUR),
+        dpopt.baselines.dp2_noise_first(0.1, eps=1e-3, **PAIR, **FOUR),
         (),
         (
-            dpopt.precondition_after_noise(dpopt.delayed_moments(2, eps=1e-3)),
+            dpopt.baselines.precondition_after_noise(dpopt.delayed_moments(2, eps=1e-3)),
             dpopt.scale_by_phase_learning_rate(0.1, 0.3, 2),
         ),
     ),
@@ -72,12 +72,16 @@ NAMED = {
     "dp_adam_bc": (dpopt.dp_adam_bc(0.1, gamma=1e-6, **FOUR), (), (dpopt.scale_by_adam_bc(gamma=1e-6), LR)),
     "dp_micro_adam": (dpopt.dp_micro_adam(0.1, density=0.3, **FOUR), (), (dpopt.scale_by_micro_adam(density=0.3), LR)),
     "dp_r_pub": (
-        dpopt.dp_r_pub(0.1, **FOUR),
+        dpopt.baselines.dp_r_pub(0.1, **FOUR),
         (),
-        (dpopt.precondition_after_noise(dpopt.public_moments()), LR),
+        (dpopt.baselines.precondition_after_noise(dpopt.public_moments()), LR),
     ),
-    "dp_adam_pub": (dpopt.dp_adam_pub(0.1, **FOUR), (), (dpopt.scale_by_public_adam(), LR)),
-    "pda_dpmd": (dpopt.pda_dpmd(0.1, total_steps=20, **FOUR), (), (dpopt.blend_public_gradients(20), LR)),
+    "dp_adam_pub": (dpopt.baselines.dp_adam_pub(0.1, **FOUR), (), (dpopt.baselines.scale_by_public_adam(), LR)),
+    "pda_dpmd": (
+        dpopt.baselines.pda_dpmd(0.1, total_steps=20, **FOUR),
+        (),
+        (dpopt.baselines.blend_public_gradients(20), LR),
+    ),
 }
 ASKS_FOR_PUBLIC_GRADIENTS = ("adadps, public", "dp_r_pub", "dp_adam_pub", "pda_dpmd")
 
@@ -94,10 +98,16 @@ def test_builder_gives_the_trajectory_of_the_named_optimizer(name):
     assert plan.optimizer.privacy == named.privacy
 
 
+@pytest.mark.parametrize("name", dpopt.baselines.__all__)
+def test_baselines_are_still_found_where_they_were(name):
+    with pytest.warns(DeprecationWarning, match=f"dpopt.baselines.{name}"):
+        assert getattr(dpopt, name) is getattr(dpopt.baselines, name)
+
+
 def test_builder_covers_the_extra_query_with_its_budget():
-    mechanism = dpopt.extra_query(adaptive_l2_clip_norm=2.0, delay=3)
+    mechanism = dpopt.baselines.extra_query(adaptive_l2_clip_norm=2.0, delay=3)
     base = builder(num_examples=5_000, steps=300).mechanism(mechanism).clip(0.7)
-    named = dpopt.dp2_extra_query(0.1, adaptive_l2_clip_norm=2.0, delay=3, **FOUR)
+    named = dpopt.baselines.dp2_extra_query(0.1, adaptive_l2_clip_norm=2.0, delay=3, **FOUR)
     plan = base.noise(0.9).then(LR).build()
     jax.tree.map(np.testing.assert_array_equal, trajectory(plan.optimizer), trajectory(named))
     assert plan.optimizer.privacy == named.privacy

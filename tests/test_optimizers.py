@@ -69,7 +69,7 @@ ROWS = {
     "adam_bc": row(dpopt.dp_adam_bc, 0.1, gamma=1e-4),
     "micro_adam": row(dpopt.dp_micro_adam, 0.1, density=0.3, memory_size=3),
     "scale_then_privatize": row(dpopt.scale_then_privatize, 0.1),
-    "extra query": row(dpopt.dp2_extra_query, 0.1, adaptive_l2_clip_norm=1.0, delay=2, eps=0.1),
+    "extra query": row(dpopt.baselines.dp2_extra_query, 0.1, adaptive_l2_clip_norm=1.0, delay=2, eps=0.1),
 }
 # Settings of a row that is here already are compared with its twin only: compiling is what these tests spend time on.
 NAMED = [name for name in ROWS if "," not in name]

@@ -75,7 +75,7 @@ TAKE_ROWS = {
     "dp_adam": lambda: dpopt.dp_adam(1.0, **privacy_four()),
     "adadps": lambda: dpopt.adadps(1.0, scale=1.0, **privacy_four()),
     "dp2": lambda: dpopt.dp2(1.0, adaptive_learning_rate=1.0, adaptive_l2_clip_norm=1.0, delay=2, **privacy_four()),
-    "two queries": lambda: dpopt.dp2_extra_query(
+    "two queries": lambda: dpopt.baselines.dp2_extra_query(
         1.0, adaptive_learning_rate=1.0, adaptive_l2_clip_norm=1.0, delay=2, **privacy_four()
     ),
     "optax.chain": lambda: optax.chain(dpopt.clip_and_sum(1.0), dpopt.add_gaussian_noise(1.0, jax.random.key(0))),

@@ -233,7 +233,7 @@ CASES = {
     "fixed count": (lambda: around(by_hand(), with_fixed_count), STALE),
     "inside jit": (lambda: around(opt(), in_jit), None),
     "loop after": (lambda: around(opt(), remembered), None),
-    "extra query": (lambda: dpopt.dp2_extra_query(0.1, adaptive_l2_clip_norm=1.0, delay=2, **FOUR), None),
+    "extra query": (lambda: dpopt.baselines.dp2_extra_query(0.1, adaptive_l2_clip_norm=1.0, delay=2, **FOUR), None),
 }
 
 
