@@ -44,6 +44,7 @@ def test_full_batches_follow_the_exact_formula(sigma, steps):
     assert exact <= got + 1e-9 <= exact + 2e-3 * steps  # an upper bound; the grid of the loss is 1e-3
 
 
+@pytest.mark.slow
 @given(st.floats(0.6, 5.0), st.sampled_from([1e-3, 0.02, 0.3]), st.sampled_from([1, 30, 200]))
 @settings(max_examples=12)
 def test_rdp_is_looser_and_epsilon_falls_with_noise(sigma, q, steps):

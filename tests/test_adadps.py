@@ -59,6 +59,7 @@ def test_golden_end_to_end_from_the_data(monkeypatch, x64, name):
 
 # The first repository divides by sqrt(v + eps), with v fixed for an epoch (`precond`), clips by C / (norm + 1e-6), and
 # clips means of microbatches: here the microbatch is what is handed over as one "example".
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PER_EPOCH_RUNS)
 @pytest.mark.parametrize(("dtype", "rtol"), PRECISIONS, ids=["x64", "x32"])
 def test_golden_per_epoch_scale(monkeypatch, name, dtype, rtol):

@@ -61,6 +61,7 @@ def test_costs_no_privacy():
     assert builder().build().event == without.event
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_average_of_the_whole(tmp_path):
     from dpopt.checkpoint import Checkpointer
 

@@ -75,6 +75,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["record.json"]
 
 
+@pytest.mark.slow
 def test_speed_checks_results_before_timing(monkeypatch):
     import jax.numpy as jnp
 

@@ -46,7 +46,14 @@ def test_readme_block_runs(index, capsys):
         assert accuracy > 0.9
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(ROOT / "docs")))
+QUICK = ("getting_started.md", "concepts.md", "privacy_argument.md", "adding_a_ghost_rule.md", "statement.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page if page.name in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in WITH_CODE],
+    ids=lambda p: str(p.relative_to(ROOT / "docs")),
+)
 def test_blocks_of_a_page_print_what_it_shows(page):
     printed = []
     for block, output in doc_outputs.run(page):

@@ -113,6 +113,7 @@ def _plan(key):
     return builder.clip(1.0).noise(1.0).then(optax.sgd(0.1)).build()
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_plan_trains_with_dropout_and_a_resumed_run_draws_the_same(make, tmp_path):
     loss, params = make()

@@ -494,6 +494,7 @@ def _jaxprs(jaxpr):
                     yield from _jaxprs(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_state_keeps_its_types_under_scan(x64, dtype):

@@ -22,6 +22,7 @@ def text(output):
     return output.get("text", "") + output.get("data", {}).get("text/plain", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [PATHS[0], *(pytest.param(path, marks=pytest.mark.slow) for path in PATHS[1:])], ids=IDS
 )

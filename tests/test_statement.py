@@ -150,6 +150,7 @@ def test_epsilon_from_a_shell_is_the_librarys(capsys):
     assert f"(epsilon = {want:.2f}, delta = 1e-05)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_noise_from_a_shell_meets_the_budget(capsys):
     for sampling in ("poisson", "fixed"):
         budget = [*RUN, "--delta", "1e-5", "--sampling", sampling]

@@ -90,6 +90,7 @@ def logistic_problem():
 CLIPS = (dpopt.FlatClip(0.7), dpopt.GroupClip({"weights": 0.5, "bias": 0.2}), dpopt.NormalizedClip(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", CLIPS)
 def test_sparse_logistic_regression_agrees_with_the_engine(clip):
     dense, rows, labels, params = logistic_problem()
@@ -113,6 +114,7 @@ def test_sparse_logistic_regression_agrees_with_the_engine(clip):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("biases", [False, True])
 def test_factorization_agrees_with_the_engine(biases):
     rng = np.random.default_rng(0)

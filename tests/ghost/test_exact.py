@@ -42,6 +42,7 @@ def test_equals_vmap_under_a_diagonal(case, x64):
         check(loss_fn, params, batch, scale=random_like(params, 1), clips=(leaf_clip,))
 
 
+@pytest.mark.slow
 @KINDS
 def test_equals_vmap_with_an_offset(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
@@ -50,6 +51,7 @@ def test_equals_vmap_with_an_offset(case, x64):
         check(loss_fn, params, batch, scale=scale, offset=offset, clips=(flat_clip,))
 
 
+@pytest.mark.slow
 @KINDS
 def test_equals_vmap_in_float32(case):
     loss_fn, params, batch = case(ghost_cases.Arrays())
@@ -74,6 +76,7 @@ def test_one_pass_equals_vmap(case, diagonal, x64):
         check(loss_fn, params, batch, scale=scale, clips=(leaf_clip,), one_pass=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [ghost_cases.dense, ghost_cases.conv2d, ghost_cases.tied_embedding])
 def test_scales_and_offsets_broadcast(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())

@@ -73,6 +73,7 @@ def test_a_size_that_is_asked_for_is_taken():
     assert run(12) == [] and run(3) == [4] and run(5) == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches_split")
 def test_outside_jit_the_batch_is_whole(monkeypatch):
     params, batch = inputs()

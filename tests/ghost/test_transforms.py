@@ -111,6 +111,7 @@ def networks(draw):
     return layers, draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(0, 99))
 
 
+@pytest.mark.slow
 @given(networks())
 @settings(max_examples=6)
 def test_random_networks(network):
@@ -167,6 +168,7 @@ def _jax_privacy_models():
     return {"mlp": mlp, "conv": conv, "attn": attn}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["a", pytest.param("b", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("conv", "attn"))])
 def test_jax_privacy_outputs(name, variant, x64):
@@ -218,6 +220,7 @@ def _tokens(*shape):
     return ghost_cases.Arrays().ids(11, *shape)
 
 
+@pytest.mark.slow
 def test_flax_linen():
     nn = pytest.importorskip("flax.linen")
 
@@ -236,6 +239,7 @@ def test_flax_linen():
     _compare(lambda p, x: jnp.sum(net.apply(p, x) ** 2), params, batch)
 
 
+@pytest.mark.slow
 def test_flax_linen_scanned_layers_with_dropout():
     nn = pytest.importorskip("flax.linen")
 
@@ -293,6 +297,7 @@ def test_equinox():
     _compare(loss_fn, params, ghost_cases.Arrays()(4, 2, 5, 5))
 
 
+@pytest.mark.slow
 def test_haiku():
     hk = pytest.importorskip("haiku")
 

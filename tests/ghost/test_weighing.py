@@ -12,7 +12,7 @@ from dpopt import ghost
 SLACK = 2.0**-11
 TINY = float(np.finfo(np.float32).tiny)
 # 43 and 45 have shown faults of former rules; in 123 the squares of a diagonal overflow: all examples were left out.
-_SEEDS = [n if n in {*range(12), 43, 45, 123} else pytest.param(n, marks=pytest.mark.slow) for n in range(200)]
+_SEEDS = [n if n in {*range(6), 43, 45, 123} else pytest.param(n, marks=pytest.mark.slow) for n in range(200)]
 
 
 @pytest.fixture(autouse=True)
