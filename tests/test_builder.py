@@ -242,6 +242,7 @@ def test_summary_reads_as_the_plan():
     assert "bound to the model's tree" in str(plan) or "bytes per parameter" in str(plan)
 
 
+@pytest.mark.slow
 def test_plan_trains_end_to_end():
     plan = builder(steps=5).clip(1.0).budget(epsilon=8.0, delta=1e-3).then(optax.sgd(0.1)).build()
     data = {"x": jax.random.normal(jax.random.key(0), (60, 3)), "y": jnp.arange(60) % 2}

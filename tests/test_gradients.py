@@ -319,7 +319,10 @@ def test_stacked_gradients_serve_as_a_promise():
 
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 @pytest.mark.parametrize("dtype, groups", [(jnp.float32, 2), (jnp.float64, 1)])
-@pytest.mark.parametrize("microbatch_size, jitted", [(None, True), (3, True), (None, False)])
+@pytest.mark.parametrize(
+    "microbatch_size, jitted",
+    [(3, True), pytest.param(None, True, marks=pytest.mark.slow), pytest.param(None, False, marks=pytest.mark.slow)],
+)
 def test_a_convolution_keeps_a_poisoned_example_apart(dtype, groups, microbatch_size, jitted, engine):
     """Under vmap the gradients of the examples' filters are one convolution, in which XLA may multiply nan by 0."""
     with jax.enable_x64(dtype == jnp.float64):

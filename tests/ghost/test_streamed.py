@@ -323,7 +323,7 @@ def _plain_layerwise(loss, params, batch, mask, clip_norm):
     return jax.tree.map(lambda s, g: jax.tree.map(lambda g: one(g, s), g), SCANNED, grads)
 
 
-@pytest.mark.parametrize("batch_size", [6, 300])
+@pytest.mark.parametrize("batch_size", [6, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 def test_layers_of_a_scan_are_clipped_one_by_one(engine, batch_size):
     loss, params, batch = _layers()

@@ -30,6 +30,7 @@ def model(a):  # of no promoted ranks, so that the engine itself is held to that
     return loss, {"w": a(4, 3), "b": a(3), "u": a(3, 2)}, a(8, 6, 4)
 
 
+@pytest.mark.slow
 def test_eager_and_jitted_agree(x64):
     loss_fn, params, batch = model(ghost_cases.Arrays())
     scale = jax.tree.map(lambda p: p**2 + 0.1, params)
@@ -88,6 +89,7 @@ def test_loss_closing_over_traced_values(x64):
     assert_trees_close(jax.jit(scaled)(1.5), clip(loss_fn, params, batch * 1.5).sum, 1e-9)
 
 
+@pytest.mark.slow
 def test_chunks_equal_the_whole(x64, monkeypatch):
     """Gradients formed a few examples at a time, none of them kept."""
     from dpopt.ghost import plan, planner
