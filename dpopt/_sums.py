@@ -26,7 +26,9 @@ def _lost(rows: int, count: int) -> int:
     return rows**2 + rows * (count * (count + 1) - 2) + 2 * rows * count
 
 
-ROUNDING = 2.4375 * 2.0**-12
+_NORM = 1024
+_PAIRS = 188
+ROUNDING = (_lost(ROWS, BLOCKS) + _NORM + _PAIRS) * 2.0**-24
 """By which part of C one example can move a clipped float32 sum further than C: 6.0e-4, paid for in every event.
 
 In units of ``u = 2**-24`` these are 9984, of which

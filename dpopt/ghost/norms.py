@@ -77,11 +77,14 @@ def over_groups(
         rows = [OneHot(z, factors.shape[2]) if factors.one_hot else Dense(z) for z in left]
         return method(Group(rows, right, scale, inner), *more)
 
-    groups = left, right, scale, inner, *more
-    if factors.shape[1] > 1:
-        return jax.vmap(one)(*groups)
-    # One group is not mapped: `_mixed` then sees the batch, which the engine maps.
-    return jax.tree.map(lambda z: z[None], one(*jax.tree.map(lambda z: jnp.squeeze(z, 0), groups)))
+    return mapped(one, factors.shape[1])(left, right, scale, inner, *more)
+
+
+def mapped(one: Callable, groups: int) -> Callable:
+    """``one`` of every group; a group that is the only one is not mapped: `_mixed` then sees the batch, which is."""
+    if groups > 1:
+        return jax.vmap(one)
+    return lambda *only: jax.tree.map(lambda z: z[None], one(*jax.tree.map(lambda z: jnp.squeeze(z, 0), only)))
 
 
 def square(method: str, factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> Square:

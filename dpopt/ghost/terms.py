@@ -7,7 +7,6 @@ left of. So it is applied to the terms, entry by entry.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 
 from dpopt._norms import safe_norm
 from dpopt.ghost import squares
-from dpopt.ghost.norms import Group, over_groups, rank_one
+from dpopt.ghost.norms import Group, mapped, over_groups, rank_one
 from dpopt.ghost.rows import Dense, wide
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square
@@ -40,8 +39,7 @@ def columns(factors: Factors, x: jax.Array, y: jax.Array) -> Columns:
 def behind(factors: Factors, found: Columns, scale: jax.Array) -> Square:
     """`square` from ``found``. Examples that share a diagonal are multiplied by it together, if this is mapped."""
     diagonal = jnp.swapaxes(scale, 0, 1).reshape(*found.left.shape, -1)
-    several = jax.vmap(_behind) if len(diagonal) > 1 else _of_the_only(_behind)
-    total = jax.tree.map(jnp.sum, several(*found, diagonal))
+    total = jax.tree.map(jnp.sum, mapped(_behind, len(diagonal))(*found, diagonal))
     return total._replace(missing=factors.positions * total.missing)
 
 
@@ -80,11 +78,6 @@ def _columns_of_group(group: Group) -> tuple[jax.Array, jax.Array]:
 def _behind(left: jax.Array, right: jax.Array, diagonal: jax.Array) -> Square:
     """By Cauchy and Schwarz an entry is no larger than the product of its row's and its column's norm."""
     return rank_one(Group([Dense(left[None])], right[None], diagonal[None], None))
-
-
-def _of_the_only(method: Callable) -> Callable:
-    """`jax.vmap` over one group, which is not mapped: `rank_one` then sees the batch, which the engine maps."""
-    return lambda *groups: jax.tree.map(lambda z: z[None], method(*(z[0] for z in groups)))
 
 
 def _size_of_group(group: Group) -> jax.Array:
