@@ -11,6 +11,7 @@
 >>> params = optax.apply_updates(params, updates)
 """
 
+import typing as _typing
 import warnings as _warnings
 from importlib import metadata as _metadata
 
@@ -100,7 +101,7 @@ from dpopt.results import BudgetExceeded as BudgetExceeded
 from dpopt.results import Evaluation as Evaluation
 from dpopt.results import ReplayError as ReplayError
 from dpopt.results import TrainResult as TrainResult
-from dpopt.loop import steps_within as steps_within
+from dpopt.allowance import steps_within as steps_within
 from dpopt.loop import train as train
 from dpopt.identity import TrainState as TrainState
 from dpopt.journal import Journal as Journal
@@ -118,8 +119,10 @@ from dpopt import sharding as sharding
 __version__ = _metadata.version("dpopt")
 
 
-def __getattr__(name: str):
-    if name not in baselines.__all__:
-        raise AttributeError(f"module 'dpopt' has no attribute {name!r}")
-    _warnings.warn(f"dpopt.{name} has moved: dpopt.baselines.{name}", DeprecationWarning, stacklevel=2)
-    return getattr(baselines, name)
+if not _typing.TYPE_CHECKING:  # to a type checker every name would be there
+
+    def __getattr__(name: str):
+        if name not in baselines.__all__:
+            raise AttributeError(f"module 'dpopt' has no attribute {name!r}")
+        _warnings.warn(f"dpopt.{name} has moved: dpopt.baselines.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(baselines, name)

@@ -34,8 +34,8 @@ ROUNDING = (_lost(ROWS, BLOCKS) + _NORM + _PAIRS) * 2.0**-24
 In units of ``u = 2**-24`` these are 9984, of which
 
 * 7396 are for a block of n = 86 rows: the k-th addition in any order (or the k-th step of a matrix product, fused or
-  not) rounds a partial sum of norm at most ``k C`` by at most ``u k C`` in L2. All together that is less than
-  ``u n**2 / 2``, and the neighbour's block may be rounded the other way: ``u n**2``;
+  not) rounds a partial sum of norm at most ``k C`` by at most ``u k C`` in L2. All together that is
+  ``u (n (n + 1) / 2 - 1)``; the neighbour's block, of n - 1 rows, may be rounded the other way: less than ``u n**2``;
 * 860 are for adding up three blocks: sums of 2 n and 3 n rows, rounded once each, for both neighbours;
 * 516 are for the diagonal after the sum of three blocks, for both neighbours;
 * 1024 are for the norm by which the row was clipped;

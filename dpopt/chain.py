@@ -48,7 +48,7 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
     2.0
     """
 
-    update: PrivateUpdate  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: PrivateUpdate
     privacy: Privacy
     stages: tuple[Any, ...]
     run: Callable[..., Any]  # see `__new__`

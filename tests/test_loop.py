@@ -9,7 +9,7 @@ from helpers import assert_identical
 from runs import DATA, DELTA, RDP, fetch, loss_fn, run, start, tiny_plan
 
 import dpopt
-from dpopt import entropy, identity, loop
+from dpopt import entropy, identity
 from dpopt.events import privacy_event
 from dpopt.identity import TrainState
 from dpopt.journal import JournalError
@@ -167,7 +167,7 @@ def test_another_machine_does_not_repeat_steps(monkeypatch, caplog):
 
 def test_a_budget_is_a_limit():
     plan = tiny_plan(steps=8, budget=2.0)
-    bought = loop.steps_within(plan, plan.budget)
+    bought = dpopt.steps_within(plan, plan.budget)
     assert bought >= 8
     result = run(plan, steps=bought + 5)
     assert result.stopped == "budget" and result.state.update == bought == result.ledger.steps
@@ -185,7 +185,7 @@ def test_a_budget_is_a_limit():
 
 def test_one_more_step_would_exceed_the_budget():
     plan = tiny_plan(steps=8, budget=2.0)
-    n = loop.steps_within(plan, plan.budget)
+    n = dpopt.steps_within(plan, plan.budget)
     event = privacy_event(plan.optimizer, sampling=plan.sampler, steps=n + 1)
     assert dpopt.epsilon_of_event(event, **RDP) > 2.0
 
@@ -200,7 +200,7 @@ def test_lost_steps_count_against_the_budget():
     plan = tiny_plan(steps=8, budget=2.0)
     run(plan, steps=4)
     result = run(plan)
-    assert result.stopped == "budget" and result.ledger.steps <= loop.steps_within(
+    assert result.stopped == "budget" and result.ledger.steps <= dpopt.steps_within(
         tiny_plan(steps=8, budget=2.0), plan.budget
     )
     assert result.lost == 4 and result.state.update == result.ledger.steps - 4

@@ -23,9 +23,7 @@ def text(output):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [PATHS[0], *(pytest.param(path, marks=pytest.mark.slow) for path in PATHS[1:])], ids=IDS
-)
+@pytest.mark.parametrize("path", PATHS, ids=IDS)
 def test_a_notebook_runs(path):
     notebook = run.execute(path, DPOPT_NOTEBOOKS_SMALL="1")  # conftest.py's setting of JAX is passed on
     said = "".join(map(text, outputs(notebook)))

@@ -257,7 +257,7 @@ def with_public_arguments(rule: optax.GradientTransformation) -> optax.GradientT
 
 
 def warm_start(
-    loss_fn: Callable[..., Any], params: Any, batches: Iterable, *, optimizer: optax.GradientTransformation
+    loss_fn: Callable[..., Any], params: Any, batches: Iterable[Any], *, optimizer: optax.GradientTransformation
 ) -> Any:
     """Trains on PUBLIC batches without privacy; the result is where private training starts.
 

@@ -5,6 +5,8 @@ then numbers a little above half of that sum's last place: added one after anoth
 for nothing once a row is left out.
 """
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -228,6 +230,32 @@ def test_rounding_is_paid_for():
     opt = dpopt.privatize(l2_clip_norm=0.7, noise_multiplier=1.3, expected_batch_size=4, key=jax.random.key(0))
     assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.3), rel=1e-15)
     assert _sums.ROUNDING == 2.4375 * 2.0**-12
+
+
+def test_floats_are_used_where_the_bound_holds():
+    """Neighbours differ by a row of one block, and in every sum of blocks after it; both may be rounded either way."""
+    paid_for = _sums.ROUNDING * 2**24 - 1024 - 188
+    floats = [
+        (rows, blocks)
+        for rows in range(1, 300)
+        for blocks in range(1, 120)
+        if _sums.zero(jnp.zeros(()), rows, blocks).remainder is None
+    ]
+    assert (_sums.ROWS, _sums.BLOCKS) in floats
+    for rows, blocks in floats:
+        in_a_block = sum(range(2, rows + 1)) + sum(range(2, rows))  # a partial sum of k rows rounds by u k C
+        over_blocks = 2 * sum(k * rows for k in range(2, blocks + 1))
+        behind_a_diagonal = 2 * blocks * rows
+        assert in_a_block + over_blocks + behind_a_diagonal <= paid_for, (rows, blocks)
+
+
+def test_pages_state_what_is_lost():
+    root = pathlib.Path(__file__).parents[2]
+    pages = "SECURITY.md", "CHANGELOG.md", "docs/privacy_argument.md", "docs/concepts.md", "dpopt/clipping.py"
+    for page in pages:
+        text = (root / page).read_text()
+        assert f"{_sums.ROUNDING:.1e}".replace("e-0", "e-") in text, page
+    assert f"per block of {_sums.ROWS}" in (root / "SECURITY.md").read_text()
 
 
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])
