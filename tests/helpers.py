@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 try:
     from jax import enable_x64
@@ -127,3 +128,8 @@ def assert_identical(actual, desired):
 def unit_gradients(batch, **leaves):
     """Gradients ``(batch, ...)`` filled with constants: ``unit_gradients(3, w=2.0)``."""
     return {name: jnp.full((batch, 2), value, jnp.float32) for name, value in leaves.items()}
+
+
+def slow_unless(quick, values):
+    """For ``parametrize``: ``values``, of which those in ``quick`` run in every run, the others with ``-m slow``."""
+    return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]

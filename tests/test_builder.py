@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import paid
+from helpers import paid, slow_unless
 
 import dpopt
 
@@ -83,10 +83,11 @@ NAMED = {
         (dpopt.baselines.blend_public_gradients(20), LR),
     ),
 }
+SIMILAR = ("dp_adamw", "dp_rmsprop", "dp_adagrad", "dp_yogi", "dp_r_pub", "dp_adam_pub")
 ASKS_FOR_PUBLIC_GRADIENTS = ("adadps, public", "dp_r_pub", "dp_adam_pub", "pda_dpmd")
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", slow_unless({*NAMED} - {*SIMILAR}, NAMED))
 def test_builder_gives_the_trajectory_of_the_named_optimizer(name):
     named, diagonals, rule = NAMED[name]
     b = builder()

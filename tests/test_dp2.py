@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from golden_runs import find_state, tiny_batch, tiny_loss, tiny_params
-from helpers import assert_identical, assert_near, dot_loss, paid, privacy_four
+from helpers import assert_identical, assert_near, dot_loss, paid, privacy_four, slow_unless
 
 import dpopt
 from dpopt.chain import NoiseAware
@@ -165,7 +165,7 @@ def named():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", named())
+@pytest.mark.parametrize("name", slow_unless({"corrected", "scheduled"}, named()))
 def test_scan_equals_a_loop(either_precision, name):
     opt = named()[name]
     step = dpopt.make_train_step(tiny_loss, opt, engine="vmap")

@@ -149,8 +149,8 @@ def nnx_make_model(seed=0):
     ("name", "jit"),
     [
         ("by name", nnx.jit),
-        ("by name", lambda f: f),
-        ("optax stages", nnx.jit),
+        pytest.param("by name", lambda f: f, marks=pytest.mark.slow),
+        pytest.param("optax stages", nnx.jit, marks=pytest.mark.slow),
         ("inject_hyperparams, static", nnx.jit),
     ],
     ids=["jit", "eager", "stages", "inject"],

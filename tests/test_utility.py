@@ -342,6 +342,7 @@ def few_reviews(tmp_path):
     text_task.loaded.cache_clear()
 
 
+@pytest.mark.slow
 def test_imdb_says_what_is_public_what_is_paid_for_and_what_is_neither(few_reviews):
     free = text_task.Imdb(few_reviews, frequency="train")
     assert free.taken_for_free == ["vocabulary", "word frequencies"] and free.num_examples == 40
@@ -378,6 +379,7 @@ def test_the_lstm_has_the_parameters_that_the_paper_counts():
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == 706_690
 
 
+@pytest.mark.slow
 def test_a_network_learns_mnist_in_the_same_runner(tmp_path, monkeypatch):
     mnist_files(tmp_path, train=40, test=8)
     small = models.Autoencoder(widths=(), code=2)

@@ -29,6 +29,7 @@ def test_examples_that_are_not_finite_or_have_no_gradient_pass():
     verify(lambda w, x: 0 * jnp.sum(w * x), jnp.ones(3), jnp.ones((2, 3)), engine="ghost")
 
 
+@pytest.mark.slow
 def test_examples_whose_gradients_are_roundings_beside_others_pass():
     """Of ``1 - tanh^2`` near saturation one rounding leaves a quarter more or less; the clip does not care."""
     x = np.random.default_rng(0).normal(size=(4096, 6)).astype(np.float32)

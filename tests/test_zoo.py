@@ -20,10 +20,8 @@ from benchmarks.zoo.registry import ZOO
 
 # One for each framework, and one of convolutions.
 TRACED = (
-    "VAE (linen)",
     "DeepFM (nnx)",
     "GRU of a time series (equinox)",
-    "Neural collaborative filtering (haiku)",
     "GCN (jax)",
     "DCGAN discriminator (equinox)",
 )

@@ -111,7 +111,13 @@ class MedianFlatClip(dpopt.FlatClip):
         return MedianClip().coefficients(leaf_norms)
 
 
-@pytest.mark.parametrize("clip", [MedianClip(), MedianFlatClip(1.0)], ids=["foreign", "subclass"])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        pytest.param(MedianClip(), id="foreign", marks=pytest.mark.slow),
+        pytest.param(MedianFlatClip(1.0), id="subclass"),
+    ],
+)
 @pytest.mark.parametrize("engine", ["vmap", "ghost", "stacked"])
 def test_a_clip_sees_one_row(engine, clip):
     params, batch = mlp_params(), mlp_batch(5)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 from jax import lax
 
 import dpopt
@@ -43,7 +44,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unless([*CASES][::2], CASES))
 def test_norms_count_every_step(name):
     loss, shape = CASES[name]
     rng = np.random.default_rng(0)

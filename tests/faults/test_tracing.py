@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import AxisType
@@ -124,7 +125,7 @@ def programs(count):
         yield (*steps, contacts[i % len(contacts)])
 
 
-@pytest.mark.parametrize("names", list(programs(30)), ids=" - ".join)
+@pytest.mark.parametrize("names", slow_unless([*programs(30)][::2], programs(30)), ids=" - ".join)
 def test_ghost_follows_prologues_of_all_kinds(names, x64):
     *steps, contact = names
 
@@ -251,7 +252,7 @@ def one_at_a_time(w, x):
 
 
 @pytest.mark.parametrize("loss", [reference, callback, ragged, one_at_a_time], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", slow_unless({True}, [False, True]), ids=["eager", "jit"])
 def test_refs(loss, jit, x64):
     """What the ghost engine cannot do falls back to vmap, what vmap cannot do to one example after the other."""
     with pytest.warns(UserWarning, match="Falling back|one example after the other"):

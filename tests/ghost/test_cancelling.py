@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 from jax import lax
 
 from dpopt import ghost
@@ -115,7 +116,7 @@ def _contributions(loss, params, batch, way, l2_clip_norm, scale):
     return totals[:EXAMPLES], totals[-1] - totals[EXAMPLES:-1]
 
 
-_SEEDS = [n if n < 6 else pytest.param(n, marks=pytest.mark.slow) for n in range(60)]
+_SEEDS = slow_unless(range(2), range(60))
 
 
 @pytest.mark.parametrize("kind", _KINDS)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from ghost_check import check, flat_clip, leaf_clip, random_like
+from helpers import slow_unless
 
 CASES = pytest.mark.parametrize("case", ghost_cases.CASES, ids=lambda case: case.__name__)
 
@@ -21,11 +22,12 @@ _KINDS = {
     ghost_cases.attention, ghost_cases.lstm, ghost_cases.scanned_layers, ghost_cases.frozen_and_unused,
     ghost_cases.cond,
 }  # fmt: skip
-KINDS = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case in _KINDS else pytest.mark.slow) for case in ghost_cases.CASES],
-    ids=lambda case: case.__name__,
-)
+
+
+def kinds(share):
+    """A third of the kinds in every run: diagonals, two passes and one pass take another third each."""
+    quick = [case for case in ghost_cases.CASES if case in _KINDS][share::3]
+    return pytest.mark.parametrize("case", slow_unless(quick, ghost_cases.CASES), ids=lambda case: case.__name__)
 
 
 @CASES
@@ -35,7 +37,7 @@ def test_equals_vmap_in_float64(case, x64):
         check(loss_fn, params, batch)
 
 
-@KINDS
+@kinds(0)
 def test_equals_vmap_under_a_diagonal(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     with jax.numpy_rank_promotion("allow"):
@@ -43,7 +45,7 @@ def test_equals_vmap_under_a_diagonal(case, x64):
 
 
 @pytest.mark.slow
-@KINDS
+@CASES
 def test_equals_vmap_with_an_offset(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     scale, offset = random_like(params, 1), random_like(params, 2, low=-0.5)
@@ -52,21 +54,21 @@ def test_equals_vmap_with_an_offset(case, x64):
 
 
 @pytest.mark.slow
-@KINDS
+@CASES
 def test_equals_vmap_in_float32(case):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     with jax.numpy_rank_promotion("allow"):
         check(loss_fn, params, batch, rtol=1e-5, atol=1e-5, clips=(flat_clip,))
 
 
-@KINDS
+@kinds(1)
 def test_two_passes_equal_vmap(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     with jax.numpy_rank_promotion("allow"):
         check(loss_fn, params, batch, clips=(flat_clip,), two_passes=True)
 
 
-@KINDS
+@kinds(2)
 @pytest.mark.parametrize("diagonal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "diagonal"])
 def test_one_pass_equals_vmap(case, diagonal, x64):
     """What it cannot clip as it goes takes the second."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ghost_check import assert_trees_close, flat_clip, leaf_clip, plain, random_like
+from helpers import slow_unless
 from jax import lax
 
 import dpopt
@@ -41,7 +42,10 @@ def spoiled(batch, row, value):
     return jax.tree.map(spoil, batch)
 
 
-@pytest.mark.parametrize("way, positions", [("two passes", 16), ("one pass", 16), ("one pass", 1)])
+@pytest.mark.parametrize(
+    "way, positions",
+    [("two passes", 16), pytest.param("one pass", 16, marks=pytest.mark.slow), ("one pass", 1)],
+)
 def test_what_is_added_up_is_what_norms_were_taken_of(way, positions):
     """What XLA computes twice it may round in two ways: examples once moved the sum, or a layer's, by 1e-3 too much."""
 
@@ -78,10 +82,7 @@ def test_what_is_added_up_is_what_norms_were_taken_of(way, positions):
         assert moved**0.5 <= 1e-3 * (1 + 3e-6)
 
 
-_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60)]
-
-
-@pytest.mark.parametrize("seed", [*range(6), *_SLOW])
+@pytest.mark.parametrize("seed", slow_unless(range(3), range(60)))
 def test_two_passes_of_any_batch(seed, x64):
     """Any model, batch size, mask and diagonal; some parameters are clipped by themselves, the others together.
 
@@ -126,10 +127,13 @@ def test_two_passes_of_any_batch(seed, x64):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        ghost_cases.dense, ghost_cases.conv2d, ghost_cases.tied_embedding, ghost_cases.lstm,
-        ghost_cases.scanned_layers, ghost_cases.weight_standardized, ghost_cases.attention,
-    ],
+    slow_unless(
+        {ghost_cases.dense, ghost_cases.conv2d, ghost_cases.tied_embedding, ghost_cases.scanned_layers},
+        [
+            ghost_cases.dense, ghost_cases.conv2d, ghost_cases.tied_embedding, ghost_cases.lstm,
+            ghost_cases.scanned_layers, ghost_cases.weight_standardized, ghost_cases.attention,
+        ],
+    ),
     ids=lambda case: case.__name__,
 )  # fmt: skip
 def test_a_bad_example_changes_nothing_about_the_others(case):

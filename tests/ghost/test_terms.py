@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 from jax import lax
 
 from dpopt.ghost import terms
@@ -16,7 +17,7 @@ STRIDES = [(1, 1), (2, 3), (4, 4), (3, 1)]  # some leave pixels out, or go over 
 PADDINGS = [((0, 0), (0, 0)), ((1, 1), (0, 1)), ((1, 2), (-1, 3))]
 # Strides, dilation of the filter and of the image, padding, groups.
 ALL = list(itertools.product(STRIDES, [(1, 1), (2, 3)], [(1, 1), (2, 1)], PADDINGS, [1, 2]))
-KINDS = [kind if i % 7 == 0 else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(ALL)]
+KINDS = slow_unless(ALL[::19], ALL)
 
 
 def _factors(stride, dilation, image_dilation, padding, groups):

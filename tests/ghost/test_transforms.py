@@ -39,6 +39,7 @@ def test_eager_and_jitted_agree(x64):
     assert_trees_close(eager, jitted, 1e-10)
 
 
+@pytest.mark.slow
 def test_inside_scan_over_microbatches(x64):
     loss_fn, params, batch = model(ghost_cases.Arrays())
 

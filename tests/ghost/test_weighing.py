@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 
 from dpopt import ghost
 
 SLACK = 2.0**-11
 TINY = float(np.finfo(np.float32).tiny)
 # 43 and 45 have shown faults of former rules; in 123 the squares of a diagonal overflow: all examples were left out.
-_SEEDS = [n if n in {*range(6), 43, 45, 123} else pytest.param(n, marks=pytest.mark.slow) for n in range(200)]
+_SEEDS = slow_unless({2, 43, 45, 123}, range(200))
 
 
 @pytest.fixture(autouse=True)
