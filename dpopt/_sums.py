@@ -97,14 +97,27 @@ def needs_remainder(size: int) -> bool:
 def over_examples(one_group: Callable[[Any], Any], inputs: Any) -> Sum:
     """``one_group(inputs)``, a pytree of sums over the leading axis of ``inputs``, of three blocks at a time.
 
-    A group adds up its own rows by `in_blocks`. On several devices each adds up its own share of a sharded batch.
+    A group adds up its own rows by `in_blocks`. On several devices a sharded batch is taken in `shares`.
     """
     size = _length(inputs)
-    shares = math.gcd(size, jax.device_count())
-    if shares == 1 or size <= ROWS:
+    count = shares(size)
+    if count == 1:
         return _in_groups(one_group, inputs)
-    split = jax.tree.map(lambda x: x.reshape(shares, size // shares, *x.shape[1:]), inputs)
-    return fold(jax.vmap(lambda share: _in_groups(one_group, share))(split), size // shares)
+    split = jax.tree.map(lambda x: x.reshape(count, size // count, *x.shape[1:]), inputs)
+    return fold(jax.vmap(lambda share: _in_groups(one_group, share))(split), size // count)
+
+
+def shares(size: int) -> int:
+    """Into how many parts of as many rows a batch on several devices is taken, each with devices of its own.
+
+    Into one for each device where floats can add them up: across devices that is one reduction. Else into as few as
+    hold `ROWS` rows, since every one of their sums is sent to all; devices with more rows than that go on alone."""
+    devices = math.gcd(size, jax.device_count())
+    if size <= ROWS:
+        return 1
+    if size // devices > ROWS or _lost(size // devices, devices) <= _lost(ROWS, BLOCKS):
+        return devices
+    return next(n for n in range(1, devices + 1) if devices % n == 0 and size // n <= ROWS)
 
 
 def in_blocks(one_block: Callable[[Any], Any], inputs: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Clipped sums and steps on meshes of 8 simulated devices; prints what tests/test_sharding.py reads, as JSON."""
+"""Clipped sums and steps of so many rows on the first few meshes of 8 simulated devices, for tests/test_sharding.py."""
 
 import json
+import sys
 import warnings
 
 import jax
@@ -13,8 +14,8 @@ import dpopt
 from dpopt import sharding
 from dpopt.ghost import memory, streamed
 
-SIZE = 176  # more than a block of 86 rows, which each device then has of its own
-MESHES = {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
+SIZE = int(sys.argv[1])
+MESHES = [{"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}][: int(sys.argv[2])]
 CLIPS = {
     "flat": (dpopt.FlatClip(1.0), "recorded"),
     "two passes": (dpopt.FlatClip(1.0), "streamed"),

@@ -34,9 +34,11 @@ def whole(seen):
     return np.array(seen["trajectories"]["1"])
 
 
-def test_meshes_of_one_to_three_axes_automatic_and_explicit():
-    found = script(ROOT / "tests" / "meshes_run.py", devices=8)
-    assert len(found) == 3 * 3 * 2
+# More than a block of 86 rows: devices' sums are added up in floats, in pairs of floats, or each device has blocks.
+@pytest.mark.parametrize("size, meshes", [(176, 3), (512, 1), (704, 1)])
+def test_meshes_of_one_to_three_axes_automatic_and_explicit(size, meshes):
+    found = script(ROOT / "tests" / "meshes_run.py", size, meshes, devices=8)
+    assert len(found) == 3 * meshes * 2
     assert [case for case in found if not case[-1] < ATOL] == []
 
 

@@ -59,7 +59,7 @@ class EitherHook:
 
     # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
     bounds: jax.Array
-    total: jax.Array  # zeros like the weight, at least float32: of the whole batch together
+    total: _sums.Sum  # zeros like the weight, at least float32: of the whole batch together
     adds_up: jax.Array | None  # () bool
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
     method: str
@@ -95,11 +95,11 @@ class EitherHook:
             adds_up, diagonal = shared
 
             def added():
-                total = transposed(contact, selected(c != 0, x), selected(c != 0, y), c)
-                return jnp.zeros((len(c), *self.bounds.shape), self.bounds.dtype), total.astype(self.total.dtype)
+                total = _added(contact, self, selected(c != 0, x), selected(c != 0, y), c)
+                return jnp.zeros((len(c), *self.bounds.shape), self.bounds.dtype), total
 
             def bounds():
-                return _bounds(contact, self, x, y, diagonal), jnp.zeros_like(self.total)
+                return _bounds(contact, self, x, y, diagonal), jax.tree.map(jnp.zeros_like, self.total)
 
             return lax.cond(adds_up, added, bounds)
 
@@ -179,13 +179,17 @@ def _clipped(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, di
     c = jnp.where((keep > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
     lost = lost_to_weighing(contact, bounds[..., 2], len(keep))
     c = jnp.where(can_weigh(c, limit[None], lost * _gain(hook, contact, diagonal)), c, 0)
-    weighed = selected(c != 0, x), selected(c != 0, y), c
+    return bounds, _added(contact, hook, selected(c != 0, x), selected(c != 0, y), c)
+
+
+def _added(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, c: jax.Array) -> _sums.Sum:
+    """The sum of the examples' gradients, weighted by ``c``, like ``hook.total``."""
     total = _sums.over_examples(
-        lambda group: _sums.in_blocks(lambda block: transposed(contact, *block), group), weighed
+        lambda group: _sums.in_blocks(lambda block: transposed(contact, *block), group), (x, y, c)
     )
     if hook.total.remainder is not None and total.remainder is None:  # one example alone
         total = _sums.Sum(total.value, jnp.zeros_like(total.value))
-    return bounds, jax.tree.map(lambda x, like: x.astype(like.dtype), total, hook.total)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, hook.total)
 
 
 def _gain(hook: ClipHook, contact: Contact, diagonal: jax.Array | None) -> jax.Array:

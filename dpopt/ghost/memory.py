@@ -109,7 +109,8 @@ def choose(
     limit = allowed(memory, found.ordinary)
     if wants_vmap and found.vmap <= limit:
         return Way(None, 1, _FASTEST)
-    more = [k for k in range(parts, size + 1) if size % k == 0] if may_split else [1]
+    # A part of a sharded batch would lie on some devices and leave the others idle.
+    more = [k for k in range(parts, size + 1) if size % k == 0] if may_split and jax.device_count() == 1 else [parts]
     # Parts cost less time than a second pass, as long as each has a few examples.
     fitting = [k for k in more if found.recorded(k) <= limit and (k == parts or size // k >= _LEAST_PART)]
     if fitting:

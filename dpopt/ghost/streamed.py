@@ -19,9 +19,10 @@ their factors first.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from dpopt.ghost.hooks import ClipHook, EitherHook
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected, settled
-from dpopt.ghost.values import Contact, wide_dtype
+from dpopt.ghost.values import Contact, Entry, wide_dtype
 from dpopt.ghost.weighing import without_too_large
 from dpopt.ghost.weighted_sum import grouped, to_leaf, to_leaves, weighted_sum
 
@@ -64,13 +65,25 @@ def clipped_sum(
     """
     if {leaf for c in run.plan.streamed for leaf in c.weight.leaves} <= run.plan.single:
         return _one_pass(run, batch, weigh, mask, limits, layer_axes)
-    shares = math.gcd(len(mask), jax.device_count())
-    if shares == 1 or len(mask) <= _sums.ROWS:
+    devices = math.gcd(len(mask), jax.device_count())
+    if devices == 1 or len(mask) <= _sums.ROWS:
         return _two_passes(run, batch, weigh, mask, limits, layer_axes)
-    # Each device takes its own share of a sharded batch.
-    blocks = Blocks(len(mask), len(mask) // shares)
+    if len(mask) // devices <= _sums.ROWS and _adds_up_exactly(run):
+        return _two_passes(run, batch, weigh, mask, limits, layer_axes, whole=True)
+    # Each device takes its own share of a sharded batch, and has a sum of its own.
+    blocks = Blocks(len(mask), len(mask) // devices)
     found = jax.vmap(lambda b, m: _two_passes(run, b, weigh, m, limits, layer_axes))(*blocks.split(batch, mask))
     return Streamed(_sums.fold(found.sum, blocks.rows), *blocks.join(tuple(found[1:])))
+
+
+def _adds_up_exactly(run: Run) -> bool:
+    """Whether a sum of the whole batch at a contact is as exact as one of blocks.
+
+    What a float sum has lost is not multiplied: that would round it as a whole. Nor is there any of offsets."""
+    if any(o is not None for o in run.offsets):
+        return False
+    entries = (cast(Entry, c.weight.entry) for c in run.plan.streamed)
+    return not _sums.needs_remainder(run.plan.batch_size) or (all(e.copy for e in entries) and not any(run.plan.scaled))
 
 
 def _one_pass(
@@ -81,9 +94,7 @@ def _one_pass(
     found = _looked_at(run, asked, seen, losses, weigh, mask)
     sums = found.sums
     if found.weights:
-        total = _recorded_sum(run, found.weights, found.records)
-        rests = [None] * len(found.weights) if total.remainder is None else total.remainder
-        sums |= {leaf: _sums.Sum(*pair) for leaf, *pair in zip(found.weights, total.value, rests, strict=True)}
+        sums |= dict(zip(found.weights, _each(_recorded_sum(run, found.weights, found.records)), strict=True))
     value, remainder = ([s[i] for _, s in sorted(sums.items())] for i in (0, 1))
     if any(r is not None for r in remainder):
         remainder = [jnp.zeros_like(v) if r is None else r for v, r in zip(value, remainder, strict=True)]
@@ -150,10 +161,10 @@ class _Found(NamedTuple):
 
 def _two_passes(
     run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array, limits: Sequence[Any],
-    layer_axes: Sequence[int],
+    layer_axes: Sequence[int], whole: bool = False,
 ) -> Streamed:  # fmt: skip
-    """Blocks of rows one after the other, and then all of them again, in one loop."""
-    blocks = Blocks(len(mask), -(-len(mask) // -(-len(mask) // _sums.ROWS)))
+    """Blocks of rows one after the other, and then all of them again, in one loop; or the ``whole`` batch."""
+    blocks = Blocks(len(mask), len(mask) if whole else -(-len(mask) // -(-len(mask) // _sums.ROWS)))
     batch, mask = blocks.split(batch, mask)
     run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
     single, zeros = run.plan.single, {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
@@ -163,6 +174,18 @@ def _two_passes(
     shared, groups = grouped({leaf: c for leaf, c in enumerate(weigh(norms, mask[0])) if leaf not in single})
     streamed = {leaf: groups[leaf] for c in run.plan.streamed for leaf in c.weight.leaves - single}
     rest = [leaf for leaf in zeros if leaf not in streamed]
+    pairs = _sums.needs_remainder(blocks.rows)
+
+    def filled(total: _sums.Sum) -> _sums.Sum:
+        return _sums.Sum(total.value, jnp.zeros_like(total.value)) if pairs and total.remainder is None else total
+
+    def added(coefficients: list, asked: Mapping) -> tuple[list, list]:
+        """What hooks have added up, of `streamed`."""
+        value, rests = (functools.partial(lambda i, k, _: asked[k][1][i], i) for i in range(2))
+        sums = to_leaves(run, streamed, coefficients, value)
+        return sums, to_leaves(run, streamed, coefficients, rests) if pairs else [None] * len(sums)
+
+    nothing = {leaf: filled(_sums.Sum(z)) for leaf, z in zeros.items()}
 
     def step(i: jax.Array, state: tuple[_Found, _sums.Sum]) -> tuple[_Found, _sums.Sum]:
         found, before = state
@@ -178,37 +201,51 @@ def _two_passes(
         losses, aux, seen, asked = run.passes(examples, hooks, counts, coefficients)
 
         # What hooks have added up, nothing in the first pass. Through `cond` it would be copied.
-        sums = dict(zip(streamed, to_leaves(run, streamed, coefficients, lambda k, _: asked[k][1]), strict=True))
+        sums = {leaf: _sums.Sum(*pair) for leaf, *pair in zip(streamed, *added(coefficients, asked), strict=True)}
 
         def first() -> tuple:
             looked = _looked_at(run, asked, seen, losses, weigh, counts)
             weights = {group: looked.weights[leaf] for leaf, group in groups.items()}
-            others = {leaf: looked.sums[leaf].value if leaf in single else zeros[leaf] for leaf in rest}
+            others = {leaf: filled(looked.sums[leaf]) if leaf in single else nothing[leaf] for leaf in rest}
             return looked.norms, [weights[group] for group in range(len(shared))], others
 
         def second() -> tuple:
             recorded = {leaf: coefficients[groups[leaf]] for leaf in rest if leaf not in single}
             records = {c: s._replace(out=None) for c, s in seen.items()}
-            total = _recorded_sum(run, recorded, records).value if recorded else []
-            others = {leaf: zeros[leaf] for leaf in single} | dict(zip(recorded, total, strict=True))
+            total = _each(_recorded_sum(run, recorded, records)) if recorded else []
+            others = {leaf: nothing[leaf] for leaf in single} | dict(zip(recorded, map(filled, total), strict=True))
             return own(found.norms), coefficients, others
 
         norms, weights, others = lax.cond(adds_up, second, first)
-        total = _sums.add(before, _sums.Sum({**{leaf: jnp.where(adds_up, s, 0) for leaf, s in sums.items()}, **others}))
+        here = {leaf: jax.tree.map(lambda s: jnp.where(adds_up, s, 0), total) for leaf, total in sums.items()} | others
+        total = _sums.add(before, _joined(here))
         if blocks.count == 1:  # nothing was there before: the memory of the parameters once less
-            total = _sums.Sum({**total.value, **sums})
+            parts = (part and {**part, **{k: s[i] for k, s in sums.items()}} for i, part in enumerate(total))
+            total = _sums.Sum(*parts)
         now = _Found(norms, weights, losses, aux)
         return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0), found, now), total
 
     of_block = [jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results]
     empty = _Found(norms, [jnp.zeros_like(c) for c in shared], of_block[0], of_block[1:])
     empty = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), empty)
-    start = empty, _sums.zero(zeros, blocks.rows, blocks.count)
-    found, total = lax.fori_loop(0, 2 * blocks.count, step, start)
+    start = _joined(nothing) if whole else _sums.zero(zeros, blocks.rows, blocks.count)
+    found, total = lax.fori_loop(0, 2 * blocks.count, step, (empty, start))
 
     total = _sums.Sum(*(part and list(part.values()) for part in total))
     norms, losses, aux, counts = blocks.join((found.norms, found.losses, found.aux, mask))
     return Streamed(total, norms, losses, aux, counts & finite([*norms, counts]))
+
+
+def _each(total: _sums.Sum) -> list[_sums.Sum]:
+    """The sums of a list of parameters, one by one."""
+    rests = [None] * len(total.value) if total.remainder is None else total.remainder
+    return [_sums.Sum(*pair) for pair in zip(total.value, rests, strict=True)]
+
+
+def _joined(sums: Mapping[int, _sums.Sum]) -> _sums.Sum:
+    """One sum of all."""
+    value, rests = ({leaf: s[i] for leaf, s in sums.items()} for i in range(2))
+    return _sums.Sum(value, None if any(r is None for r in rests.values()) else rests)
 
 
 def _hooks(
@@ -225,10 +262,10 @@ def _hooks(
         dtype = wide_dtype(contact.tap_dtype)
         bounds, chunk = jnp.zeros((*steps, 3), dtype), run.plan.streamed_chunk(contact)
         zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
-        if leaf not in run.plan.single:
-            hooks[contact] = EitherHook(bounds, zeros, adds_up, diagonal, method, chunk, groups[leaf])
-            continue
         total = _sums.Sum(zeros, jnp.zeros_like(zeros) if _sums.needs_remainder(run.plan.batch_size) else None)
+        if leaf not in run.plan.single:
+            hooks[contact] = EitherHook(bounds, total, adds_up, diagonal, method, chunk, groups[leaf])
+            continue
         # A gradient that is multiplied by a number later is clipped to as much less.
         limit = limits[leaf] if number is None else limits[leaf] / jnp.abs(number)
         hooks[contact] = ClipHook(bounds, total, jnp.full(steps, limit, dtype), diagonal, method, chunk)

@@ -249,6 +249,20 @@ def test_floats_are_used_where_the_bound_holds():
         assert in_a_block + over_blocks + behind_a_diagonal <= paid_for, (rows, blocks)
 
 
+def test_devices_share_rows_as_the_bound_allows(monkeypatch):
+    """Sums of as many devices as floats can add up, or of few rows: those are sent to all."""
+    for devices in (1, 2, 3, 8, 64, 256):
+        monkeypatch.setattr(jax, "device_count", lambda n=devices: n)
+        for size in [*range(1, 1100, 7), 64, 86, 128, 176, 512, 704, 4096]:
+            count, common = _sums.shares(size), np.gcd(size, devices)
+            assert common % count == 0, (size, devices)
+            assert size // count <= _sums.ROWS or count == common
+            if count not in (1, common):
+                assert _sums.zero(jnp.zeros(()), size // common, common).remainder is not None
+                assert all(size // n > _sums.ROWS for n in range(1, count) if common % n == 0)
+    assert _sums.shares(512) == 8  # of two rows on each of 256 devices
+
+
 def test_pages_state_what_is_lost():
     root = pathlib.Path(__file__).parents[2]
     pages = "SECURITY.md", "CHANGELOG.md", "docs/privacy_argument.md", "docs/concepts.md", "dpopt/clipping.py"
