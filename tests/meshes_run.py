@@ -55,7 +55,7 @@ def trained(params, batch, clip):
     grads = dpopt.per_example_grads(loss, engine="ghost", microbatch_size=SIZE)
     total = jax.jit(lambda p, b: grads(p, b, mask=mask).clipped_sum(clip).sum)
     optimizer = dpopt.dp_adam(
-        0.1, l2_clip_norm=clip, noise_multiplier=1.0, expected_batch_size=SIZE, key=jax.random.key(1)
+        0.01, l2_clip_norm=clip, noise_multiplier=1.0, expected_batch_size=SIZE, key=jax.random.key(1)
     )
     step = jax.jit(dpopt.make_train_step(loss, optimizer, engine="ghost", microbatch_size=SIZE))
     return jax.device_get((total(params, batch), step(params, optimizer.init(params), batch, mask)[0]))
