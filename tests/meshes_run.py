@@ -14,8 +14,7 @@ import dpopt
 from dpopt import sharding
 from dpopt.ghost import memory, streamed
 
-SIZE = int(sys.argv[1])
-MESHES = [{"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}][: int(sys.argv[2])]
+MESHES = {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 CLIPS = {
     "flat": (dpopt.FlatClip(1.0), "recorded"),
     "two passes": (dpopt.FlatClip(1.0), "streamed"),
@@ -29,7 +28,7 @@ def loss(p, example):
     return -jax.nn.log_softmax(x[0] @ p["v"] + p["b"])[example["y"]]
 
 
-def problem():
+def problem(size):
     k = jax.random.split(jax.random.key(0), 5)
     params = {
         "w": jax.random.normal(k[0], (16, 32)),
@@ -37,7 +36,7 @@ def problem():
         "v": jax.random.normal(k[2], (32, 8)),
         "b": jnp.zeros(8),
     }
-    return params, {"x": jax.random.normal(k[3], (SIZE, 16)), "y": jax.random.randint(k[4], (SIZE,), 0, 8)}
+    return params, {"x": jax.random.normal(k[3], (size, 16)), "y": jax.random.randint(k[4], (size,), 0, 8)}
 
 
 def placed(params, batch, axes, kind):
@@ -51,19 +50,20 @@ def placed(params, batch, axes, kind):
 
 def trained(params, batch, clip):
     """A clipped sum, and the parameters after a step, whose noise is the same on any mesh."""
-    mask = jnp.arange(SIZE) != 3
-    grads = dpopt.per_example_grads(loss, engine="ghost", microbatch_size=SIZE)
+    size = len(batch["y"])
+    mask = jnp.arange(size) != 3
+    grads = dpopt.per_example_grads(loss, engine="ghost", microbatch_size=size)
     total = jax.jit(lambda p, b: grads(p, b, mask=mask).clipped_sum(clip).sum)
     optimizer = dpopt.dp_adam(
-        0.01, l2_clip_norm=clip, noise_multiplier=1.0, expected_batch_size=SIZE, key=jax.random.key(1)
+        0.01, l2_clip_norm=clip, noise_multiplier=1.0, expected_batch_size=size, key=jax.random.key(1)
     )
-    step = jax.jit(dpopt.make_train_step(loss, optimizer, engine="ghost", microbatch_size=SIZE))
+    step = jax.jit(dpopt.make_train_step(loss, optimizer, engine="ghost", microbatch_size=size))
     return jax.device_get((total(params, batch), step(params, optimizer.init(params), batch, mask)[0]))
 
 
-def main():
+def main(size, meshes):
     warnings.simplefilter("error")  # no fallback
-    params, batch = problem()
+    params, batch = problem(size)
     found, real = [], streamed.clipped_sum
 
     def counted(*args):
@@ -77,7 +77,7 @@ def main():
         memory.allowed = lambda *_, way=way: 0 if way == "streamed" else 1 << 40
         counted.calls = 0
         want = trained(params, batch, clip)
-        for axes in MESHES:
+        for axes in MESHES[:meshes]:
             for kind in AxisType.Auto, AxisType.Explicit:
                 got = trained(*placed(params, batch, axes, kind), clip)
                 pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
@@ -87,4 +87,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
