@@ -66,12 +66,16 @@ def zero(like: Any, rows: int, count: int) -> Sum:
     return Sum(zeros, None if _lost(rows, count) <= _lost(ROWS, BLOCKS) else zeros)
 
 
+def paired(total: Sum) -> Sum:
+    """The same in pairs of floats."""
+    return total if total.remainder is not None else Sum(total.value, jax.tree.map(jnp.zeros_like, total.value))
+
+
 def add(a: Sum, b: Sum) -> Sum:
     """``a + b``; in pairs of floats if ``a`` is one."""
     if a.remainder is None:
         return Sum(jax.tree.map(jnp.add, a.value, b.value))
-    rest = jax.tree.map(jnp.zeros_like, b.value) if b.remainder is None else b.remainder
-    pairs = jax.tree.map(_add, a.value, a.remainder, b.value, rest)
+    pairs = jax.tree.map(_add, *a, *paired(b))
     return Sum(*jax.tree.transpose(jax.tree.structure(a.value), jax.tree.structure((0, 0)), pairs))
 
 
@@ -162,8 +166,7 @@ def _in_groups(of_group: Callable[[Any], Any], inputs: Any) -> Sum:
 
     if size <= group:
         return one_group(0, size)
-    first = one_group(0, group)
-    total = Sum(first.value, jax.tree.map(jnp.zeros_like, first.value))
+    total = paired(one_group(0, group))
     whole = size // group
     total = lax.fori_loop(1, whole, lambda i, total: add(total, one_group(i * group, group)), total)
     return add(total, one_group(whole * group, size - whole * group)) if size % group else total

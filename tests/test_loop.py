@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_identical
+from helpers import assert_identical, slow_unless
 from runs import DATA, DELTA, RDP, fetch, loss_fn, run, start, tiny_plan
 
 import dpopt
@@ -229,7 +229,13 @@ def test_the_same_plan_in_memory_and_on_disk_is_refused(tmp_path):
         plan.journal.attach(tmp_path / "ledger.jsonl", {})
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_])
+@pytest.mark.parametrize(
+    "dtype",
+    slow_unless(
+        {jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_},
+        [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint32, jnp.bool_],
+    ),
+)
 def test_a_digest_sees_every_bit_and_every_place(dtype):
     x = (jnp.arange(7) % 4).astype(dtype)
     digests = {identity.hex_digest(identity.digest(x))}

@@ -20,8 +20,10 @@ from benchmarks.zoo.registry import ZOO
 
 # One for each framework, and one of convolutions.
 TRACED = (
+    "VAE (linen)",
     "DeepFM (nnx)",
     "GRU of a time series (equinox)",
+    "Neural collaborative filtering (haiku)",
     "GCN (jax)",
     "DCGAN discriminator (equinox)",
 )

@@ -187,8 +187,7 @@ def _added(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, 
     total = _sums.over_examples(
         lambda group: _sums.in_blocks(lambda block: transposed(contact, *block), group), (x, y, c)
     )
-    if hook.total.remainder is not None and total.remainder is None:  # one example alone
-        total = _sums.Sum(total.value, jnp.zeros_like(total.value))
+    total = total if hook.total.remainder is None else _sums.paired(total)  # of one example alone it is not
     return jax.tree.map(lambda x, like: x.astype(like.dtype), total, hook.total)
 
 

@@ -19,7 +19,6 @@ their factors first.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -95,13 +94,7 @@ def _one_pass(
     sums = found.sums
     if found.weights:
         sums |= dict(zip(found.weights, _each(_recorded_sum(run, found.weights, found.records)), strict=True))
-    value, remainder = ([s[i] for _, s in sorted(sums.items())] for i in (0, 1))
-    if any(r is not None for r in remainder):
-        remainder = [jnp.zeros_like(v) if r is None else r for v, r in zip(value, remainder, strict=True)]
-        total = _sums.Sum(value, remainder)
-    else:
-        total = _sums.Sum(value)
-    return Streamed(total, found.norms, losses, aux, mask & finite([*found.norms, mask]))
+    return Streamed(_listed(_joined(sums)), found.norms, losses, aux, mask & finite([*found.norms, mask]))
 
 
 class _Looked(NamedTuple):
@@ -176,16 +169,7 @@ def _two_passes(
     rest = [leaf for leaf in zeros if leaf not in streamed]
     pairs = _sums.needs_remainder(blocks.rows)
 
-    def filled(total: _sums.Sum) -> _sums.Sum:
-        return _sums.Sum(total.value, jnp.zeros_like(total.value)) if pairs and total.remainder is None else total
-
-    def added(coefficients: list, asked: Mapping) -> tuple[list, list]:
-        """What hooks have added up, of `streamed`."""
-        value, rests = (functools.partial(lambda i, k, _: asked[k][1][i], i) for i in range(2))
-        sums = to_leaves(run, streamed, coefficients, value)
-        return sums, to_leaves(run, streamed, coefficients, rests) if pairs else [None] * len(sums)
-
-    nothing = {leaf: filled(_sums.Sum(z)) for leaf, z in zeros.items()}
+    nothing = {leaf: _sums.Sum(z, z if pairs else None) for leaf, z in zeros.items()}
 
     def step(i: jax.Array, state: tuple[_Found, _sums.Sum]) -> tuple[_Found, _sums.Sum]:
         found, before = state
@@ -201,19 +185,20 @@ def _two_passes(
         losses, aux, seen, asked = run.passes(examples, hooks, counts, coefficients)
 
         # What hooks have added up, nothing in the first pass. Through `cond` it would be copied.
-        sums = {leaf: _sums.Sum(*pair) for leaf, *pair in zip(streamed, *added(coefficients, asked), strict=True)}
+        parts = [to_leaves(run, streamed, coefficients, lambda k, _, i=i: asked[k][1][i]) for i in range(1 + pairs)]
+        sums = {leaf: _sums.Sum(*pair) for leaf, *pair in zip(streamed, *parts, strict=True)}
 
         def first() -> tuple:
             looked = _looked_at(run, asked, seen, losses, weigh, counts)
             weights = {group: looked.weights[leaf] for leaf, group in groups.items()}
-            others = {leaf: filled(looked.sums[leaf]) if leaf in single else nothing[leaf] for leaf in rest}
+            others = {leaf: looked.sums[leaf] if leaf in single else nothing[leaf] for leaf in rest}
             return looked.norms, [weights[group] for group in range(len(shared))], others
 
         def second() -> tuple:
             recorded = {leaf: coefficients[groups[leaf]] for leaf in rest if leaf not in single}
             records = {c: s._replace(out=None) for c, s in seen.items()}
             total = _each(_recorded_sum(run, recorded, records)) if recorded else []
-            others = {leaf: nothing[leaf] for leaf in single} | dict(zip(recorded, map(filled, total), strict=True))
+            others = {leaf: nothing[leaf] for leaf in single} | dict(zip(recorded, total, strict=True))
             return own(found.norms), coefficients, others
 
         norms, weights, others = lax.cond(adds_up, second, first)
@@ -231,9 +216,8 @@ def _two_passes(
     start = _joined(nothing) if whole else _sums.zero(zeros, blocks.rows, blocks.count)
     found, total = lax.fori_loop(0, 2 * blocks.count, step, (empty, start))
 
-    total = _sums.Sum(*(part and list(part.values()) for part in total))
     norms, losses, aux, counts = blocks.join((found.norms, found.losses, found.aux, mask))
-    return Streamed(total, norms, losses, aux, counts & finite([*norms, counts]))
+    return Streamed(_listed(total), norms, losses, aux, counts & finite([*norms, counts]))
 
 
 def _each(total: _sums.Sum) -> list[_sums.Sum]:
@@ -243,9 +227,16 @@ def _each(total: _sums.Sum) -> list[_sums.Sum]:
 
 
 def _joined(sums: Mapping[int, _sums.Sum]) -> _sums.Sum:
-    """One sum of all."""
-    value, rests = ({leaf: s[i] for leaf, s in sums.items()} for i in range(2))
-    return _sums.Sum(value, None if any(r is None for r in rests.values()) else rests)
+    """One sum of all; in pairs of floats if any of them is."""
+    if any(s.remainder is not None for s in sums.values()):
+        sums = {leaf: _sums.paired(s) for leaf, s in sums.items()}
+        return _sums.Sum(*({leaf: s[i] for leaf, s in sums.items()} for i in range(2)))
+    return _sums.Sum({leaf: s.value for leaf, s in sums.items()})
+
+
+def _listed(total: _sums.Sum) -> _sums.Sum:
+    """A sum of all in the parameters' order."""
+    return _sums.Sum(*(part and [part[leaf] for leaf in sorted(part)] for part in total))
 
 
 def _hooks(

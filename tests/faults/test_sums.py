@@ -15,6 +15,7 @@ from helpers import paid, slow_unless
 
 import dpopt
 from dpopt import _sums
+from dpopt.ghost import memory, streamed
 
 CLIP = dpopt.FlatClip(1.0)
 LIMIT = 1 + _sums.ROUNDING
@@ -136,6 +137,22 @@ def test_every_kind_of_contact(case, engine, microbatch_size):
     loss, params, batch = CASES[case]
     found = moved(loss, params, batch, engine=engine, microbatch_size=microbatch_size)
     assert 0.2 < found <= LIMIT
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_two_passes_on_many_devices(diagonal, monkeypatch):
+    """Devices of 64 rows each add up at the contact, all together, unless there is a diagonal."""
+    whole = []
+    passes = streamed._two_passes
+    monkeypatch.setattr(streamed, "_two_passes", lambda *a, **k: whole.append("whole" in k) or passes(*a, **k))
+    monkeypatch.setattr(jax, "device_count", lambda: 256)
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
+    # 2^13 C, and then devices that have a little more than the last place of that.
+    batch = first_of(np.r_[np.ones(2**13), np.full(2**13, 1.02 * 2.0**-10 / 64)] / 4, 3)
+    scale = jnp.full((3, 1), 0.7).at[0, 0].set(1) if diagonal else None
+    batch = np.stack([batch] * 4, 1)
+    assert 1 - 1e-6 <= moved(sequence, jnp.zeros((3, 1)), batch, engine="ghost", memory=1, scale=scale) <= LIMIT
+    assert whole == [not diagonal]
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])

@@ -1,6 +1,8 @@
 """A few hundred random programs in every run; ``python -m tests.fuzz`` runs more. A failure names its seed."""
 
+import json
 import os
+import pathlib
 
 import jax
 import pytest
@@ -33,6 +35,21 @@ def test_no_example_moves_the_sum_further(part):
 def test_programs_that_once_exceeded(seed, fast):
     outcome = check.run(seed, fast=fast)
     assert not outcome.failures and outcome.kind == "ran"
+
+
+def test_pages_state_what_was_run():
+    """How many programs `fuzz.json` records: of the first ones, and of those with seeds of their own after them."""
+    root = pathlib.Path(__file__).parents[2]
+    record = json.loads((root / "benchmarks/results/fuzz.json").read_text())
+    later = [run for run in record["runs"] if run["first_seed"] >= 20_000]
+    clean = [run for run in later if not run["exceeding"]]
+    assert [run["exceeding"] for run in later] == [1, *[0] * len(clean)]
+    page = " ".join((root / "SECURITY.md").read_text().split())
+    assert f"Of {record['programs']:,} random programs" in page
+    assert f"Of {later[0]['programs']:,} later ones one did" in page
+    said = f"of the {sum(run['programs'] for run in clean):,} after that none, {clean[-1]['programs']:,} of them by the"
+    assert said in page
+    assert sum(run["programs"] for run in later) == record["programs_of_later_commits"]
 
 
 def test_a_seed_gives_one_program():

@@ -83,13 +83,17 @@ def test_what_is_added_up_is_what_norms_were_taken_of(way, positions):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(3), range(60)))
-def test_two_passes_of_any_batch(seed, x64):
+def test_two_passes_of_any_batch(seed, x64, monkeypatch):
     """Any model, batch size, mask and diagonal; some parameters are clipped by themselves, the others together.
 
-    Blocks have up to 86 rows, the last one is filled up; beyond 258 rows sums are pairs of floats."""
+    Blocks have up to 86 rows, the last one is filled up; beyond 258 rows sums are pairs of floats. Of several devices
+    each takes its rows, or all of them the batch whole."""
     rng = np.random.default_rng(seed)
     loss_fn, params, batch = ghost_cases.CASES[rng.integers(len(ghost_cases.CASES))](ghost_cases.Arrays(seed))
     size = int(rng.choice([rng.integers(1, 87), rng.integers(87, 259), rng.integers(259, 301)]))
+    devices = int(rng.choice([1, 2, 4, 8, 64, 256]))
+    size = size if rng.random() < 0.2 else max(devices, size - size % devices)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
     own = rng.integers(0, jax.tree.leaves(batch)[0].shape[0], size)
     batch, mask = jax.tree.map(lambda x: x[own], batch), jnp.asarray(rng.random(size) < 0.8)
     scale = random_like(params, seed) if rng.random() < 0.5 else None
@@ -234,6 +238,14 @@ def test_estimates_of_memory_are_those_of_the_compiler():
             lambda p, x, loss=loss: jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, x).sum())(p), params, batch
         )
         assert 0.4 < (found.ordinary - 2 * found.weights) / ordinary < 2.5
+
+
+def test_a_batch_on_several_devices_is_not_taken_in_parts(no_batch_is_small, monkeypatch):
+    """A part would lie on some of them and leave the others idle."""
+    assert chosen(False, 0.9, may_split=True)[0].parts > 1
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    way = chosen(False, 0.9, may_split=True)[0]
+    assert way.parts == 1 and way.plan.streamed
 
 
 def test_a_promise_in_two_passes_gives_the_same_sum(no_batch_is_small):
