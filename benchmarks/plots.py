@@ -56,13 +56,14 @@ def papers(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
             axes.errorbar(row["mean"], i, xerr=row["std"] or 0, fmt="o", color="C0", capsize=3)
             if row["published"] is not None:
                 axes.plot(row["published"], i, "x", color="black")
-        axes.plot([], [], "o", color="C0", label="measured")
-        axes.plot([], [], "x", color="black", label="published")
+        if any(row["published"] is not None for row in own):
+            axes.plot([], [], "o", color="C0", label="measured")
+            axes.plot([], [], "x", color="black", label="published")
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         axes.set_yticks(range(len(own)), [r["label"] for r in own])
         axes.invert_yaxis()
         axes.set_xlabel(own[0]["metric"])
         axes.set_title(title, fontsize=10)
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         paths.append(_save(figure, out / f"{stem('papers', title)}.svg"))
         if all(len(row.get("curve", ())) > FEW_POINTS for row in own):
             paths.append(_curves(title, own, out))

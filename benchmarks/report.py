@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,42 +48,67 @@ being worked out, on the same held-out data, the test scores of two versions (fo
 """
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """One row of a table."""
-    published = row.get("published")
-    free = ", ".join(row["not_covered_by_epsilon"]) or "nothing"
-    target = row.get("target_epsilon")
-    return [
-        row["label"] + (f" (epsilon {target:g})" if target else ""),
-        f"{row['epsilon']['pld']:.2f}",
-        f"{row['epsilon']['rdp']:.2f}",
-        f"{row['noise_multiplier']:.3g}",
-        summaries.spread(row),
-        "" if published is None else f"{published:g}",
-        str(len(row["seeds"])),
-        f"{row['seconds']:.0f}",
-        f"{row['state_bytes']:,} ({row['state_bytes'] / row['parameters']:.2g})",
-        free,
-    ]
-
-
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A table."""
-    metric = rows[0]["metric"]
-    head = [
-        "",
-        "eps PLD",
-        "eps RDP",
-        "sigma",
-        metric,
-        "published",
-        "seeds",
-        "s / run",
-        "state, bytes (a parameter)",
-        "taken for free",
-    ]
-    lines = [head, ["---", *["---:"] * (len(head) - 2), "---"], *(cells(r) for r in rows)]
+def table(columns: dict[str, Sequence[str]]) -> str:
+    """In Markdown, of columns by their heads; those that are empty are left out. Words to the left, figures right."""
+    shown = {head: cells for head, cells in columns.items() if any(cells)}
+    rules = ["---:" if all(c.lstrip("*")[:1] in "0123456789" for c in cells) else "---" for cells in shown.values()]
+    lines = [list(shown), rules, *zip(*shown.values(), strict=True)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _seconds(*rows: dict[str, Any]) -> str:
+    median = statistics.median(row["seconds"] for row in rows)
+    return f"{median:.1f}" if median < 10 else f"{median:.0f}"
+
+
+def _free(row: dict[str, Any]) -> str:
+    return ", ".join(row["not_covered_by_epsilon"]) or "nothing"
+
+
+def _state(row: dict[str, Any]) -> str:
+    return f"{row['state_bytes']:,} ({row['state_bytes'] / row['parameters']:.2g})"
+
+
+def papers(rows: Sequence[dict[str, Any]]) -> str:
+    """A table with a line for each row."""
+    published = [row.get("published") for row in rows]
+    return table(
+        {
+            "": [row["label"] for row in rows],
+            "eps PLD": [f"{row['epsilon']['pld']:.2f}" for row in rows],
+            "eps RDP": [f"{row['epsilon']['rdp']:.2f}" for row in rows],
+            "sigma": [f"{row['noise_multiplier']:.3g}" for row in rows],
+            rows[0]["metric"]: [summaries.spread(row) for row in rows],
+            "published": ["" if p is None else f"{p:g}" for p in published],
+            "seeds": [str(len(row["seeds"])) for row in rows],
+            "s / run": [_seconds(row) for row in rows],
+            "state, bytes (a parameter)": [_state(row) for row in rows],
+            "taken for free": [_free(row) for row in rows],
+        }
+    )
+
+
+def frontier(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each contender and a column for each epsilon, in which the best is bold; before it, the noise."""
+    names = dict.fromkeys(r["contender"] for r in rows)
+    by_name = {name: [r for r in rows if r["contender"] == name] for name in names}
+    noise, columns = [], {"": list(by_name)}
+    for epsilon in sorted({r["target_epsilon"] for r in rows}):
+        own = {r["contender"]: r for r in rows if r["target_epsilon"] == epsilon}
+        best = _best(list(own.values()))
+        cells = {name: summaries.spread(row) for name, row in own.items()}
+        cells[best["contender"]] = f"**{cells[best['contender']]}**"
+        columns[f"epsilon {epsilon:g}"] = [cells.get(name, "") for name in by_name]
+        rdp, sigma, seeds = best["epsilon"]["rdp"], best["noise_multiplier"], len(best["seeds"])
+        noise.append(f"{epsilon:g} ({rdp:.2f}; {sigma:.3g}; {seeds})")
+    columns["s / run"] = [_seconds(*own) for own in by_name.values()]
+    columns["state, bytes (a parameter)"] = [_state(own[0]) for own in by_name.values()]
+    columns["taken for free"] = [_free(own[0]) for own in by_name.values()]
+    better = "higher" if rows[0]["higher_is_better"] else "lower"
+    return (
+        f"By {rows[0]['metric']}, of which {better} is better; the best at each epsilon is bold. Epsilon by PLD "
+        f"(by RDP; noise multiplier; seeds): {', '.join(noise)}.\n\n{table(columns)}"
+    )
 
 
 def _beats(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -129,7 +155,7 @@ def against_published(rows: Sequence[dict[str, Any]]) -> str:
     return f"{reached}; short of it: {names}."
 
 
-def _papers(rows: Sequence[dict[str, Any]]) -> str:
+def _claims(rows: Sequence[dict[str, Any]]) -> str:
     said = [against_published(rows), ""]
     claims = orderings(rows)
     if claims:
@@ -137,19 +163,14 @@ def _papers(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(said)
 
 
-def winners(rows: Sequence[dict[str, Any]]) -> str:
-    """The best contender at each epsilon."""
-    lines = []
-    for epsilon in sorted({r["target_epsilon"] for r in rows}):
-        own = [r for r in rows if r["target_epsilon"] == epsilon]
-        best = own[0]
-        for r in own[1:]:
-            best = r if _beats(r, best) else best
-        lines.append(f"- epsilon {epsilon:g}: **{best['label']}**, {summaries.spread(best)}")
-    return "\n".join(["The best at each epsilon:", "", *lines])
+def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return (max if rows[0]["higher_is_better"] else min)(rows, key=lambda row: row["mean"])
 
 
-WORDS: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {"papers": _papers, "frontier": winners}
+_TABLES: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
+    "papers": lambda rows: f"{papers(rows)}\n\n{_claims(rows)}",
+    "frontier": frontier,
+}
 
 
 def write(tables: Path, to: Path) -> Path:
@@ -170,7 +191,7 @@ def write(tables: Path, to: Path) -> Path:
                      f"{suite}` runs it again; `--only` takes part of a name.\n")  # fmt: skip
         for title in dict.fromkeys(r["table"] for r in content["rows"]):
             rows = [r for r in content["rows"] if r["table"] == title]
-            parts.append(f"\n### {title}\n\n{markdown(rows)}\n\n{WORDS[suite](rows)}\n")
+            parts.append(f"\n### {title}\n\n{_TABLES[suite](rows)}\n")
             stem = plots.stem(suite, title)
             parts += [f"\n![{title}](results/{name}.svg)\n" for name in (stem, f"{stem}-curve") if name in drawn]
     for name, heading in MEASURED.items():

@@ -298,7 +298,11 @@ def test_the_report_says_in_words_what_a_papers_ordering_became(tmp_path, monkey
     assert "1 of 1" in report.against_published(lower)
 
     frontier = [row(n, m, None, target_epsilon=e, contender=n) for n, m, e in (("x", 0.8, 1.0), ("y", 0.9, 1.0))]
-    assert "epsilon 1: **y**" in report.winners(frontier)
+    frontier.append(row("x", 0.95, None, target_epsilon=2.0, contender="x"))
+    said = report.frontier(frontier)
+    assert "|  | epsilon 1 | epsilon 2 |" in said and "2 (3.00; 1; 2)" in said
+    assert "| x | 0.800 ± 0.001 | **0.950 ± 0.001** |" in said and "| y | **0.900 ± 0.001** |  |" in said
+    assert "published" not in report.papers([row("c", 0.7, None)])
     for suite, content in (("papers", rows), ("frontier", frontier)):
         (tmp_path / f"utility-{suite}.json").write_text(json.dumps({"rows": content}))
     tiny = {"batch": ("tiny MLP", (2, 4), lambda n: (models.MLP((), 2), np.ones((n, 3), np.float32)))}
