@@ -82,7 +82,8 @@ def composer(privacy: Privacy, scheme: Any, start: int) -> Callable[[int], dp.Dp
         # Merged, since an event that is a list of queries cannot be counted.
         seen.extend(merged(privacy.step_event(start + i, scheme.relation)) for i in range(len(seen), steps))
         # Composition does not care about order, so equal steps are counted together.
-        parts = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in Counter(seen[:steps]).items()]
+        counts = Counter(seen[:steps])
+        parts = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in counts.items()]
         return parts[0] if len(parts) == 1 else dp.ComposedDpEvent(cast(list[dp.DpEvent], parts))
 
     return event
