@@ -11,6 +11,7 @@
 >>> params = optax.apply_updates(params, updates)
 """
 
+import importlib as _importlib
 import typing as _typing
 import warnings as _warnings
 from importlib import metadata as _metadata
@@ -18,7 +19,6 @@ from importlib import metadata as _metadata
 # One example's gradient: where does it come from, what will it cost?
 from dpopt.gradients import PerExampleGrads as PerExampleGrads
 from dpopt.gradients import per_example_grads as per_example_grads
-from dpopt.ghost import explain as explain
 from dpopt.verification import VerificationError as VerificationError
 from dpopt.verification import verify as verify
 
@@ -116,13 +116,25 @@ from dpopt import federated as federated
 from dpopt import loading as loading
 from dpopt import sharding as sharding
 
+# How a clipped sum is computed: imported when it is used (_lazy.py says why)
+_LATER = "explain", "ghost"
+
 __version__ = _metadata.version("dpopt")
 
 
-if not _typing.TYPE_CHECKING:  # to a type checker every name would be there
+if _typing.TYPE_CHECKING:
+    from dpopt import ghost as ghost
+    from dpopt.ghost import explain as explain
+else:  # to a type checker every name would be there
 
     def __getattr__(name: str):
+        if name in _LATER:
+            module = _importlib.import_module("dpopt.ghost")
+            return module.explain if name == "explain" else module
         if name not in baselines.__all__:
             raise AttributeError(f"module 'dpopt' has no attribute {name!r}")
         _warnings.warn(f"dpopt.{name} has moved: dpopt.baselines.{name}", DeprecationWarning, stacklevel=2)
         return getattr(baselines, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATER})

@@ -4,6 +4,8 @@ The ``vmap`` engine forms every gradient, takes norms, and adds up what is left 
 The ``ghost`` engine (`dpopt.ghost`) gets the same sum without forming them.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from dpopt import _fallback, _meshes, _sums, _trees, ghost
+from dpopt import _fallback, _meshes, _sums, _trees
 from dpopt._blocks import Blocks
+from dpopt._lazy import ghost
 from dpopt._once import if_any
 from dpopt._programs import equations
 from dpopt._rows import batched_by_hand, check_rows_are_independent
@@ -32,7 +35,7 @@ class Loss:
     engine: str
     microbatch_size: int | None
     has_aux: bool
-    memory: float | int = ghost.DEFAULT_MEMORY
+    memory: float | int = 1.25
 
     @property
     def like(self) -> Any:

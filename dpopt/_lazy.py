@@ -1,14 +1,24 @@
-"""``dp_accounting``, imported when it is first used: with SciPy it takes longer than JAX and Optax together."""
+"""Modules that are imported when they are first used, so that ``import dpopt`` takes little longer than Optax alone.
+
+``dp_accounting`` brings SciPy, which takes longer than JAX and Optax together; what reads programs brings
+``jax.extend``, which takes as long as the whole of dpopt.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import dp_accounting as dp_accounting
+
+    from dpopt import _flow as flow
+    from dpopt import ghost as ghost
 else:
 
-    class _Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("dp_accounting"), name)
+    class _Module:
+        def __init__(self, name: str):
+            self._name = name
 
-    dp_accounting = _Library()
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module(self._name), name)
+
+    dp_accounting, flow, ghost = map(_Module, ("dp_accounting", "dpopt._flow", "dpopt.ghost"))

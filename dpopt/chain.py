@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _flow, _stages, _sums, _trees, _validate, inspection
+from dpopt import _stages, _sums, _trees, _validate, inspection
+from dpopt._lazy import flow
 from dpopt._names import name_of
 from dpopt.clipping import as_promise
 from dpopt.gradients import PerExampleGrads
@@ -70,7 +71,7 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
             _validate.public_arguments(extra_args)
             grads = as_promise(updates, params)
             check_unit(grads.unit, privacy.unit)
-            self.updated = self.updated or not _flow.is_inspecting()
+            self.updated = self.updated or not flow.is_inspecting()
             if not is_chained:
                 inspection.inspect_once(update, update, grads, state, params, extra_args)
             with _stages.listening(None):  # its parts are summed up by its own report

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _flow, _stacked, _stages
+from dpopt import _stacked, _stages
+from dpopt._lazy import flow
 from dpopt.clip_functions import FlatClip as FlatClip
 from dpopt.clip_functions import GroupClip as GroupClip
 from dpopt.clip_functions import LayerwiseClip as LayerwiseClip
@@ -59,7 +60,7 @@ def clip_and_sum(l2_clip_norm: Any) -> optax.GradientTransformationExtraArgs:
         del extra_args
         grads = as_promise(updates, params)
         _refuse_changed(grads)
-        return _flow.bounded(grads.clipped_sum(clip).sum), state
+        return flow.bounded(grads.clipped_sum(clip).sum), state
 
     return _stages.StagedTransformation(init_fn, update_fn, _stages.Clip(sensitivity=clip.sensitivity))
 
@@ -118,7 +119,7 @@ def _refuse_changed(grads: PerExampleGrads) -> None:
             "bounds that. Declare a diagonal of public values, dpopt.precondition(dpopt.side_information(scale)), or "
             "of values that were noised, such as dpopt.last_moments."
         )
-    if _flow.is_inspecting() and not getattr(grads._source, "is_shown", False):
+    if flow.is_inspecting() and not getattr(grads._source, "is_shown", False):
         raise ValueError(
             "clip_and_sum got other gradients than the caller's: something before it made rows of its own, and one "
             "example may be in many of them. Nothing but dpopt.precondition may stand before the clip."

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt import _batches, _engines, _stacked, _trees, _validate, ghost
+from dpopt import _batches, _engines, _stacked, _trees, _validate
 
 Engine = Literal["auto", "ghost", "vmap"]
 
@@ -205,7 +205,7 @@ def per_example_grads(
     engine: Engine = "auto",
     microbatch_size: int | None = None,
     has_aux: bool = False,
-    memory: float | int = ghost.DEFAULT_MEMORY,
+    memory: float | int = 1.25,
 ) -> Callable[..., PerExampleGrads]:
     """Makes ``f(params, batch, *, mask)``, which promises the gradient of ``loss_fn`` at every example.
 

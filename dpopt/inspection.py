@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _flow, _stacked, _stages, _trees, _validate
+from dpopt import _stacked, _stages, _trees, _validate
+from dpopt._lazy import flow
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import Privacy, check_order, check_unit, privacy_of_stages
 
@@ -94,7 +95,7 @@ def inspect_once(
     update: Callable, identity: Callable, grads: PerExampleGrads, state: Any, params: Any, extra: dict[str, Any]
 ) -> None:
     """`inspect_update` for arguments like these, unless ``identity`` has been through it. Within one: does nothing."""
-    if _flow.is_inspecting():
+    if flow.is_inspecting():
         return
     leaves, structure = jax.tree.flatten((state, params, extra))
     signature = structure, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves if not callable(x))
@@ -121,7 +122,7 @@ def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = Non
     found: list[Privacy] = []
 
     def run(state, params):
-        mask = _flow.private(jnp.ones((_ROWS,), bool), "the batch")
+        mask = flow.private(jnp.ones((_ROWS,), bool), "the batch")
         source: Any = _Shown(params if like is None else like, unit, mask)
         shown = PerExampleGrads(source, mask)
         reports: list[_stages.Stage | Privacy] = []
@@ -134,7 +135,7 @@ def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = Non
         found.append(_privacy_of_reports(reports))
         return updates, new_state
 
-    with _flow.inspecting():
+    with flow.inspecting():
         try:
             program, outputs = jax.make_jaxpr(run, return_shape=True)(state, params)
         except Exception as error:
@@ -143,7 +144,7 @@ def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = Non
             raise _explained(error) from error
     (privacy,) = found
     check_unit(unit, privacy.unit)
-    labels, releases = _flow.follow(program, range(len(jax.tree.leaves(state))))
+    labels, releases = flow.follow(program, range(len(jax.tree.leaves(state))))
     for (path, _), label in zip(jax.tree_util.tree_leaves_with_path(outputs), labels, strict=True):
         if label is not None:
             what = ("the update", "the optimizer's state")[path[0].idx]
@@ -195,17 +196,17 @@ class _Shown:
 
     def gradients(self) -> Any:
         rows = jax.tree.map(lambda x: jnp.zeros((_ROWS, *x.shape), x.dtype), _trees.zeros(self.like))
-        return _flow.private(rows, "per-example gradients")
+        return flow.private(rows, "per-example gradients")
 
     def run(self, mask: Any, scale: Any, offset: Any, clip: Any) -> _stacked.EngineResult:
         if mask is not self.mask:
             raise ValueError("another mask than the caller's reached the clip.")
-        _flow.public((scale, offset), "a diagonal before the clip")
-        _flow.public(clip.sensitivity, "the clip norm")
-        total = _flow.private(_trees.zeros(self.like), "a sum of per-example gradients")
+        flow.public((scale, offset), "a diagonal before the clip")
+        flow.public(clip.sensitivity, "the clip norm")
+        total = flow.private(_trees.zeros(self.like), "a sum of per-example gradients")
         per_row = jnp.zeros((_ROWS,), jnp.float32)
         norms, losses = jax.tree.map(lambda _: per_row, self.like), per_row
-        norms, losses, is_finite = _flow.private((norms, losses, per_row == 0), "per-example norms and losses")
+        norms, losses, is_finite = flow.private((norms, losses, per_row == 0), "per-example norms and losses")
         return _stacked.EngineResult(total, norms, losses, None, is_finite)
 
 

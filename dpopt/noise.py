@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _box_muller, _flow, _stages, _sums, _threefry, _trees, _validate
+from dpopt import _box_muller, _stages, _sums, _threefry, _trees, _validate
+from dpopt._lazy import flow
 from dpopt.gradients import PerExampleGrads
 
 SMALL = 2**14  # entries of a leaf that is drawn together with others
@@ -156,8 +157,8 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
             )
         remainder = None
         if isinstance(updates, _sums.Sum):  # from `dpopt.chain`: a sum, and what rounding it has lost
-            updates, remainder = updates.value, _flow.public(updates.remainder, "a remainder, while nothing is summed")
-        stddev = _flow.public(stage.stddev(state.count), "the noise's standard deviation")
+            updates, remainder = updates.value, flow.public(updates.remainder, "a remainder, while nothing is summed")
+        stddev = flow.public(stage.stddev(state.count), "the noise's standard deviation")
 
         def add_noise(updates):
             if is_off:
@@ -169,8 +170,8 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
                 noise = jax.tree.map(jnp.add, remainder, noise)
             return jax.tree.map(jnp.add, updates, noise)
 
-        count = _flow.advanced(state.count, _trees.next_count(state.count))
-        return _flow.released(_trees.upcast(updates), add_noise), AddGaussianNoiseState(state.key, count)
+        count = flow.advanced(state.count, _trees.next_count(state.count))
+        return flow.released(_trees.upcast(updates), add_noise), AddGaussianNoiseState(state.key, count)
 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
 

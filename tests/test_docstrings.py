@@ -41,13 +41,13 @@ def public_names():
             is_public = not key.startswith("_") and getattr(value, "__module__", None) == name
             if is_public and key not in INTERNAL and (inspect.isfunction(value) or inspect.isclass(value)):
                 found[f"{name}.{key}"] = value
-    exported = [getattr(dpopt, key) for key in vars(dpopt) if not key.startswith("_")]
+    exported = [getattr(dpopt, key) for key in dir(dpopt) if not key.startswith("_")]
     found.update({f"{v.__module__}.{v.__qualname__}": v for v in exported if callable(v)})
     return found
 
 
 PUBLIC = public_names()
-EXPORTED = {id(getattr(dpopt, key)) for key in vars(dpopt) if not key.startswith("_")}
+EXPORTED = {id(getattr(dpopt, key)) for key in dir(dpopt) if not key.startswith("_")}
 
 
 @pytest.mark.parametrize("name", MODULES)

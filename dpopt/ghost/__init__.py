@@ -24,7 +24,6 @@ from dpopt.ghost.engine import plan_clipped_sum as plan_clipped_sum
 from dpopt.ghost.explain import Explanation as Explanation
 from dpopt.ghost.explain import explain as explain
 from dpopt.ghost.failures import CannotFollow as CannotFollow
-from dpopt.ghost.memory import DEFAULT_MEMORY as DEFAULT_MEMORY
 from dpopt.ghost.memory import Way as Way
 from dpopt.ghost.memory import choose as choose
 from dpopt.ghost.memory import single_parameters as single_parameters

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dpopt._stacked import layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
-from dpopt.ghost.memory import DEFAULT_MEMORY, Memory, Way, choose, estimate
+from dpopt.ghost.memory import Memory, Way, choose, estimate
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.values import Contact
 
@@ -117,7 +117,7 @@ def explain(
     scale: Any = None,
     has_aux: bool = False,
     clip: Any = None,
-    memory: float | int = DEFAULT_MEMORY,
+    memory: float | int = 1.25,
 ) -> Explanation:
     """Prints and returns how the ghost engine would clip this loss.
 

@@ -20,7 +20,6 @@ from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.values import Entry
 
-DEFAULT_MEMORY = 1.25  # times an ordinary gradient's memory
 _SMALL_BYTES = 1 << 26  # this much may be taken whatever the ordinary gradient takes
 _LEAST_PART = 4  # examples
 _FASTEST = "it should be the fastest, and the memory allows it"

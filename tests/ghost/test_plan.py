@@ -1,5 +1,7 @@
 """The planner picks the method that was meant, says so, and steps aside where it would lose."""
 
+import inspect
+
 import ghost_cases
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 import dpopt
-from dpopt import ghost
+from dpopt import _engines, ghost
 from dpopt.ghost.trace import trace_loss
 
 METHODS = [
@@ -165,3 +167,9 @@ def test_no_batch_of_weights_beyond_the_activations():
 def test_a_wrong_batch_is_refused():
     with pytest.raises(ValueError, match="leading axis"):
         ghost.plan_clipped_sum(lambda w, x: w * x[0] * x[1], jnp.float32(1), (jnp.ones(3), jnp.ones(4)))
+
+
+def test_the_default_memory_is_one():
+    """It stands where users read it, in three signatures."""
+    given = (dpopt.per_example_grads, dpopt.explain, _engines.Loss)
+    assert {inspect.signature(f).parameters["memory"].default for f in given} == {1.25}
