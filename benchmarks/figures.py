@@ -71,7 +71,7 @@ def headline(results: Path) -> str:
         lines.append(["digits, small CNN: test accuracy", _digits(quickstart["runs"]), "`make demo`"])
     if _load(results, "audit"):
         lines.append(["attacks on the claimed epsilon", _attacks(results), "`python -m benchmarks audit`"])
-    return _table(["measured", "result", "again"], lines)
+    return _table(["measured", "result", "command"], lines)
 
 
 def _digits(runs: Sequence[Row]) -> str:

@@ -41,8 +41,9 @@ def check_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, has_aux: bo
         value = jax.eval_shape(loss_fn, shapes, example)
     except Exception as error:
         error.add_note(
-            "dpopt calls loss_fn(params, example) with a single example, without a batch axis: "
-            f"{_shapes(example)}. A loss of batches becomes one of examples by dpopt.flax."
+            f"dpopt called loss_fn(params, example) with params, a {type(params).__name__}, and a single example, "
+            f"without a batch axis: {_shapes(example)}. A loss of batches becomes one of examples by "
+            "dpopt.flax.example_loss; of a Flax model, dpopt.flax.nnx_loss and linen_loss make loss and parameters."
         )
         raise
     if has_aux:

@@ -29,20 +29,25 @@ def rows_of(data: Any, num_examples: int) -> Callable[[np.ndarray], Any]:
         name = f"data{jax.tree_util.keystr(path)}"
         if hasattr(leaf, "iloc"):  # of pandas
             raise TypeError(
-                f"{name} is a {type(leaf).__name__}, whose columns are of many kinds. Pass arrays, such as "
+                f"{name} is a {type(leaf).__name__} of pandas. Pass arrays, such as "
                 "{'x': frame[columns].to_numpy('float32'), 'y': frame['label'].to_numpy()}."
             )
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
-                f"{name} is a {type(leaf).__name__}. Data are arrays with a row for every example, a source of "
-                "examples with a length and integer indices, or a function from row numbers, (B,) integers, to a batch."
+                f"{name} is {_a(type(leaf).__name__)}. Data are arrays with a row for every example (of a list: "
+                "np.asarray), a source of examples with a length and integer indices, or a function from row numbers, "
+                "(B,) integers, to a batch."
             )
         if leaf.ndim == 0 or leaf.shape[0] != num_examples:
             raise ValueError(
                 f"{name} has shape {tuple(leaf.shape)}, and the plan samples from {num_examples} examples: each array "
-                f"needs {num_examples} rows."
+                f"needs {num_examples} rows. (A list of rows is one array after np.stack.)"
             )
     return lambda indices: jax.tree.map(lambda x: x[indices], data)
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def _is_source(data: Any) -> bool:

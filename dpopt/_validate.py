@@ -98,6 +98,20 @@ def small_delta(delta: float, num_examples: int, *, stacklevel: int = 3) -> None
         )
 
 
+def chosen_delta(given: float | None, default: float | None, num_examples: int | None) -> float:
+    """The delta to state epsilon at; warns, in the name of a method's caller, where one that is given is too large."""
+    if given is None:
+        if default is None:
+            raise ValueError(
+                "no delta is set, since the noise was given and not a budget: pass delta=..., below one over the "
+                "number of examples."
+            )
+        return default
+    if num_examples is not None:
+        small_delta(given, num_examples, stacklevel=5)
+    return given
+
+
 def fraction(**named: Any) -> None:
     """Raises unless every argument lies in [0, 1), as decay rates do."""
     for name, value in named.items():

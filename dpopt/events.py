@@ -122,8 +122,11 @@ def privacy_event(optimizer: Any, *, sampling: Any, steps: int, params: Any = No
 
 
 def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> None:
-    while not hasattr(optimizer, "updated") and hasattr(optimizer, "optimizer"):  # a train step holds one
-        optimizer = optimizer.optimizer
+    while not hasattr(optimizer, "updated"):  # a train step holds one, an NNX optimizer too
+        held = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
+        if held is None:
+            break
+        optimizer = held
     if drawn_to == 0 and getattr(optimizer, "updated", False):
         warnings.warn(
             "this optimizer has been used, but the sampler that is to account for its batches has drawn none. If they "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import errors, linen, nnx
 
+from dpopt import _validate
 from dpopt.flax_layers import check as check
 from dpopt.flax_layers import draws, refuse, watch
 from dpopt.flax_layers import replace_batch_norm as replace_batch_norm
@@ -201,6 +202,7 @@ def nnx_grads(
     (4, 2, 3)
     """
 
+    @_validate.requires_mask
     def grads(model: nnx.Module, batch: Any, mask: Any) -> PerExampleGrads:
         loss_fn, params = nnx_loss(model, loss, wrt=wrt)
         return per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size)(params, batch, mask=mask)

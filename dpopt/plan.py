@@ -25,8 +25,6 @@ from dpopt.sampling import FixedSizeSampler, PoissonSampler
 from dpopt.statement import Statement, state
 from dpopt.training import TrainStep, make_train_step
 
-_NO_DELTA = "this plan was built from a noise multiplier, so no delta is set: pass delta=..."
-
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
@@ -101,14 +99,8 @@ class Plan:
         _validate.non_negative_int(step=step)
         if step > self.steps:
             raise ValueError(f"the plan covers {self.steps} steps; got step {step}. A longer run is another plan.")
-        if delta is None:
-            if self.budget is None:
-                raise ValueError(_NO_DELTA)
-            delta = self.budget.delta
-        else:
-            _validate.small_delta(delta, self.sampler.num_examples)
         event = events.compose(self.optimizer.privacy, self.sampler, step)
-        return accounting.epsilon_of_event(event, delta=delta, accountant=self._accountant)
+        return accounting.epsilon_of_event(event, delta=self._delta(delta), accountant=self._accountant)
 
     def spent(self, *, delta: float | None = None) -> float:
         """Epsilon that this plan's run has spent so far, by its journal: also on steps that were lost.
@@ -116,11 +108,7 @@ class Plan:
         Raises:
             ValueError: if no delta is set anywhere.
         """
-        if delta is None:
-            if self.budget is None:
-                raise ValueError(_NO_DELTA)
-            delta = self.budget.delta
-        return self.journal.ledger.epsilon(delta=delta, accountant=self._accountant)
+        return self.journal.ledger.epsilon(delta=self._delta(delta), accountant=self._accountant)
 
     def statement(self, *, delta: float | None = None) -> Statement:
         """What all planned steps promise, for a paper or a file (`dpopt.statement`). A run's own: ``result.statement``.
@@ -128,11 +116,13 @@ class Plan:
         Raises:
             ValueError: if no delta is set anywhere.
         """
-        if delta is None:
-            if self.budget is None:
-                raise ValueError(_NO_DELTA)
-            delta = self.budget.delta
-        return state(self.event, delta=delta, unit=self.optimizer.privacy.unit, accountant=self._accountant)
+        return state(
+            self.event, delta=self._delta(delta), unit=self.optimizer.privacy.unit, accountant=self._accountant
+        )
+
+    def _delta(self, given: float | None) -> float:
+        default = None if self.budget is None else self.budget.delta
+        return _validate.chosen_delta(given, default, self.sampler.num_examples)
 
     @property
     def _accountant(self) -> accounting.Accountant:
@@ -173,7 +163,7 @@ class Plan:
         rows = [
             ("stages", " > ".join(_stage_name(s) for s in stages)),
             ("sensitivity", f"{self.sensitivity:g} (L2, add or remove one {self.optimizer.privacy.unit})"),
-            ("noise multiplier", "schedule" if callable(self.noise_multiplier) else f"{self.noise_multiplier:.4g}"),
+            ("noise multiplier", self._noise_multiplier()),
             ("sampling", f"{sampling}, {self.sampler.expected_batch_size:g} of {self.sampler.num_examples} expected"),
             ("step event", repr(self.optimizer.privacy.step_event(0, sampling.relation))),
             ("planned epsilon", self._epsilon_by_step()),
@@ -181,6 +171,12 @@ class Plan:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _noise_multiplier(self) -> str:
+        if callable(self.noise_multiplier):
+            return "schedule"
+        twice = ", and replacing an example counts twice" if isinstance(self.sampler, FixedSizeSampler) else ""
+        return f"{self.noise_multiplier:.4g} (the step event has less: it pays for rounding{twice})"
 
     def _epsilon_by_step(self) -> str:
         if self.budget is None:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from typing import Any, NamedTuple
 
-from dpopt import accounting
+from dpopt import _validate, accounting
 from dpopt.averaging import averaged_params
 from dpopt.identity import TrainState
 from dpopt.journal import Journal
@@ -67,6 +67,8 @@ class TrainResult:
         lost: steps that were paid for but are not in the parameters, because a run died and could not be repeated.
         unit: what one record is: ``"example"``, or ``"client"``.
         history: what ``eval_fn`` returned, in order; of this call only.
+        delta: the budget's, or None.
+        num_examples: how many examples there are to sample from.
 
     *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
 
@@ -81,6 +83,8 @@ class TrainResult:
     lost: int
     unit: str = "example"
     history: tuple[Evaluation, ...] = ()
+    delta: float | None = None
+    num_examples: int | None = None
 
     @property
     def params(self) -> Any:
@@ -92,18 +96,33 @@ class TrainResult:
         """Their average over the steps, in the same dtypes; of an optimizer with `dpopt.average_params` in it."""
         return averaged_params(self.state.opt_state, self.state.params)
 
-    def epsilon(self, *, delta: float, accountant: accounting.Accountant = "pld") -> float:
-        """Epsilon of everything that was spent."""
-        return self.ledger.epsilon(delta=delta, accountant=accountant)
+    def epsilon(self, *, delta: float | None = None, accountant: accounting.Accountant = "pld") -> float:
+        """Epsilon of everything that was spent.
 
-    def statement(self, *, delta: float, accountant: accounting.Accountant | None = None) -> Statement:
-        """What the run promises, for a paper or a file (`dpopt.statement`); also of steps that were lost.
+        Warns (UserWarning) where a delta that is given is not below one over the number of examples.
 
         Args:
-            delta: below one over the number of records.
+            delta: None for the budget's.
+            accountant: see `dpopt.epsilon`.
+
+        Raises:
+            ValueError: if no delta is set anywhere.
+        """
+        return self.ledger.epsilon(delta=self._delta(delta), accountant=accountant)
+
+    def statement(self, *, delta: float | None = None, accountant: accounting.Accountant | None = None) -> Statement:
+        """What the run promises, for a paper or a file (`dpopt.statement`); also of steps that were lost.
+
+        Warns, and raises, as `epsilon` does.
+
+        Args:
+            delta: below one over the number of records; None for the budget's.
             accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size ``"rdp"``.
         """
-        return state(self.ledger.event, delta=delta, unit=self.unit, accountant=accountant)
+        return state(self.ledger.event, delta=self._delta(delta), unit=self.unit, accountant=accountant)
+
+    def _delta(self, given: float | None) -> float:
+        return _validate.chosen_delta(given, self.delta, self.num_examples)
 
 
 def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayError:
@@ -160,9 +179,15 @@ def make_result(
     """
     ledger = journal.ledger
     lost = ledger.steps - max(now.update, paid)
+    of_plan: dict[str, Any] = dict(
+        unit=plan.optimizer.privacy.unit,
+        history=history,
+        delta=None if plan.budget is None else plan.budget.delta,
+        num_examples=plan.sampler.num_examples,
+    )
     if now.update >= target:
         message = f"all {target} steps are done"
-        return TrainResult(now, ledger, "steps", message, lost, plan.optimizer.privacy.unit, history)
+        return TrainResult(now, ledger, "steps", message, lost, **of_plan)
     if limit is None:
         reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
     else:
@@ -176,7 +201,7 @@ def make_result(
         "explicitly: budget=dpopt.Budget(epsilon, delta)"
     )
     _log.warning("dpopt: %s", message)
-    result = TrainResult(now, ledger, "budget", message, lost, plan.optimizer.privacy.unit, history)
+    result = TrainResult(now, ledger, "budget", message, lost, **of_plan)
     if allowed == 0 and now.update == paid:
         error = BudgetExceeded(f"{message}.")
         error.result = result

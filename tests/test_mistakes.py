@@ -17,6 +17,9 @@ PARAMS = {"w": jnp.zeros(2), "b": jnp.zeros(())}
 SAMPLER = dpopt.PoissonSampler(20, 4, seed=0)
 
 
+LINEAR, LINEAR_LOSS = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), lambda m, x: jnp.mean(m(x) ** 2)
+
+
 def loss(p, x):
     return jnp.sum((p["w"] * x + p["b"] - 1) ** 2)
 
@@ -99,12 +102,22 @@ MISTAKES = {
         lambda: dpopt.per_example_grads(loss)(PARAMS, X),
         (TypeError, "mask is missing"),
     ),
+    "a forgotten mask of an NNX model": (
+        lambda: dpopt.flax.nnx_grads(LINEAR_LOSS)(LINEAR, X),
+        (TypeError, "mask is missing"),
+    ),
+    "an NNX model for parameters": (
+        lambda: plan().run(dpopt.flax.nnx_loss(LINEAR, LINEAR_LOSS)[0], LINEAR, X),
+        (Exception, "with params, a Linear, .*dpopt.flax.nnx_loss and linen_loss make loss and parameters"),
+    ),
     "a misspelt option": (lambda: plan().run(loss, PARAMS, X, stepz=3), (TypeError, "stepz")),
-    "a data frame": (lambda: plan().run(loss, PARAMS, {"x": Frame()}), (TypeError, "is a Frame, whose columns")),
+    "a data frame": (lambda: plan().run(loss, PARAMS, {"x": Frame()}), (TypeError, "is a Frame of pandas")),
     "arrays of another length": (
         lambda: plan().run(loss, PARAMS, X[:7]),
         (ValueError, r"data has shape \(7, 2\), and the plan samples from 20 examples"),
     ),
+    "a list of numbers for data": (lambda: plan().run(loss, PARAMS, [1.0] * 20), (TypeError, "a list: np.asarray")),
+    "a list of arrays for data": (lambda: plan().run(loss, PARAMS, [*X]), (ValueError, "after np.stack")),
     "a file's name for data": (lambda: plan().run(loss, PARAMS, "data.csv"), (TypeError, "data is a str")),
     "no data": (lambda: plan().run(loss, PARAMS, {}), (TypeError, "hold no arrays")),
     "weight decay before the clip": (
@@ -143,7 +156,7 @@ MISTAKES = {
     ),
     "a loss of a batch": (
         lambda: dpopt.per_example_grads(lambda p, x: jnp.mean((x * p["w"]) ** 2, axis=1))(PARAMS, X, mask=None),
-        (Exception, r"with a single example, without a batch axis: example float32\[2\]"),
+        (Exception, r"a single example, without a batch axis: example float32\[2\]"),
     ),
     "a loss that is not reduced": (
         lambda: dpopt.per_example_grads(lambda p, x: (x * p["w"]) ** 2)(PARAMS, X, mask=None),
@@ -166,6 +179,30 @@ def test_a_mistake_is_named_and_says_what_to_do(name):
     make, (kind, message) = MISTAKES[name]
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_a_delta_that_is_too_large_for_the_data():
+    result = plan().run(loss, PARAMS, X)
+    for ask in (plan().epsilon, plan().spent, plan().statement, result.epsilon, result.statement):
+        with pytest.warns(UserWarning, match=r"delta 0.1 is not below 1/n = 0.05") as said:
+            ask(delta=0.1)
+        assert said[0].filename == __file__
+        with pytest.raises(ValueError, match="no delta is set"):
+            ask()
+
+
+def test_a_run_within_a_budget_knows_its_delta():
+    builder = dpopt.Builder(num_examples=20, expected_batch_size=4, steps=2, key=dpopt.secure_key())
+    result = builder.clip(1.0).budget(epsilon=2.0, delta=1e-3).then(optax.sgd(0.1)).build().run(loss, PARAMS, X)
+    assert result.epsilon() == result.epsilon(delta=1e-3) <= 2.0
+    assert result.statement().delta == 1e-3
+
+
+def test_batches_of_an_nnx_loop_that_no_sampler_drew():
+    optimizer = dpopt.flax.NNXOptimizer(LINEAR, sgd(), wrt=nnx.Param)
+    optimizer.update(LINEAR, dpopt.flax.nnx_grads(LINEAR_LOSS)(LINEAR, X, mask=None))
+    with pytest.warns(UserWarning, match="the sampler that is to account for its batches has drawn none"):
+        dpopt.privacy_event(optimizer, sampling=dpopt.PoissonSampler(20, 4, seed=0), steps=1)
 
 
 def test_a_run_takes_arrays_as_they_are():
