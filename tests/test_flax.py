@@ -222,3 +222,21 @@ def test_flax_and_the_accountants_are_imported_on_request_only():
 
     code = "import sys, dpopt; print([m for m in ('flax', 'dp_accounting', 'scipy', 'jax.extend') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_engine_may_be_imported_while_a_program_is_traced():
+    """An array that a module made then would belong to that program."""
+    import subprocess
+    import sys
+
+    code = """
+import sys, jax, jax.numpy as jnp, dpopt
+promise = dpopt.per_example_grads(lambda w, x: jnp.tanh(w @ x), engine="ghost")
+clipped = jax.jit(lambda w, x: promise(w, x, mask=None).clipped_sum(dpopt.FlatClip(1.0)).sum)
+assert "dpopt.ghost" not in sys.modules
+with jax.checking_leaks():
+    clipped(jnp.ones(3), jnp.ones((4, 3)))
+assert "dpopt.ghost" in sys.modules
+clipped(jnp.ones(3), jnp.ones((5, 3)))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
