@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpopt
-from dpopt import ghost
+from dpopt import _sums, ghost
 
 from .program import BATCH, Program, draw
 
@@ -70,8 +70,9 @@ def run(seed: int, fast: bool = True, compare: bool = True) -> Outcome:
     return outcome
 
 
-# One program in so many is compiled with all optimisations; takes two passes, if the ghost engine computes it.
-OPTIMIZED, TWO_PASSES = 10, 4
+# One program in so many is compiled with all optimisations; takes two passes, if the ghost engine computes it; adds up
+# as a batch does that is many times as large, and lies on several devices.
+OPTIMIZED, TWO_PASSES, LARGE = 10, 4, 3
 
 
 @contextlib.contextmanager
@@ -91,6 +92,17 @@ def _two_passes() -> Iterator[None]:
         yield
     finally:
         ghost.choose = real
+
+
+@contextlib.contextmanager
+def _as_if_large(rows: int, devices: int) -> Iterator[None]:
+    """With blocks of a row or two a few examples are several blocks, groups of blocks, and shares of devices."""
+    real = _sums.ROWS, jax.device_count
+    _sums.ROWS, jax.device_count = rows, lambda: devices
+    try:
+        yield
+    finally:
+        _sums.ROWS, jax.device_count = real
 
 
 def several(seeds: range, compared: int = 1) -> list[Outcome]:
@@ -121,7 +133,12 @@ def _checked(program: Program, fast: bool, compare: bool) -> Outcome:
     everyone = np.ones(BATCH, bool)
     inputs = program.params, program.batches[0], everyone, program.scale, program.offset
     try:
-        with _two_passes() if program.seed % TWO_PASSES == 3 else contextlib.nullcontext():
+        with contextlib.ExitStack() as conditions:
+            if program.seed % TWO_PASSES == 3:
+                conditions.enter_context(_two_passes())
+            if program.seed % LARGE == 1:
+                drawn = program.seed // LARGE
+                conditions.enter_context(_as_if_large(1 + drawn % 2, [1, 2, BATCH][drawn % 3]))
             function = jax.jit(both).lower(*inputs).compile(compiler_options=options) if program.is_jitted else both
             function(*inputs)
     except Exception as error:
