@@ -110,6 +110,7 @@ def test_the_command_measures_records_and_goes_on(monkeypatch, tmp_path):
     assert tiny["ratio"]["ordinary"] == tiny["memory_ratio"]["ordinary"] == 1.0
     assert broken == {"model": "broken", "framework": "jax", "source": "a/b", "error": "ValueError: no such model"}
     said = summary.markdown(content)
+    assert said.startswith("3 of 3 models")
     assert "- broken failed: ValueError: no such model" in said and "| a/b |" in said
     report.write(tmp_path, tmp_path / "written")
     assert "## Models of all kinds" in (tmp_path / "written" / "RESULTS.md").read_text()
@@ -140,5 +141,5 @@ def test_targets_are_met_or_missed():
     assert summary.notes(bad) == ["bad: dropped"] and summary.findings([]) == []
     assert [t.row_count for t in summary.tables(bad)] == [11, 5]
     assert "| good 0 | 10.0 | 1.05 | 1.00 (1.10) | 2.00 | 1.50 |" in summary.markdown(
-        {"runs": bad, "environment": {"device": "a device", "cores": 2}}
+        {"runs": bad, "models": 12, "environment": {"device": "a device", "cores": 2}}
     )

@@ -41,7 +41,8 @@ def main(out: Path, only: str | None, budget_s: float) -> None:
             found[name] = about(name, ZOO[name]) | {"error": f"{type(error).__name__}: {error}"}
         jax.clear_caches()  # compiled programs hold memory
         console.print(*summary.cells(found[name]), sep="  ")
-        records.write_json(path, {"environment": environment, "runs": [found[n] for n in ZOO if n in found]})
+        runs = [found[n] for n in ZOO if n in found]
+        records.write_json(path, {"environment": environment, "models": len(ZOO), "runs": runs})
     rows = [found[n] for n in ZOO if n in found]
     for view in summary.tables(rows):
         console.print(view)
