@@ -143,7 +143,7 @@ def explain(
     way                  operations  memory
     ghost                5.44        1.44
     ghost in two passes  6.44        1.00
-    vmap                 17.00       2.33
+    vmap                 129.00      2.33
     <BLANKLINE>
     engine='auto' takes vmap: it should be the fastest, and takes less than 64 MB, which is always allowed.
     """  # noqa: E501
