@@ -115,9 +115,9 @@ def markdown(content: dict[str, Any]) -> str:
     """The section of RESULTS.md."""
     rows, device = content["runs"], content["environment"]
     said = (
-        f"{len(rows)} of {content['models']} models, each after a public one, on {device['device']}, {device['cores']} cores: times, times to "
-        "compile and compiled memory over the ordinary mean gradient's; in brackets what the planner expects. `auto "
-        "takes` is the way that `engine='auto'` chose."
+        f"{len(rows)} of {content['models']} models, each after a public one, on {device['device']}, {device['cores']} "
+        "cores: times, times to compile and compiled memory over the ordinary mean gradient's; in brackets what the "
+        "planner expects. `auto takes` is the way that `engine='auto'` chose."
     )
     targets = [[f.what, f.found, f.target, "met" if f.is_met else "missed"] for f in findings(rows)]
     parts = [said, _lines(("figure", "found", "target", ""), targets)]
