@@ -63,7 +63,8 @@ def run(seed: int, fast: bool = True, compare: bool = True) -> Outcome:
     started, program = time.process_time(), draw(seed)
     with warnings.catch_warnings(record=True) as caught, np.errstate(all="ignore"):
         warnings.simplefilter("always")
-        outcome = _checked(program, fast, compare)
+        with _conditions(program.seed):  # also while an eager program runs again
+            outcome = _checked(program, fast, compare)
     if outcome.kind == "ran" and any("Falling back" in str(w.message) for w in caught):
         outcome.kind = "fell_back"
     outcome.seconds = time.process_time() - started
@@ -105,6 +106,17 @@ def _as_if_large(rows: int, devices: int) -> Iterator[None]:
         _sums.ROWS, jax.device_count = real
 
 
+@contextlib.contextmanager
+def _conditions(seed: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if seed % TWO_PASSES == 3:
+            stack.enter_context(_two_passes())
+        if seed % LARGE == 1:
+            drawn = seed // LARGE
+            stack.enter_context(_as_if_large(1 + drawn % 2, [1, 2, BATCH][drawn % 3]))
+        yield
+
+
 def several(seeds: range, compared: int = 1) -> list[Outcome]:
     """The outcomes of some seeds, one after the other; one in ``compared`` is also compared with plain gradients."""
     outcomes = [run(seed, fast=seed % OPTIMIZED > 0, compare=seed % compared == 0) for seed in seeds]
@@ -133,14 +145,8 @@ def _checked(program: Program, fast: bool, compare: bool) -> Outcome:
     everyone = np.ones(BATCH, bool)
     inputs = program.params, program.batches[0], everyone, program.scale, program.offset
     try:
-        with contextlib.ExitStack() as conditions:
-            if program.seed % TWO_PASSES == 3:
-                conditions.enter_context(_two_passes())
-            if program.seed % LARGE == 1:
-                drawn = program.seed // LARGE
-                conditions.enter_context(_as_if_large(1 + drawn % 2, [1, 2, BATCH][drawn % 3]))
-            function = jax.jit(both).lower(*inputs).compile(compiler_options=options) if program.is_jitted else both
-            function(*inputs)
+        function = jax.jit(both).lower(*inputs).compile(compiler_options=options) if program.is_jitted else both
+        function(*inputs)
     except Exception as error:
         try:
             plain(*jax.tree.map(jnp.asarray, inputs[:2]))
