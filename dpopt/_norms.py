@@ -1,9 +1,16 @@
 """The norm that both engines bound sensitivities with, where gradients exist, and what scales it down."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+Norm = Callable[[jax.Array], jax.Array]  # of a whole array
+_Result = TypeVar("_Result")
+_ROW = 1024
+_COPIED = 2**22  # entries: 16 MB
 
 
 def safe_norm(x: jax.Array, axis: int) -> jax.Array:
@@ -21,6 +28,48 @@ def safe_norm(x: jax.Array, axis: int) -> jax.Array:
     scaled = jnp.clip(x / unit, -most, most)
     norm = jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axis))
     return jnp.where(jnp.isinf(jnp.squeeze(largest, axis)), jnp.inf, norm)
+
+
+def all_at_once(wanted: Callable[[Norm], _Result]) -> _Result:
+    """``wanted(norm)``, where the arrays that it asks the norms of go as rows of one array: few kernels to compile.
+
+    ``wanted`` is called twice and must ask for the same; what it makes of the zeros that it is given first is dropped.
+    """
+    arrays: list[jax.Array] = []
+
+    def noted(x: jax.Array) -> jax.Array:
+        arrays.append(x.reshape(-1))
+        return jnp.zeros((), x.dtype)
+
+    wanted(noted)
+    norms = [jnp.zeros(())] * len(arrays)
+    small = _small(arrays)
+    for i in set(range(len(arrays))) - set(small):
+        norms[i] = safe_norm(arrays[i], axis=0)
+    if small:
+        for i, norm in zip(small, _norms_of_rows([arrays[i] for i in small]), strict=True):
+            norms[i] = norm.astype(arrays[i].dtype)
+    found = iter(norms)
+    return wanted(lambda x: next(found))
+
+
+def _small(arrays: list[jax.Array]) -> list[int]:
+    """Those that may be copied into one: not too many, and not from several devices to each."""
+    if jax.device_count() > 1:
+        return []
+    order = sorted(range(len(arrays)), key=lambda i: arrays[i].size)
+    total = np.cumsum([arrays[i].size for i in order])
+    return [i for i, so_far in zip(order, total, strict=True) if so_far <= _COPIED]
+
+
+def _norms_of_rows(arrays: list[jax.Array]) -> jax.Array:
+    """Norms of vectors, each of which is padded to whole rows."""
+    counts = [-(-x.size // _ROW) for x in arrays]
+    padded = [jnp.pad(x, (0, n * _ROW - x.size)) for x, n in zip(arrays, counts, strict=True)]
+    rows = safe_norm(jnp.concatenate(padded).reshape(-1, _ROW), axis=1)
+    ends = np.cumsum(counts)
+    index = ends[:, None] - 1 - np.arange(max(counts))  # an array's rows, and zeros for those it has fewer than another
+    return safe_norm(jnp.append(rows, 0)[np.where(index >= (ends - counts)[:, None], index, len(rows))], axis=1)
 
 
 def shrink_to(l2_clip_norm: Any, norms: jax.Array) -> jax.Array:

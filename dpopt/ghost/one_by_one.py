@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt._norms import safe_norm
+from dpopt._norms import all_at_once, safe_norm
 from dpopt._once import if_any
 from dpopt.ghost import terms
 from dpopt.ghost.chunks import join_rows, split_rows
@@ -78,8 +78,13 @@ def _norms(
     def one(rows):
         records, is_chosen, known = rows
         formed = _formed(contacts, records)
-        own = [_norm(g) for g in _gradient(run, contacts, formed, leaves)]
-        totals = roundings(gains, contacts, formed, records, _norm, terms.size)
+        gradients = _gradient(run, contacts, formed, leaves)
+
+        def asked(norm):
+            size = functools.partial(terms.size, norm)
+            return [norm(g) for g in gradients], roundings(gains, contacts, formed, records, norm, size)
+
+        own, totals = all_at_once(asked)
         own = [with_roundings(n, t) for n, t in zip(own, totals, strict=True)]
         own = [shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)]
         return [jnp.where(is_chosen, o.astype(n.dtype), n) for n, o in zip(known, own, strict=True)]
@@ -90,10 +95,6 @@ def _norms(
         return lax.map(one, rows)
     several = lax.map(jax.vmap(one), jax.tree.map(lambda x: split_rows(x, together), rows))
     return jax.tree.map(join_rows, several)
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    return safe_norm(x.reshape(-1), axis=0)
 
 
 def _together(run: Run) -> int:

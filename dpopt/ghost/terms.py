@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from dpopt._norms import safe_norm
+from dpopt._norms import Norm, safe_norm
 from dpopt.ghost import squares
 from dpopt.ghost.norms import Group, mapped, over_groups, rank_one
 from dpopt.ghost.rows import Dense, wide
@@ -58,11 +58,11 @@ def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None
     return Square(value, windows * smallest * (y.size * left + x.size * right + 1))
 
 
-def size(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
+def size(norm: Norm, factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
     """`square` as a norm, in any range: slow."""
     if factors.one_hot or scale is not None:
-        return safe_norm(over_groups(_size_of_group, factors, x, y, scale), axis=0)
-    return factors.shape[0] ** 0.5 * safe_norm(wide(x).reshape(-1), axis=0) * safe_norm(wide(y).reshape(-1), axis=0)
+        return norm(over_groups(_size_of_group, factors, x, y, scale))
+    return factors.shape[0] ** 0.5 * norm(wide(x)) * norm(wide(y))
 
 
 def _square_of_rows(group: Group) -> Square:
