@@ -41,6 +41,7 @@ from dpopt.delayed import delayed_moments as delayed_moments
 # Where is noise added?
 from dpopt.noise import add_gaussian_noise as add_gaussian_noise
 from dpopt.noise import normalize_by as normalize_by
+from dpopt.correlated import add_correlated_noise as add_correlated_noise
 
 # How do parts make an optimizer, and what does it cost a step?
 from dpopt.chain import PrivateOptimizer as PrivateOptimizer
@@ -59,6 +60,9 @@ from dpopt.events import privacy_event as privacy_event
 # Which examples are in which step?
 from dpopt.sampling import FixedSizeSampler as FixedSizeSampler
 from dpopt.sampling import PoissonSampler as PoissonSampler
+from dpopt.parts import BallsInBinsSampler as BallsInBinsSampler
+from dpopt.parts import CyclicPoissonSampler as CyclicPoissonSampler
+from dpopt.parts import EpochSampler as EpochSampler
 from dpopt.loading import Steps as Steps
 
 # Which optimizer, by name?
@@ -111,6 +115,7 @@ from dpopt.keys import secure_key as secure_key
 
 # What the papers compare with, user-level privacy, many devices, and tools for looking at private data
 from dpopt import baselines as baselines
+from dpopt import correlated as correlated
 from dpopt import diagnostics as diagnostics
 from dpopt import federated as federated
 from dpopt import loading as loading

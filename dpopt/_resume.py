@@ -103,6 +103,11 @@ def find(plan: Any, journal: Journal, state: TrainState, replay: bool) -> Place:
     return Place(state, after, 0, None)
 
 
+def segment_start(journal: Journal) -> int:
+    """How many steps the state had had when the journal's latest segment began."""
+    return next(entry.update for entry in reversed(journal.entries) if not entry.is_step)
+
+
 def _index(state: TrainState, entries: Sequence[Entry]) -> int | None:
     """The entry that says what the state is, the latest if there are several."""
     name = None if state.segment is None else state.segment.id

@@ -40,11 +40,20 @@ class Noise:
     """Adds Gaussian noise of the given standard deviation to the clipped sum."""
 
     noise_stddev: Any  # float, or a schedule: step -> float
+    strategy: Any = None  # `dpopt.correlated.Strategy`: how noise is correlated over steps; None: not at all
 
-    name = "add_gaussian_noise"
+    @property
+    def name(self) -> str:
+        return "add_gaussian_noise" if self.strategy is None else "add_correlated_noise"
 
     def stddev(self, step: Any) -> Any:
         return self.noise_stddev(step) if callable(self.noise_stddev) else self.noise_stddev
+
+    def stddev_in(self, state: Any) -> Any:
+        """Standard deviation of what is added next."""
+        if self.strategy is None:
+            return self.stddev(state.count)
+        return self.noise_stddev * self.strategy.deviation(state.count - state.start)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

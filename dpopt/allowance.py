@@ -9,7 +9,15 @@ from dpopt._lazy import dp_accounting
 from dpopt.ledger import Ledger
 
 
-def steps_within(plan: Any, budget: Any, *, ledger: Ledger | None = None, start: int = 0, most: int = 2**20) -> int:
+def steps_within(
+    plan: Any,
+    budget: Any,
+    *,
+    ledger: Ledger | None = None,
+    start: int = 0,
+    origin: int | None = None,
+    most: int = 2**20,
+) -> int:
     """How many more steps of a plan a budget buys, on top of what a ledger holds.
 
     Args:
@@ -17,6 +25,8 @@ def steps_within(plan: Any, budget: Any, *, ledger: Ledger | None = None, start:
         budget: a `dpopt.plan.Budget`; None buys the plan's own number of steps.
         ledger: what is spent already; None for nothing.
         start: number of the first step, for plans whose cost depends on the step.
+        origin: the step that the run's segment began with, for batches from parts of the data and correlated noise; by
+            default ``start``.
         most: do not count further than this.
 
     Raises:
@@ -39,7 +49,7 @@ def steps_within(plan: Any, budget: Any, *, ledger: Ledger | None = None, start:
     if budget != plan.budget:  # the plan's own was looked at when it was set
         _validate.small_delta(budget.delta, plan.sampler.num_examples)
     spent = ledger.event
-    more = events.composer(plan.optimizer.privacy, plan.sampler.scheme, start)
+    more = events.composer(plan.optimizer.privacy, plan.sampler.scheme, start, start if origin is None else origin)
     return accounting.steps_affordable(
         lambda steps: dp_accounting.ComposedDpEvent([spent, more(steps)]),
         epsilon=budget.epsilon,

@@ -16,7 +16,9 @@ from dpopt._lazy import dp_accounting
 from dpopt.averaging import average_params
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function
+from dpopt.correlated.strategies import Strategy
 from dpopt.federated import client_level
+from dpopt.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
 from dpopt.plan import Budget, Plan
 from dpopt.preconditioning import Preconditioner, precondition
 from dpopt.private_mean import privatize
@@ -37,7 +39,10 @@ class Builder:
             time it is called, unless it is asked for ``replay=True``: then noise and batches follow from the key. The
             sampler's seed is derived from it unless one is given.
         seed: seed of the sampler, or None.
-        sampling: ``"poisson"``, or ``"fixed_size"`` (distinct examples, drawn afresh each step; accounted replace-one).
+        sampling: ``"poisson"``, or ``"fixed_size"`` (distinct examples, drawn afresh each step; accounted replace-one);
+            or, as correlated noise needs, ``"cyclic_poisson"``, ``"epochs"`` or ``"balls_in_bins"`` (`dpopt.parts`).
+        parts: of how many parts of the data one after the other is sampled, under ``"cyclic_poisson"``; None for as
+            many as the noise is correlated over steps.
         pad_to: batches are padded to a multiple of this; None for the sampler's default.
         unit: ``"example"``, or ``"client"``: what one row of the data is. A plan for clients counts and samples them,
             and runs on what `dpopt.federated.client_deltas` returns, in place of a loss.
@@ -64,11 +69,13 @@ class Builder:
     key: jax.Array = dataclasses.field(repr=False)
     seed: int | None = dataclasses.field(default=None, repr=False)
     sampling: str = "poisson"
+    parts: int | None = None
     pad_to: int | None = None
     unit: str = "example"
 
     _preconditioners: tuple[Preconditioner, ...] = ()
     _clip: Any = None
+    _strategy: Strategy | None = None
     _noise_multiplier: Any = None
     _budget: Budget | None = None
     _mechanism: Callable[..., PrivateOptimizer] = privatize
@@ -78,7 +85,9 @@ class Builder:
     def __post_init__(self):
         _validate.positive_int(steps=self.steps)
         _validate.prng_key(self.key)
-        _validate.one_of(("poisson", "fixed_size"), sampling=self.sampling)
+        _validate.one_of(("poisson", "fixed_size", "cyclic_poisson", "epochs", "balls_in_bins"), sampling=self.sampling)
+        if self.parts is not None and self.sampling != "cyclic_poisson":
+            raise ValueError(f"parts={self.parts} is for sampling='cyclic_poisson'; got sampling={self.sampling!r}.")
         _validate.one_of(("example", "client"), unit=self.unit)
         self._sampler()
 
@@ -94,6 +103,18 @@ class Builder:
         if self._clip is not None:
             raise ValueError("clip(...) was called already: a run clips once.")
         return dataclasses.replace(self, _clip=as_clip_function(l2_clip_norm))
+
+    def correlate(self, strategy: Strategy) -> Builder:
+        """Correlates the noise over steps, by a strategy of `dpopt.correlated` that covers all of them."""
+        if not isinstance(strategy, Strategy):
+            raise TypeError(
+                f"strategy must be made by dpopt.correlated, such as banded(8, steps=...); got {strategy!r}."
+            )
+        if strategy.steps < self.steps:
+            raise ValueError(f"{strategy.name} covers {strategy.steps} steps, and the run has {self.steps}.")
+        if self._strategy is not None:
+            raise ValueError("correlate(...) was called already: a run has one strategy.")
+        return dataclasses.replace(self, _strategy=strategy)
 
     def noise(self, noise_multiplier: Any) -> Builder:
         """Sets the noise multiplier by hand: a number, or a schedule ``step -> number``. 0 means no privacy."""
@@ -152,10 +173,13 @@ class Builder:
         ]
         if missing:
             raise ValueError(f"the builder is missing {'; '.join(missing)}.")
+        sampler = self._sampler()
+        # Says now if a strategy and a sampler do not go together.
+        events.compose(self._optimizer(1.0).privacy, sampler, self.steps)
         noise_multiplier = self._noise_multiplier if self._budget is None else self._calibrated(self._budget)
         return Plan(
             optimizer=self._optimizer(noise_multiplier),
-            sampler=self._sampler(),
+            sampler=sampler,
             steps=self.steps,
             noise_multiplier=noise_multiplier,
             sensitivity=self._clip.sensitivity,
@@ -186,18 +210,20 @@ class Builder:
         )
 
     def _optimizer(self, noise_multiplier: Any) -> PrivateOptimizer:
+        more = {} if self._strategy is None else {"noise": self._strategy}
         core = self._mechanism(
             l2_clip_norm=self._clip,
             noise_multiplier=noise_multiplier,
             expected_batch_size=self.expected_batch_size,
             key=self.key,
             preconditioner=self._preconditioners,
+            **more,
         )
         last = () if self._average is None else (self._average,)
         optimizer = chain(core, *self._post, *last)
         return client_level(optimizer) if self.unit == "client" else optimizer
 
-    def _sampler(self) -> PoissonSampler | FixedSizeSampler:
+    def _sampler(self) -> Any:
         seed = self.seed
         if seed is None:
             # Far from the keys that noise folds in (0, 1, 2, ...), so that batches and noise share no randomness.
@@ -205,5 +231,12 @@ class Builder:
             seed = int.from_bytes(np.asarray(bits).tobytes(), "little")
         if self.sampling == "poisson":
             return PoissonSampler(self.num_examples, self.expected_batch_size, seed=seed, pad_to=self.pad_to)
-        size = cast(int, self.expected_batch_size)  # the sampler refuses any other number
+        if self.sampling == "cyclic_poisson":
+            parts = self.parts or (1 if self._strategy is None else self._strategy.bands)
+            batch = self.expected_batch_size
+            return CyclicPoissonSampler(self.num_examples, batch, parts=parts, seed=seed, pad_to=self.pad_to)
+        size = cast(int, self.expected_batch_size)  # the samplers refuse any other number
+        if self.sampling != "fixed_size":
+            sampler = EpochSampler if self.sampling == "epochs" else BallsInBinsSampler
+            return sampler(self.num_examples, size, seed=seed, pad_to=self.pad_to)
         return FixedSizeSampler(self.num_examples, size, seed=seed, pad_to=self.pad_to or 1)

@@ -218,7 +218,7 @@ def _run_parts(parts: Sequence[_stages.StagedTransformation]) -> Callable[..., A
                 updates = apply_diagonal(updates, diagonals[i])
                 continue
             if isinstance(part.stage, _stages.Noise):
-                noise_stddev = part.stage.stddev(states[i].count)
+                noise_stddev = part.stage.stddev_in(states[i])
                 if promise.latest.remainder is not None:
                     updates = _sums.Sum(updates, promise.latest.remainder)
             if isinstance(part.stage, _stages.Normalize):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from dpopt.correlated.noise import AddCorrelatedNoiseState
 from dpopt.identity import Segment
 from dpopt.journal import Journal
 from dpopt.noise import AddGaussianNoiseState
@@ -56,7 +57,7 @@ def new_segment(seed: int, words: np.ndarray) -> Segment:
     return Segment(f"{words[0]:08x}{words[1]:08x}", int.from_bytes(mixed[:16], "little"))
 
 
-def noise_states(opt_state: Any) -> list[AddGaussianNoiseState]:
+def noise_states(opt_state: Any) -> list[AddGaussianNoiseState | AddCorrelatedNoiseState]:
     """The places of an optimizer's state that hold a noise key.
 
     *Privacy*: what is returned holds the keys.
@@ -100,13 +101,13 @@ def with_fresh_noise(opt_state: Any, words: np.ndarray, queries: int) -> Any:
         key = jax.random.fold_in(x.key, _SEGMENT)
         for word in words[2:6]:
             key = jax.random.fold_in(key, jnp.uint32(word))
-        return x._replace(key=key)
+        return x.renewed(key)
 
     return jax.tree.map(renew, opt_state, is_leaf=_is_noise)
 
 
 def _is_noise(x: Any) -> bool:
-    return isinstance(x, AddGaussianNoiseState)
+    return isinstance(x, AddGaussianNoiseState | AddCorrelatedNoiseState)
 
 
 def claim(opt_state: Any, journal: Journal) -> None:

@@ -14,6 +14,7 @@ from dpopt._event_kinds import from_json as from_json
 from dpopt._event_kinds import to_json as to_json
 from dpopt._lazy import dp_accounting as dp
 from dpopt.inspection import privacy_of
+from dpopt.parts import InParts
 from dpopt.privacy import Privacy, Query
 from dpopt.sampling import Poisson
 
@@ -36,12 +37,31 @@ def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) 
     return compose(Privacy((Query(noise_multiplier),)), Poisson(sampling_prob), steps)
 
 
+def step_event(privacy: Privacy, scheme: Any, step: int, origin: int = 0) -> dp.DpEvent:
+    """What one step adds to the cost of those before it.
+
+    Args:
+        privacy, scheme: see `compose`.
+        step: its number.
+        origin: the step that the noise's strategy began with, where noise is correlated.
+
+    *Privacy*: a description; reads no data.
+
+    >>> step_event(Privacy((Query(1.0),)), Poisson(0.5), 3).sampling_probability
+    0.5
+    """
+    if isinstance(scheme, InParts):
+        return scheme.event(privacy, step - origin, step - origin + 1)
+    return scheme.event(privacy.step_event(step, scheme.relation))
+
+
 def compose(privacy: Privacy, sampling: Any, steps: int, *, start: int = 0) -> dp.DpEvent:
     """The event of steps ``start .. start + steps - 1`` of an optimizer under a sampling scheme.
 
     Args:
         privacy: what a step costs.
-        sampling: a scheme of `dpopt.sampling` (``Poisson``, ``WithoutReplacement``, or a sampler that has one).
+        sampling: a scheme of `dpopt.sampling` or `dpopt.parts` (``Poisson``, ``WithoutReplacement``, ``InParts``), or
+            a sampler, which has one.
         steps: how many steps; 0 gives the event that costs nothing.
         start: the first step, for optimizers whose cost depends on the step.
 
@@ -64,14 +84,18 @@ event=GaussianDpEvent(noise_multiplier=0.999...)), count=3)
     return composer(privacy, scheme, start)(int(steps))  # dp_accounting takes no NumPy integers
 
 
-def composer(privacy: Privacy, scheme: Any, start: int) -> Callable[[int], dp.DpEvent]:
+def composer(privacy: Privacy, scheme: Any, start: int, origin: int = 0) -> Callable[[int], dp.DpEvent]:
     """`compose` for one start and many numbers of steps: each step of a schedule is looked up once.
+
+    ``origin`` is the step that the noise's strategy began with, where noise is correlated.
 
     *Privacy*: a description; reads no data.
 
     >>> composer(Privacy((Query(1.0),)), Poisson(0.5), start=0)(3).count
     3
     """
+    if isinstance(scheme, InParts):
+        return lambda steps: scheme.event(privacy, start - origin, start - origin + steps)
     seen: list[dp.DpEvent] = []
 
     def event(steps: int) -> dp.DpEvent:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpopt import events
+from dpopt.correlated.noise import AddCorrelatedNoiseState
+from dpopt.correlated.strategies import Strategy
 from dpopt.noise import AddGaussianNoiseState
 
 
@@ -75,7 +77,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
     scheme = sampler.scheme
     # A schedule is known by what it costs at many steps, near and far.
     steps = [0] if not privacy.varies else [*range(32), *(2**n for n in range(6, 20))]
-    costs = [events.to_json(scheme.event(privacy.step_event(t, scheme.relation))) for t in steps]
+    costs = [events.to_json(events.step_event(privacy, scheme, t)) for t in steps]
     core, *post = plan.optimizer.stages
     opt_state = jax.eval_shape(plan.optimizer.init, params)
     return {
@@ -99,13 +101,16 @@ def _described(transformation: Any) -> str:
     stage = getattr(transformation, "stage", None)
     if stage is None:
         return getattr(transformation.update, "__qualname__", type(transformation).__name__).split(".")[0]
-    fields = {f.name: _value(getattr(stage, f.name)) for f in dataclasses.fields(stage)}
+    values = {f.name: getattr(stage, f.name) for f in dataclasses.fields(stage)}
+    fields = {name: _value(value) for name, value in values.items() if value is not None}
     return f"{stage.name}({', '.join(f'{k}={v}' for k, v in fields.items())})"
 
 
 def _value(value: Any) -> str:
     if callable(value) and not dataclasses.is_dataclass(value):
         return "schedule"
+    if isinstance(value, Strategy):
+        return value.label()
     if dataclasses.is_dataclass(value):
         fields = ", ".join(f"{f.name}={_value(getattr(value, f.name))}" for f in dataclasses.fields(value))
         return f"{type(value).__name__}({fields})"
@@ -197,11 +202,11 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _is_noise(x: Any) -> bool:
-    return isinstance(x, AddGaussianNoiseState)
+    return isinstance(x, AddGaussianNoiseState | AddCorrelatedNoiseState)
 
 
 def _without_keys(state: Any) -> Any:
-    state = jax.tree.map(lambda x: x._replace(key=None) if _is_noise(x) else x, state, is_leaf=_is_noise)
+    state = jax.tree.map(lambda x: x.without_secrets() if _is_noise(x) else x, state, is_leaf=_is_noise)
     return [x for x in jax.tree.leaves(state) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _program, _resume, _validate, entropy, identity, verification
+from dpopt import _program, _resume, _validate, entropy, events, identity, verification
 from dpopt._data import rows_of
 from dpopt._watch import Watch
 from dpopt.allowance import steps_within
@@ -193,7 +193,10 @@ class _Run:
         place = _resume.find(plan, journal, state, replay)
         state, pending = place.state, place.pending
         paid = state.update + len(pending)
-        allowed = steps_within(plan, limit, ledger=journal.ledger, start=paid, most=max(0, target - paid))
+        origin = paid if place.reason is not None else _resume.segment_start(journal)
+        allowed = steps_within(
+            plan, limit, ledger=journal.ledger, start=paid, origin=origin, most=max(0, target - paid)
+        )
         last = min(target, paid + allowed)
         if place.reason is not None and state.update < last:
             state = _resume.begin(plan, journal, place, replay, self.program)
@@ -214,7 +217,7 @@ class _Run:
         read = ahead(lambda number: self._read(sampler, number), numbers, self.prefetch)
         with self.watch.during(state, last, spent_so_far):
             for number, rows in zip(numbers, read, strict=True):
-                event = scheme.event(privacy.step_event(state.update, scheme.relation))
+                event = events.step_event(privacy, scheme, state.update, origin)
                 state, found = self._next(state, self._placed(sampler, number, rows))
                 if pending:
                     self._check(pending.pop(0), state.update, found)

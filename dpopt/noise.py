@@ -1,7 +1,10 @@
 """Gaussian noise: the only file of dpopt in which privacy noise is drawn."""
 
+from __future__ import annotations
+
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +27,14 @@ class AddGaussianNoiseState(NamedTuple):
 
     key: jax.Array  # the key the transformation was made with; a run's segments replace it
     count: jax.Array  # (), int32: draws so far
+
+    def renewed(self, key: jax.Array) -> AddGaussianNoiseState:
+        """The same step under another key."""
+        return self._replace(key=key)
+
+    def without_secrets(self) -> Any:
+        """What may be known of the state."""
+        return self._replace(key=None)
 
     def __repr__(self) -> str:
         return f"AddGaussianNoiseState(key=<secret>, count={self.count})"
@@ -133,14 +144,7 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
     >>> bool(abs(noisy.std() - 2.0) < 0.05), int(state.count)
     (True, 1)
     """
-    if not callable(noise_stddev):
-        _validate.non_negative(noise_stddev=noise_stddev)
-        if 0 < (_validate.concrete(noise_stddev) or 0) < LEAST_STDDEV:
-            raise ValueError(
-                f"noise_stddev must be 0 or at least 2^-100 (7.9e-31); got {noise_stddev}: noise so small vanishes in "
-                "float32. Scale the loss, and with it the clip norm, up."
-            )
-    _validate.prng_key(key)
+    check(noise_stddev, key)
     stage = _stages.Noise(noise_stddev=noise_stddev)
     is_off = not callable(noise_stddev) and _validate.concrete(noise_stddev) == 0
 
@@ -151,29 +155,79 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        if isinstance(updates, PerExampleGrads):
-            raise TypeError(
-                "add_gaussian_noise got per-example gradients: noise protects a clipped sum. Put clip_and_sum first."
-            )
-        remainder = None
-        if isinstance(updates, _sums.Sum):  # from `dpopt.chain`: a sum, and what rounding it has lost
-            updates, remainder = updates.value, flow.public(updates.remainder, "a remainder, while nothing is summed")
         stddev = flow.public(stage.stddev(state.count), "the noise's standard deviation")
 
-        def add_noise(updates):
-            if is_off:
-                return updates
-            draw = standard_normal_like(_threefry.fold_in(state.key, state.count), updates)
-            scale = functools.partial(_not_vanishing, stddev, zero_is_meant=not callable(noise_stddev))
-            noise = jax.tree.map(lambda z: scale(z.dtype) * z, draw)
-            if remainder is not None:  # to the noise first: in the sum it would be rounded away
-                noise = jax.tree.map(jnp.add, remainder, noise)
-            return jax.tree.map(jnp.add, updates, noise)
+        def noise(total):
+            draw = standard_normal_like(_threefry.fold_in(state.key, state.count), total)
+            return scaled(draw, stddev, zero_is_meant=not callable(noise_stddev))
 
         count = flow.advanced(state.count, _trees.next_count(state.count))
-        return flow.released(_trees.upcast(updates), add_noise), AddGaussianNoiseState(state.key, count)
+        return released(updates, None if is_off else noise), AddGaussianNoiseState(state.key, count)
 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
+
+
+def check(noise_stddev: Any, key: jax.Array) -> None:
+    """Raises ValueError or TypeError for noise that cannot be drawn: see `add_gaussian_noise`.
+
+    *Privacy*: reads public constants.
+
+    >>> check(1.0, jax.random.key(0))
+    """
+    if not callable(noise_stddev):
+        _validate.non_negative(noise_stddev=noise_stddev)
+        if 0 < (_validate.concrete(noise_stddev) or 0) < LEAST_STDDEV:
+            raise ValueError(
+                f"noise_stddev must be 0 or at least 2^-100 (7.9e-31); got {noise_stddev}: noise so small vanishes in "
+                "float32. Scale the loss, and with it the clip norm, up."
+            )
+    _validate.prng_key(key)
+
+
+def released(updates: Any, noise: Callable[[Any], Any] | None) -> Any:
+    """A clipped sum with noise, at least float32.
+
+    Args:
+        updates: the sum, or a `dpopt._sums.Sum` with what rounding it has lost.
+        noise: from something shaped like the sum to the noise; None for none.
+
+    Raises:
+        TypeError: for gradients that were not clipped and summed.
+
+    *Privacy*: as private as the noise. An inspection (`dpopt.inspection`) takes what comes out for public.
+
+    >>> released(jnp.zeros(2), None).tolist()
+    [0.0, 0.0]
+    """
+    if isinstance(updates, PerExampleGrads):
+        raise TypeError(
+            "add_gaussian_noise got per-example gradients: noise protects a clipped sum. Put clip_and_sum first."
+        )
+    remainder = None
+    if isinstance(updates, _sums.Sum):  # from `dpopt.chain`
+        updates, remainder = updates.value, flow.public(updates.remainder, "a remainder, while nothing is summed")
+
+    def add_noise(updates):
+        if noise is None:
+            return updates
+        drawn = noise(updates)
+        if remainder is not None:  # to the noise first: in the sum it would be rounded away
+            drawn = jax.tree.map(jnp.add, remainder, drawn)
+        return jax.tree.map(jnp.add, updates, drawn)
+
+    return flow.released(_trees.upcast(updates), add_noise)
+
+
+def scaled(draw: Any, stddev: Any, *, zero_is_meant: bool) -> Any:
+    """Standard normals times a standard deviation, which is NaN where it is too small (`_not_vanishing`).
+
+    *Privacy*: reads no data.
+
+    >>> scaled(jnp.ones(1), 2.0, zero_is_meant=True).tolist()
+    [2.0]
+    """
+    scale = functools.partial(_not_vanishing, stddev, zero_is_meant=zero_is_meant)
+    return jax.tree.map(lambda z: scale(z.dtype) * z, draw)
 
 
 def _not_vanishing(stddev: Any, dtype: Any, *, zero_is_meant: bool) -> jax.Array:

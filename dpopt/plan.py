@@ -20,6 +20,7 @@ from dpopt.gradients import Engine
 from dpopt.journal import Journal
 from dpopt.ledger import Ledger
 from dpopt.loop import train
+from dpopt.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
 from dpopt.results import TrainResult
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
 from dpopt.statement import Statement, state
@@ -75,7 +76,7 @@ class Plan:
     """
 
     optimizer: PrivateOptimizer
-    sampler: PoissonSampler | FixedSizeSampler
+    sampler: PoissonSampler | FixedSizeSampler | CyclicPoissonSampler | EpochSampler | BallsInBinsSampler
     steps: int
     noise_multiplier: Any
     sensitivity: Any
@@ -165,7 +166,8 @@ class Plan:
             ("sensitivity", f"{self.sensitivity:g} (L2, add or remove one {self.optimizer.privacy.unit})"),
             ("noise multiplier", self._noise_multiplier()),
             ("sampling", f"{sampling}, {self.sampler.expected_batch_size:g} of {self.sampler.num_examples} expected"),
-            ("step event", repr(self.optimizer.privacy.step_event(0, sampling.relation))),
+            *self._correlation(),
+            ("step event", repr(events.step_event(self.optimizer.privacy, sampling, 0))),
             ("planned epsilon", self._epsilon_by_step()),
             ("optimizer state", f"{_bytes_per_parameter(self.optimizer, params)} bytes per parameter"),
         ]
@@ -177,6 +179,18 @@ class Plan:
             return "schedule"
         twice = ", and replacing an example counts twice" if isinstance(self.sampler, FixedSizeSampler) else ""
         return f"{self.noise_multiplier:.4g} (the step event has less: it pays for rounding{twice})"
+
+    def _correlation(self) -> list[tuple[str, str]]:
+        strategy = self.optimizer.privacy.queries[0].strategy
+        if strategy is None:
+            return []
+        stream = strategy.stream
+        return [
+            (
+                "noise over steps",
+                f"{strategy.name}: {stream.draws} draws a step, keeps {stream.num_buffers} arrays like the parameters",
+            )
+        ]
 
     def _epsilon_by_step(self) -> str:
         if self.budget is None:

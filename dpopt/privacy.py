@@ -18,7 +18,7 @@ from jax.core import Tracer
 from dpopt import _stages, _sums, _validate
 from dpopt._lazy import dp_accounting
 
-PRIVATE_STAGES = ("precondition", "clip_and_sum", "add_gaussian_noise", "normalize_by")
+PRIVATE_STAGES = ("precondition", "clip_and_sum", "add_gaussian_noise", "add_correlated_noise", "normalize_by")
 
 
 class Relation(enum.Enum):
@@ -51,6 +51,7 @@ class Query:
 
     noise_multiplier: float | Callable[[int], float]  # standard deviation over L2 sensitivity (add/remove-one)
     active: Callable[[int], bool] | None = None  # the steps on which it is asked; None: all
+    strategy: Any = None  # `dpopt.correlated.Strategy`: how its noise is correlated over steps; None: not at all
 
     def multiplier(self, step: int) -> float:
         value = self.noise_multiplier(step) if callable(self.noise_multiplier) else self.noise_multiplier
@@ -84,18 +85,46 @@ class Privacy:
         """The event of step ``step``, for sums that float32 rounding lets move a little further than their sensitivity.
 
         Replacing a record moves a sum twice as far as removing one.
+
+        Raises:
+            ValueError: if noise is correlated over steps, where a step by itself has no event.
         """
-        distance = (2.0 if Relation.of(relation) is Relation.REPLACE_ONE else 1.0) * (1 + _sums.ROUNDING)
+        for query in self.queries:
+            if query.strategy is not None and query.strategy.bands > 1:
+                raise ValueError(
+                    f"this optimizer's noise is correlated over steps ({query.strategy.name}), so its batches must "
+                    "come from a sampler that keeps the steps of an example apart, and no theorem covers this one. "
+                    "Use dpopt.CyclicPoissonSampler (for banded strategies) or dpopt.EpochSampler."
+                )
+        distance = _distance(relation)
         asked = [q.multiplier(step) / distance for q in self.queries if q.active is None or q.active(step)]
         events: list[dp_accounting.DpEvent] = [
             dp_accounting.GaussianDpEvent(sigma) if sigma > 0 else dp_accounting.NonPrivateDpEvent() for sigma in asked
         ]
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
 
+    def only_query(self, relation: Relation = Relation.ADD_OR_REMOVE_ONE) -> tuple[float, Any]:
+        """The noise multiplier and the strategy of an optimizer with one query, the same at all steps.
+
+        Raises:
+            ValueError: for any other optimizer.
+        """
+        if len(self.queries) != 1 or self.varies:
+            raise ValueError(
+                "batches from parts of the data are accounted for under one query a step with the same noise at all "
+                "steps; this optimizer asks more, or varies its noise. Use dpopt.PoissonSampler."
+            )
+        (query,) = self.queries
+        return query.multiplier(0) / _distance(relation), query.strategy
+
     @property
     def varies(self) -> bool:
         """Whether the event depends on the step."""
         return any(callable(q.noise_multiplier) or q.active is not None for q in self.queries)
+
+
+def _distance(relation: Relation) -> float:
+    return (2.0 if Relation.of(relation) is Relation.REPLACE_ONE else 1.0) * (1 + _sums.ROUNDING)
 
 
 def check_order(names: Sequence[str]) -> None:
@@ -106,7 +135,7 @@ def check_order(names: Sequence[str]) -> None:
         raise ValueError(f"stage {position} ({names[position]}) {why} {order}")
 
     seen: dict[str, int] = {}
-    for i, name in enumerate(names):
+    for i, name in enumerate("add_gaussian_noise" if n == "add_correlated_noise" else n for n in names):
         if name not in PRIVATE_STAGES:
             if name == "private optimizer":
                 refuse(i, "adds a second clip and noise: it must come first, and alone.")
@@ -148,7 +177,8 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
             raise ValueError("a clip norm of 0 leaves nothing of any example to train on: pass a positive one.")
         return stddev / clip.sensitivity
 
-    query = Query(multiplier) if callable(noise.noise_stddev) else Query(multiplier(0))
+    sigma = multiplier if callable(noise.noise_stddev) else multiplier(0)
+    query = Query(sigma, strategy=noise.strategy)
     return Privacy((query,), unit=clip.unit)
 
 

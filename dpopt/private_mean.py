@@ -10,6 +10,8 @@ from jax.core import Tracer
 from dpopt import _validate
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function, clip_and_sum
+from dpopt.correlated.noise import add_correlated_noise
+from dpopt.correlated.strategies import Strategy
 from dpopt.noise import add_gaussian_noise, normalize_by
 from dpopt.preconditioning import precondition
 
@@ -21,6 +23,7 @@ def privatize(
     expected_batch_size: Any,
     key: jax.Array,
     preconditioner: Any = None,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     r"""The private mean gradient: :math:`(\sum_i \mathrm{clip}(S g_i) + \sigma C z) / B`.
 
@@ -30,6 +33,8 @@ def privatize(
             ``step -> number``. 0 switches noise, and privacy, off.
         expected_batch_size: B, a public constant.
         key: PRNG key for the noise, used for nothing else.
+        noise: a strategy of `dpopt.correlated` for noise that is correlated over steps, which takes batches from a
+            sampler of `dpopt.parts`; None for independent noise.
         preconditioner: where S comes from (`dpopt.preconditioning`): one, several in a tuple (they multiply), or None.
 
     Raises:
@@ -49,8 +54,9 @@ def privatize(
     if not isinstance(preconditioner, tuple):
         preconditioner = () if preconditioner is None else (preconditioner,)
     stages = tuple(precondition(p) for p in preconditioner)
-    noise = add_gaussian_noise(noise_stddev(noise_multiplier, clip.sensitivity), key)
-    return chain(*stages, clip_and_sum(clip), noise, normalize_by(expected_batch_size))
+    stddev = noise_stddev(noise_multiplier, clip.sensitivity)
+    added = add_gaussian_noise(stddev, key) if noise is None else add_correlated_noise(noise, stddev, key)
+    return chain(*stages, clip_and_sum(clip), added, normalize_by(expected_batch_size))
 
 
 def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:

@@ -93,7 +93,7 @@ class _Sampler:
         self.start = start
         self._drawn_to = [0]  # shared with the copies that `reseeded` makes: they feed the same run
 
-    def _draw(self, rng: np.random.Generator) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
         raise NotImplementedError
 
     def _rng(self, step: int) -> np.random.Generator:
@@ -120,7 +120,7 @@ class _Sampler:
 
     def drawn(self, step: int) -> np.ndarray:
         """The indices of step ``step``, unpadded, distinct, ``(n,)`` int64."""
-        return self._draw(self._rng(step))
+        return self._draw(self._rng(step), step)
 
     def batch(self, step: int, *, size: int | None = None) -> Batch:
         """The batch of step ``step``, padded to a multiple of ``pad_to``, or to ``size`` where it is given.
@@ -129,7 +129,7 @@ class _Sampler:
             ValueError: if more than ``size`` examples were drawn. Dropping some would change the privacy guarantee.
         """
         rng = self._rng(step)
-        drawn = self._draw(rng)
+        drawn = self._draw(rng, step)
         if size is None:
             size = max(1, math.ceil(len(drawn) / self.pad_to)) * self.pad_to
         if len(drawn) > size:
@@ -201,7 +201,8 @@ class PoissonSampler(_Sampler):
         self.expected_batch_size = expected_batch_size
         self.scheme = Poisson(expected_batch_size / num_examples)
 
-    def _draw(self, rng: np.random.Generator) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+        del step
         # The number of successes in n independent trials is binomial, and given it all subsets of that size are equally
         # likely: this draws the same distribution as n coin flips, at the cost of the batch.
         size = rng.binomial(self.num_examples, self.scheme.sampling_prob)
@@ -236,7 +237,8 @@ class FixedSizeSampler(_Sampler):
     def expected_batch_size(self) -> int:
         return self.scheme.batch_size
 
-    def _draw(self, rng: np.random.Generator) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+        del step
         return rng.choice(self.num_examples, self.scheme.batch_size, replace=False, shuffle=False).astype(np.int64)
 
 
@@ -249,4 +251,6 @@ def sampling_prob(sampling: Any) -> float:
     0.4
     """
     scheme = getattr(sampling, "scheme", sampling)
-    return scheme.sampling_prob if isinstance(scheme, Poisson) else scheme.batch_size / scheme.num_examples
+    if isinstance(scheme, WithoutReplacement):
+        return scheme.batch_size / scheme.num_examples
+    return scheme.sampling_prob / getattr(scheme, "parts", 1)

@@ -69,6 +69,11 @@ ROWS = {
     "adam_bc": row(dpopt.dp_adam_bc, 0.1, gamma=1e-4),
     "micro_adam": row(dpopt.dp_micro_adam, 0.1, density=0.3, memory_size=3),
     "scale_then_privatize": row(dpopt.scale_then_privatize, 0.1),
+    "kept noise": row(dpopt.dp_sgd, 0.1, optax.sgd(0.1), noise=dpopt.correlated.banded(3, steps=100)),
+    "redrawn noise": row(dpopt.dp_adam_bc, 0.1, gamma=1e-4, noise=dpopt.correlated.banded_inverse(3, steps=100)),
+    "recurrent noise": row(
+        dpopt.scale_then_privatize, 0.1, noise=dpopt.correlated.blt([0.3, 0.1], [0.9, 0.5], steps=100)
+    ),
     "extra query": row(dpopt.baselines.dp2_extra_query, 0.1, adaptive_l2_clip_norm=1.0, delay=2, eps=0.1),
 }
 # Settings of a row that is here already are compared with its twin only: compiling is what these tests spend time on.
@@ -143,6 +148,10 @@ def test_the_twin_check_has_power(name="adam"):
 def test_a_step_states_the_multiplier_it_was_given(name):
     opt = ROWS[name].make(**privacy_four(noise_multiplier=1.7))
     assert dpopt.make_train_step(loss_fn, opt).privacy == opt.privacy
+    if opt.privacy.queries[0].strategy is not None:  # of a run, not of a step
+        event = dpopt.privacy_event(opt, sampling=dpopt.parts.InParts(100), steps=100)
+        assert event.noise_multiplier == pytest.approx(paid(1.7), rel=1e-12)
+        return
     assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.7), rel=1e-12)
 
 

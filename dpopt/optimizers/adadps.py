@@ -9,6 +9,7 @@ import optax
 
 from dpopt import _validate
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.correlated.strategies import Strategy
 from dpopt.moments import public_moments
 from dpopt.preconditioning import side_information
 from dpopt.private_mean import privatize
@@ -27,6 +28,7 @@ def adadps(
     eps: float = 1e-3,
     b1: float = 0.9,
     eps_in_sqrt: bool = False,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     r"""AdaDPS: :math:`w \leftarrow w - \eta\, (\sum_i \mathrm{clip}(g_i / A, C) + \sigma C z) / B`.
 
@@ -41,6 +43,7 @@ def adadps(
         scale: 1 / A: positive numbers in the parameters' tree or a prefix of it (see `scale_from_frequencies`,
             `broadcast_feature_scale`), or None for public gradients.
         rule, decay, eps, b1, eps_in_sqrt: see `public_moments`; unused with a fixed scale.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named; in ``update``, without ``scale``, if there are no public
@@ -69,6 +72,7 @@ def adadps(
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
         key=key,
+        noise=noise,
         preconditioner=preconditioner,
     )
     return chain(core, optax.scale_by_learning_rate(learning_rate))

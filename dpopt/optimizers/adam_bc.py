@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from dpopt import _trees, _validate
 from dpopt.chain import NoiseAware, PrivateOptimizer, chain
+from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers._moments import at_step, one_minus_power, update_average
 from dpopt.private_mean import privatize
 
@@ -192,6 +193,7 @@ def dp_adam_bc(
     b2: float = 0.999,
     gamma: ScalarOrSchedule = 1e-8,
     weight_decay: float = 0.0,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     r"""DP-AdamBC: :math:`w \leftarrow w - \eta\, \hat m / \sqrt{\max(\hat v - \Phi, \gamma)}` on the private mean.
 
@@ -199,6 +201,7 @@ def dp_adam_bc(
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dpopt.dp_sgd`.
         b1, b2, gamma: see `scale_by_adam_bc`.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -213,7 +216,11 @@ def dp_adam_bc(
     """
     _validate.non_negative(weight_decay=weight_decay)
     core = privatize(
-        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
+        l2_clip_norm=l2_clip_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size,
+        key=key,
+        noise=noise,
     )
     rule = scale_by_adam_bc(b1=b1, b2=b2, gamma=gamma)
     decay = () if _validate.concrete(weight_decay) == 0 else (optax.add_decayed_weights(weight_decay),)

@@ -10,6 +10,7 @@ import optax
 from dpopt import _trees, _validate
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function
+from dpopt.correlated.strategies import Strategy
 from dpopt.delayed import delayed_moments, phase_lengths
 from dpopt.optimizers._moments import at_step
 from dpopt.optimizers.after_noise import precondition_after_noise
@@ -31,6 +32,7 @@ def dp2(
     eps: float = 1e-7,
     weight_decay: float = 0.0,
     correct_noise: bool = False,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     r"""DP2: s1 steps of DP-SGD, then s2 adaptive steps with the diagonal learned from them, and again.
 
@@ -53,6 +55,7 @@ def dp2(
         noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         rule, decay, eps, correct_noise: see `delayed_moments`.
         weight_decay: adds ``weight_decay * w`` to the private gradient, in both phases.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -74,6 +77,7 @@ def dp2(
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
         key=key,
+        noise=noise,
         preconditioner=delayed_moments(
             delay,
             rule=rule,

@@ -13,6 +13,7 @@ import optax
 
 from dpopt import _trees, _validate
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers import _quantize, _topk
 from dpopt.optimizers._moments import one_minus_power
 from dpopt.private_mean import privatize
@@ -208,6 +209,7 @@ def dp_micro_adam(
     memory_size: int = 10,
     quantization_bits: int | None = 4,
     weight_decay: float = 0.0,
+    noise: Strategy | None = None,
     **options: Any,
 ) -> PrivateOptimizer:
     r"""DP-MicroAdam: the private mean gradient, then `scale_by_micro_adam`.
@@ -216,6 +218,7 @@ def dp_micro_adam(
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dpopt.dp_sgd`.
         b1, b2, eps, density, memory_size, quantization_bits: see `scale_by_micro_adam`.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
         **options: the other arguments of `scale_by_micro_adam`: ``bucket_size``, ``top_k``, ``block_size``,
             ``rounding``, ``rounding_key`` (never the noise's ``key``), ``bias_correction``.
 
@@ -232,7 +235,11 @@ def dp_micro_adam(
     """
     _validate.non_negative(weight_decay=weight_decay)
     core = privatize(
-        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
+        l2_clip_norm=l2_clip_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size,
+        key=key,
+        noise=noise,
     )
     rule = scale_by_micro_adam(
         b1=b1,

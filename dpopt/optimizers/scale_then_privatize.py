@@ -6,6 +6,7 @@ import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.correlated.strategies import Strategy
 from dpopt.moments import last_moments
 from dpopt.private_mean import privatize
 
@@ -22,6 +23,7 @@ def scale_then_privatize(
     eps: float = 1e-8,
     eps_scale: float = 1e-2,
     weight_decay: float = 0.0,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     r"""Scale by last step's second moment, clip, add noise, undo the scale, then Adam.
 
@@ -39,6 +41,7 @@ def scale_then_privatize(
         b1, b2, eps: see ``optax.adam``.
         eps_scale: epsilon_s, positive; bounds the scale where v is small.
         weight_decay: decoupled, multiplied by the learning rate.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -57,6 +60,7 @@ def scale_then_privatize(
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
         key=key,
+        noise=noise,
         preconditioner=last_moments(b2=b2, eps_scale=eps_scale),
     )
     return chain(core, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.correlated.strategies import Strategy
 from dpopt.private_mean import privatize
 
 ScalarOrSchedule = Any  # float, or step -> float
@@ -23,6 +24,7 @@ def dp_sgd(
     key: jax.Array,
     momentum: float | None = None,
     nesterov: bool = False,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     r"""DP-SGD: :math:`w \leftarrow w - \eta\, (\sum_i \mathrm{clip}(g_i, C) + \sigma C z) / B`, with optional momentum.
 
@@ -34,6 +36,7 @@ def dp_sgd(
         key: PRNG key of the noise, used for nothing else.
         momentum: decay of the momentum trace, or None.
         nesterov: whether the momentum looks ahead.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Returns:
         An optimizer whose ``update`` takes a promise of `per_example_grads`, or ``(B, ...)`` gradients.
@@ -51,16 +54,17 @@ def dp_sgd(
     >>> [round(x, 3) for x in updates.tolist()]
     [-0.3, -0.4]
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
+    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.sgd(learning_rate, momentum=momentum, nesterov=nesterov))
 
 
-def _core(l2_clip_norm, noise_multiplier, expected_batch_size, key) -> PrivateOptimizer:
+def _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise) -> PrivateOptimizer:
     return privatize(
         l2_clip_norm=l2_clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
         key=key,
+        noise=noise,
     )
 
 
@@ -74,6 +78,7 @@ def dp_adam(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     """DP-Adam: the private mean gradient, then ``optax.adam``.
 
@@ -81,6 +86,7 @@ def dp_adam(
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         b1, b2: decay of the first and second moment.
         eps: added to the root of the second moment.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -91,7 +97,7 @@ def dp_adam(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
+    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.adam(learning_rate, b1=b1, b2=b2, eps=eps))
 
 
@@ -106,6 +112,7 @@ def dp_adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     """DP-AdamW: the private mean gradient, then ``optax.adamw``. The decay reads the parameters, which are private
     already.
@@ -114,6 +121,7 @@ def dp_adamw(
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         b1, b2, eps: see `dp_adam`.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -124,7 +132,7 @@ def dp_adamw(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
+    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))
 
 
@@ -138,6 +146,7 @@ def dp_rmsprop(
     decay: float = 0.9,
     eps: float = 1e-8,
     eps_in_sqrt: bool = True,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     """DP-RMSProp: the private mean gradient, then ``optax.rmsprop``.
 
@@ -146,6 +155,7 @@ def dp_rmsprop(
         decay: decay of the mean square.
         eps: keeps the division finite.
         eps_in_sqrt: whether ``eps`` stands under the root, as in Optax; the DP papers add it outside (False).
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -156,7 +166,7 @@ def dp_rmsprop(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
+    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.rmsprop(learning_rate, decay=decay, eps=eps, eps_in_sqrt=eps_in_sqrt))
 
 
@@ -169,6 +179,7 @@ def dp_adagrad(
     key: jax.Array,
     initial_accumulator_value: float = 0.1,
     eps: float = 1e-7,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     """DP-AdaGrad: the private mean gradient, then ``optax.adagrad``.
 
@@ -176,6 +187,7 @@ def dp_adagrad(
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         initial_accumulator_value: start of the sum of squares.
         eps: see ``optax.adagrad``.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -186,7 +198,7 @@ def dp_adagrad(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
+    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     rule = optax.adagrad(learning_rate, initial_accumulator_value=initial_accumulator_value, eps=eps)
     return chain(core, rule)
 
@@ -201,12 +213,14 @@ def dp_yogi(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-3,
+    noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     """DP-Yogi: the private mean gradient, then ``optax.yogi``.
 
     Args:
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         b1, b2, eps: see ``optax.yogi``.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -217,5 +231,5 @@ def dp_yogi(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key)
+    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.yogi(learning_rate, b1=b1, b2=b2, eps=eps))

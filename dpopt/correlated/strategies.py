@@ -1,0 +1,285 @@
+"""Strategies: which lower-triangular Toeplitz matrix C the noise of a run is correlated by.
+
+A step t adds ``s (C^-1 z)_t`` to the clipped sum instead of ``s z_t``, z standard normal. By post-processing that costs
+what releasing ``C G + s z`` costs, G being all clipped sums of the run in a column (Denisov et al. 2022, who show that
+the sums may depend on what was released before). C is scaled so that its largest column has norm 1: an example that is
+in one step only pays for noise s, as ever. One that is in several pays for what its columns have in common, which the
+sampler bounds (`dpopt.parts`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpopt import _validate
+from dpopt.correlated.streams import Recurrent, Redrawn, Stream, Substituted, inverse_series
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A lower-triangular Toeplitz matrix C over the steps of a run, with columns of norm at most 1.
+
+    Made by `independent`, `banded`, `optimized_banded`, `banded_inverse`, `lambda_cgd` or `blt`.
+
+    Attributes:
+        name: what it is called.
+        steps: how many steps it covers; a run that takes more is refused.
+        bands: C[i, j] is 0 from ``i - j = bands`` on.
+        coefficients: the first column of C, up to its last entry that is not 0; none is negative.
+        stream: how ``C^-1 z`` is drawn.
+
+    Raises:
+        ValueError: for coefficients that are negative, not finite, or begin with 0.
+
+    *Privacy*: public constants.
+
+    >>> strategy = lambda_cgd(0.5, steps=3)
+    >>> [round(c / strategy.coefficients[0], 3) for c in strategy.coefficients]
+    [1.0, 0.5, 0.25]
+    """
+
+    name: str
+    steps: int
+    bands: int
+    coefficients: tuple[float, ...] = dataclasses.field(repr=False)
+    stream: Stream = dataclasses.field(repr=False)
+
+    def __post_init__(self):
+        c = np.asarray(self.coefficients)
+        if not (np.isfinite(c).all() and (c >= 0).all() and c[0] > 0):
+            raise ValueError(
+                f"the coefficients of a strategy must be finite and not negative, the first positive; got {c[:8]}. "
+                "Only for such matrices is it known what several steps of one example cost."
+            )
+
+    def label(self) -> str:
+        """What tells this strategy from others, in a line."""
+        digest = hashlib.sha256(np.asarray(self.coefficients).tobytes()).hexdigest()
+        return f"{self.name} over {self.steps} steps, {digest[:8]}"
+
+    @property
+    def column(self) -> np.ndarray:
+        """The first column of C, ``[steps]`` float64."""
+        return np.pad(np.asarray(self.coefficients), (0, max(0, self.steps - len(self.coefficients))))[: self.steps]
+
+    @functools.cached_property
+    def inverse(self) -> np.ndarray:
+        """The first column of ``C^-1``, ``[steps]`` float64."""
+        return self.stream.inverse(self.steps)
+
+    @functools.cached_property
+    def deviations(self) -> np.ndarray:
+        """Standard deviations of ``(C^-1 z)_t``, ``[steps]``."""
+        return np.sqrt(np.cumsum(np.square(self.inverse)))
+
+    def deviation(self, step: Any) -> jax.Array:
+        """Standard deviation of ``(C^-1 z)_t`` at a step, as an array; NaN after the last."""
+        known = jnp.append(jnp.asarray(self.deviations, jnp.float32), jnp.nan)
+        return known[jnp.minimum(step, self.steps)]
+
+    def cost(self, parts: int) -> np.ndarray:
+        """Squared sensitivity of the first 0, 1, ... steps, ``[steps + 1]``, for examples in every ``parts``-th step.
+
+        ``|sum_i C[:t, i parts]|^2``, in units of the clip's: of all examples the first part's have the most steps, and
+        their sum is the largest where an example's gradients are the same at all steps, since no entry is negative.
+        """
+        rows = self.column.copy()
+        for t in range(parts, self.steps):
+            rows[t] += rows[t - parts]
+        return np.concatenate([[0.0], np.cumsum(np.square(rows))])
+
+
+def independent(steps: int) -> Strategy:
+    """Noise that is drawn afresh at each step: C is the identity.
+
+    >>> independent(100).bands
+    1
+    """
+    return _strategy("independent", steps, np.ones(1), lambda c: Redrawn((1 / c[0],)))
+
+
+def banded(bands: int, *, steps: int, momentum: float = 0.0, coefficients: Any = None) -> Strategy:
+    r"""C with a few bands: the square root of the workload, cut off; or with coefficients of one's own.
+
+    For prefix sums the square root has :math:`c_0 = 1, c_k = c_{k-1} (2k - 1) / (2k)`. The last ``bands - 1`` noises
+    are kept: as many arrays of the parameters' size.
+
+    Args:
+        bands: b, at least 1; examples that are b steps or more apart have nothing in common.
+        steps: how many steps the run may take.
+        momentum: decay of the momentum that adds gradients up after the noise; 0 for sums.
+        coefficients: ``bands`` numbers, in any scale, in the place of the square root's.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: public constants.
+
+    Reference: Choquette-Choo et al. (2023), (Amplified) Banded Matrix Factorization.
+
+    >>> [round(c, 3) for c in banded(3, steps=10).coefficients]
+    [0.848, 0.424, 0.318]
+    """
+    _validate.positive_int(bands=bands, steps=steps)
+    _validate.fraction(momentum=momentum)
+    bands = min(int(bands), int(steps))
+    if coefficients is None:
+        coefficients = np.convolve(_root_of_sums(bands), _root_of_decays(momentum, bands))[:bands]
+    elif np.shape(coefficients) != (bands,):
+        raise ValueError(f"coefficients must be {bands} numbers, one a band; got shape {np.shape(coefficients)}.")
+    return _strategy(f"banded({bands})", steps, coefficients, lambda c: Substituted(tuple(c.tolist())))
+
+
+def optimized_banded(bands: int, *, steps: int, workload: Any) -> Strategy:
+    """The banded C that leaves the least error in a workload, for examples that are ``bands`` steps apart.
+
+    Args:
+        bands, steps: see `banded`.
+        workload: a matrix ``[steps, steps]``, from `dpopt.correlated.workload`.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: public constants.
+
+    >>> from dpopt.correlated import error, workload
+    >>> sums = workload(64)
+    >>> best = optimized_banded(8, steps=64, workload=sums)
+    >>> error(best, sums) < error(banded(8, steps=64), sums) < error(independent(64), sums)
+    True
+    """
+    from dpopt.correlated.workloads import best_coefficients  # it needs scipy's optimiser, which takes a while to load
+
+    start = banded(bands, steps=steps)
+    found = best_coefficients(np.asarray(start.coefficients), np.asarray(workload), steps)
+    return dataclasses.replace(banded(bands, steps=steps, coefficients=found), name=f"optimized_banded({bands})")
+
+
+def banded_inverse(bands: int, *, steps: int) -> Strategy:
+    r"""``C^-1`` with a few bands, so that no noise is kept: the last ones are drawn again from the key.
+
+    Those of the inverse square root of prefix sums: :math:`d_0 = 1, d_k = -c_k / (2k - 1)`, with c as in `banded`.
+
+    Args:
+        bands: how many noises a step is made of, at least 1; each takes as long as an independent one to draw.
+        steps: how many steps the run may take.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: public constants.
+
+    Reference: Kalinin et al. (2025), Back to Square Roots: BISR.
+
+    >>> strategy = banded_inverse(2, steps=10)
+    >>> (strategy.inverse[:3] / strategy.inverse[0]).tolist()
+    [1.0, -0.5, 0.0]
+    """
+    _validate.positive_int(bands=bands, steps=steps)
+    k = np.arange(bands)
+    return _from_inverse(f"banded_inverse({bands})", steps, -_root_of_sums(bands) / (2 * k - 1))
+
+
+def lambda_cgd(decay: float, *, steps: int) -> Strategy:
+    """``z_t - lambda z_{t-1}``: a share of the last step's noise is taken back.
+
+    Args:
+        decay: lambda, in [0, 1).
+        steps: how many steps the run may take.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: public constants.
+
+    Reference: lambda-CGD (2026), arXiv 2601.22334.
+
+    >>> lambda_cgd(0.9, steps=100).stream.num_buffers
+    0
+    """
+    _validate.fraction(decay=decay)
+    _validate.positive_int(steps=steps)
+    return _from_inverse(f"lambda_cgd({decay:g})", steps, np.array([1.0, -decay] if decay else [1.0]))
+
+
+def blt(
+    weights: Any = None, decays: Any = None, *, steps: int, separation: int | None = None, participations: int = 1
+) -> Strategy:
+    """A buffered linear Toeplitz matrix: ``c_0 = 1, c_k = sum_j w_j a_j^(k-1)``. Each j takes one array to keep.
+
+    Args:
+        weights, decays: w, positive, and a, in (0, 1). None: optimised by ``jax_privacy`` for the largest error of
+            prefix sums (``pip install "dpopt[correlated]"``).
+        steps: how many steps the run may take.
+        separation, participations: of an example's steps, for the optimisation: at least so many steps apart, at most
+            so many. By default once.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range; ImportError: without ``jax_privacy``.
+
+    *Privacy*: public constants.
+
+    Reference: McMahan, Xu and Zhang (2024), A Hassle-free Algorithm for Strong Differential Privacy in Federated
+    Learning Systems.
+
+    >>> blt([0.5], [0.9], steps=4).bands
+    4
+    """
+    _validate.positive_int(steps=steps, participations=participations)
+    if (weights is None) != (decays is None):
+        raise ValueError("give both weights and decays, or neither to have them optimised.")
+    if weights is None:
+        weights, decays = _optimized_blt(steps, separation, participations)
+    w, a = (np.atleast_1d(np.asarray(x, np.float64)) for x in (weights, decays))
+    if w.shape != a.shape or w.ndim != 1 or not ((w > 0).all() and (a > 0).all() and (a < 1).all()):
+        raise ValueError(f"weights must be positive and decays in (0, 1), as many; got {weights} and {decays}.")
+    column = Recurrent(1.0, tuple(w.tolist()), tuple(a.tolist())).column(steps)
+
+    def stream(c: np.ndarray) -> Recurrent:
+        return Recurrent(float(c[0]), tuple((w * c[0]).tolist()), tuple(a.tolist()))
+
+    return _strategy(f"blt({len(w)})", steps, column, stream)
+
+
+def _strategy(name: str, steps: int, coefficients: Any, stream: Any) -> Strategy:
+    """The strategy of a first column in any scale."""
+    _validate.positive_int(steps=steps)
+    c = np.asarray(coefficients, np.float64)[:steps]
+    c = c / np.linalg.norm(c)
+    return Strategy(name, int(steps), len(c), tuple(c.tolist()), stream(c))
+
+
+def _from_inverse(name: str, steps: int, inverse: np.ndarray) -> Strategy:
+    inverse = inverse[:steps]
+    c = inverse_series(inverse, steps) if len(inverse) > 1 else np.ones(1)
+    scale = np.linalg.norm(c)
+    return _strategy(name, steps, c, lambda _: Redrawn(tuple((inverse * scale).tolist())))
+
+
+def _root_of_sums(count: int) -> np.ndarray:
+    """Coefficients of ``(1 - x)^(-1/2)``: the square root of the matrix of prefix sums."""
+    k = np.arange(1, count)
+    return np.cumprod(np.concatenate([[1.0], (2 * k - 1) / (2 * k)]))
+
+
+def _root_of_decays(momentum: float, count: int) -> np.ndarray:
+    """Coefficients of ``(1 - momentum x)^(-1/2)``."""
+    return _root_of_sums(count) * np.asarray(momentum, np.float64) ** np.arange(count)
+
+
+def _optimized_blt(steps: int, separation: int | None, participations: int) -> tuple[np.ndarray, np.ndarray]:
+    import jax
+    from jax_privacy.matrix_factorization import buffered_toeplitz
+
+    with jax.enable_x64(True):
+        found = buffered_toeplitz.optimize(
+            n=steps, min_sep=1 if separation is None else separation, max_participations=participations
+        )
+        return np.asarray(found.output_scale), np.asarray(found.buf_decay)

@@ -1,0 +1,158 @@
+"""Three ways to draw ``y = C^-1 z`` step by step, for a lower-triangular Toeplitz matrix C.
+
+Each is given ``draw(lag)``, the standard normals z of ``lag`` steps ago, which come from the key and a counter and so
+can be drawn again; ``step``, counted from 0 where the strategy began; and its buffers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Draw = Callable[[Any], Any]  # from a lag to a pytree of standard normals
+
+
+class Stream(Protocol):
+    """How ``C^-1 z`` is drawn."""
+
+    @property
+    def num_buffers(self) -> int:
+        """Arrays of the parameters' size that are kept between steps."""
+        ...
+
+    @property
+    def draws(self) -> int:
+        """Standard normals drawn a step for each parameter, at most."""
+        ...
+
+    def inverse(self, steps: int) -> np.ndarray:
+        """The first column of ``C^-1``, ``[steps]`` float64."""
+        ...
+
+    def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
+        """``y`` of this step, shaped ``like`` the sum, and the buffers after it, leaves ``[num_buffers, ...]``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Redrawn:
+    """``y_t = sum_k d_k z_{t-k}``: the last z are drawn again, and nothing is kept."""
+
+    coefficients: tuple[float, ...]  # d
+
+    num_buffers = 0
+
+    @property
+    def draws(self) -> int:
+        return len(self.coefficients)
+
+    def inverse(self, steps: int) -> np.ndarray:
+        return _padded(self.coefficients, steps)
+
+    def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
+        if len(self.coefficients) == 1:
+            return _scaled(self.coefficients[0], draw(0)), buffers
+        d = np.asarray(self.coefficients)
+
+        def add(lag, total):
+            return jax.tree.map(lambda t, z: t + jnp.asarray(d, z.dtype)[lag] * z, total, draw(lag))
+
+        zeros = jax.tree.map(jnp.zeros_like, like)
+        return lax.fori_loop(0, jnp.minimum(len(d), step + 1), add, zeros), buffers
+
+
+@dataclasses.dataclass(frozen=True)
+class Substituted:
+    """``y_t = (z_t - sum_{0<k<b} c_k y_{t-k}) / c_0``: the last b - 1 results are kept, in a ring."""
+
+    coefficients: tuple[float, ...]  # c
+
+    draws = 1
+
+    @property
+    def num_buffers(self) -> int:
+        return len(self.coefficients) - 1
+
+    def inverse(self, steps: int) -> np.ndarray:
+        return inverse_series(self.coefficients, steps)
+
+    def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
+        del like
+        first, *_ = self.coefficients
+        count = self.num_buffers
+        if not count:
+            return _scaled(1 / first, draw(0)), buffers
+        lags = (step - 1 - jnp.arange(count)) % count  # less one: of what each place of the ring holds
+        weights = np.asarray(self.coefficients[1:]) / first
+
+        def of_leaf(z, kept):
+            y = z / first - jnp.tensordot(jnp.asarray(weights, z.dtype)[lags], kept, 1)
+            return y, lax.dynamic_update_index_in_dim(kept, y, step % count, 0)
+
+        return _of_leaves(of_leaf, draw(0), buffers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """``c_k = sum_j w_j a_j^(k-1)`` for k > 0: a buffer for each j holds ``sum_{k>0} a_j^(k-1) y_{t-k}``."""
+
+    first: float  # c_0
+    weights: tuple[float, ...]  # w
+    decays: tuple[float, ...]  # a
+
+    draws = 1
+
+    @property
+    def num_buffers(self) -> int:
+        return len(self.weights)
+
+    def column(self, steps: int) -> np.ndarray:
+        """The first column of C, ``[steps]``."""
+        powers = np.asarray(self.decays) ** np.arange(max(0, steps - 1))[:, None]
+        return np.concatenate([[self.first], powers @ np.asarray(self.weights)])[:steps]
+
+    def inverse(self, steps: int) -> np.ndarray:
+        return inverse_series(self.column(steps), steps)
+
+    def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
+        del step, like
+
+        def of_leaf(z, kept):
+            y = z / self.first - jnp.tensordot(jnp.asarray(np.asarray(self.weights) / self.first, z.dtype), kept, 1)
+            decays = jnp.asarray(self.decays, z.dtype).reshape(-1, *[1] * z.ndim)
+            return y, decays * kept + y[None]
+
+        return _of_leaves(of_leaf, draw(0), buffers)
+
+
+def inverse_series(coefficients: Any, steps: int) -> np.ndarray:
+    """The first column of the inverse of a lower-triangular Toeplitz matrix, ``[steps]``, from its own first column."""
+    c = np.asarray(coefficients, np.float64)
+    found = np.zeros(steps)
+    found[0] = 1 / c[0]
+    for t in range(1, steps):
+        k = min(t, len(c) - 1)
+        found[t] = -(c[1 : k + 1] @ found[t - 1 :: -1][:k]) / c[0]
+    return found
+
+
+def _padded(coefficients: Any, steps: int) -> np.ndarray:
+    found = np.zeros(steps)
+    found[: len(coefficients)] = coefficients[:steps]
+    return found
+
+
+def _scaled(number: float, tree: Any) -> Any:
+    return tree if number == 1 else jax.tree.map(lambda z: number * z, tree)
+
+
+def _of_leaves(function: Callable, draws: Any, buffers: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(draws)
+    found = [function(z, kept) for z, kept in zip(leaves, structure.flatten_up_to(buffers), strict=True)]
+    return structure.unflatten([y for y, _ in found]), structure.unflatten([kept for _, kept in found])
