@@ -103,6 +103,8 @@ class NoiseAware(optax.GradientTransformationExtraArgs):
     ()
     """
 
+    correct_noise: bool = False  # whether it adds noises of several steps up, as if they were independent
+
 
 def chain(*transformations: optax.GradientTransformation) -> PrivateOptimizer:
     """Puts transformations in a row, like ``optax.chain``, and works out what they cost in privacy.
@@ -155,6 +157,7 @@ precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processi
         rest = transformations[end:]
         core_init, core_run = (lambda p: tuple(t.init(p) for t in parts)), _run_parts(parts)
         privacy = privacy_of_stages([t.stage for t in parts])
+    _refuse_sums_of_correlated_noise(transformations, privacy)
     return _with_post_processing(core_init, core_run, privacy, rest, transformations, is_chained)
 
 
@@ -189,6 +192,17 @@ def _with_post_processing(core_init, core_run, privacy, rest, stages, is_chained
     optimizer = PrivateOptimizer(init_fn, run, privacy, stages, is_chained=is_chained)
     optimizer.noise_unknown = bool(rest)
     return optimizer
+
+
+def _refuse_sums_of_correlated_noise(stages: Sequence, privacy: Privacy) -> None:
+    strategies = [q.strategy for q in privacy.queries if q.strategy is not None and q.strategy.bands > 1]
+    for i, t in enumerate(stages):
+        part = getattr(getattr(t, "stage", None), "preconditioner", t)
+        if strategies and getattr(part, "correct_noise", False):
+            raise ValueError(
+                f"stage {i} ({_name(t)}) takes the variance of an average out with correct_noise=True, which it works "
+                f"out for independent noise; here noise is correlated over steps ({strategies[0].name})."
+            )
 
 
 def _run_nested(core: PrivateOptimizer) -> Callable[..., Any]:

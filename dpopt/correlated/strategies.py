@@ -278,7 +278,7 @@ def _optimized_blt(steps: int, separation: int | None, participations: int) -> t
     import jax
     from jax_privacy.matrix_factorization import buffered_toeplitz
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         found = buffered_toeplitz.optimize(
             n=steps, min_sep=1 if separation is None else separation, max_participations=participations
         )

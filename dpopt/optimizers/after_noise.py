@@ -45,8 +45,11 @@ def precondition_after_noise(preconditioner: Any) -> optax.GradientTransformatio
         return updates, state
 
     # Only a preconditioner that corrects for the noise must stand where the chain knows it.
-    kind = NoiseAware if getattr(preconditioner, "correct_noise", False) else optax.GradientTransformationExtraArgs
-    return kind(preconditioner.init, update_fn)
+    if not getattr(preconditioner, "correct_noise", False):
+        return optax.GradientTransformationExtraArgs(preconditioner.init, update_fn)
+    part = NoiseAware(preconditioner.init, update_fn)
+    part.correct_noise = True
+    return part
 
 
 def _combine(operation, updates, other, name):
