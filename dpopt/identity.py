@@ -206,7 +206,7 @@ def _is_noise(x: Any) -> bool:
 
 
 def _without_keys(state: Any) -> Any:
-    state = jax.tree.map(lambda x: x.without_secrets() if _is_noise(x) else x, state, is_leaf=_is_noise)
+    state = jax.tree.map(lambda x: x.without_segment() if _is_noise(x) else x, state, is_leaf=_is_noise)
     return [x for x in jax.tree.leaves(state) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
 
 

@@ -32,8 +32,8 @@ class AddGaussianNoiseState(NamedTuple):
         """The same step under another key."""
         return self._replace(key=key)
 
-    def without_secrets(self) -> Any:
-        """What may be known of the state."""
+    def without_segment(self) -> Any:
+        """The state but for what every segment of a run has of its own, and for its secrets."""
         return self._replace(key=None)
 
     def __repr__(self) -> str:

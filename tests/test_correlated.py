@@ -290,8 +290,8 @@ def test_it_stands_in_an_optax_chain():
 
 def test_the_state_does_not_show_its_secrets():
     state = correlated.add_correlated_noise(STRATEGIES["banded"], 1.0, KEY).init(jnp.zeros(2))
-    assert "secret" in repr(state) and "Array" not in repr(state.without_secrets())
-    assert state.without_secrets().buffers == ()
+    assert "secret" in repr(state) and "Array" not in repr(state.without_segment())
+    assert state.without_segment().buffers == ()
 
 
 def test_streams_agree_with_each_other():

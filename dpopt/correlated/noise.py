@@ -25,9 +25,9 @@ class AddCorrelatedNoiseState(NamedTuple):
         """The same step under another key, where the strategy begins anew: its noise has nothing to take back."""
         return self._replace(key=key, start=self.count, buffers=jax.tree.map(jnp.zeros_like, self.buffers))
 
-    def without_secrets(self) -> Any:
-        """What may be known of the state."""
-        return self._replace(key=None, buffers=())
+    def without_segment(self) -> Any:
+        """The state but for what every segment of a run has of its own, and for its secrets."""
+        return self._replace(key=None, start=None, buffers=())
 
     def __repr__(self) -> str:
         return f"AddCorrelatedNoiseState(key=<secret>, count={self.count}, start={self.start}, buffers=<secret>)"
