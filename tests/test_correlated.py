@@ -103,7 +103,9 @@ def test_jax_privacy_finds_the_same():
     with jax.enable_x64(True):
         bands = np.asarray(theirs.optimize_banded_toeplitz(T, 4))
         costs = {
-            name: [float(theirs.minsep_sensitivity_squared(jnp.asarray(STRATEGIES[name].column), b, n=T)) for b in (4, 7)]
+            name: [
+                float(theirs.minsep_sensitivity_squared(jnp.asarray(STRATEGIES[name].column), b, n=T)) for b in (4, 7)
+            ]
             for name in ("banded", "redrawn", "lambda", "banded, whole")
         }
     ours = correlated.error(STRATEGIES["optimized"], SUMS)
@@ -322,4 +324,6 @@ def test_epsilon_is_dp_accountings_and_jax_privacys():
         noise_multipliers=paid(sigma), num_samples=400, delta=1e-5, batch_size=20, cycle_length=bands
     )
     accountant = theirs.DpsgdTrainingAccountant(dp_accountant_config=configs.PldAccountantConfig())
-    assert dpopt.epsilon_of_event(event, delta=1e-5) == pytest.approx(accountant.compute_epsilon(steps, params), rel=1e-2)
+    assert dpopt.epsilon_of_event(event, delta=1e-5) == pytest.approx(
+        accountant.compute_epsilon(steps, params), rel=1e-2
+    )

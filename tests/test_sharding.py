@@ -47,6 +47,15 @@ def test_noise_is_the_same_on_any_number_of_devices(seen):
     assert seen["sent for draws"] == []
 
 
+def test_correlated_noise_lies_and_travels_like_the_parameters():
+    """The same steps as on one device, buffers split like the parameters, and nothing sent for the noise."""
+    found = script(ROOT / "tests" / "correlated_run.py", devices=8)
+    assert len(found) == 8
+    for name, _, off, sends_no_more, parts in found:
+        assert off < 2e-6 and sends_no_more
+        assert (parts != []) == (name in ("banded", "blt")) and all(p in ([16], [32], [32, 16]) for p in parts)
+
+
 def test_devices_that_share_rows_read_them_once(seen):
     asked, right, stays = seen["rows read"]
     assert asked == [24] * 4 and right and stays

@@ -19,7 +19,7 @@ class AddCorrelatedNoiseState(NamedTuple):
     key: jax.Array  # the key the transformation was made with; a run's segments replace it
     count: jax.Array  # (), int32: draws so far
     start: jax.Array  # (), int32: the count at which the strategy began
-    buffers: Any  # like params, leaves (buffers, ...), at least float32: secret, as the key is
+    buffers: Any  # as many trees like params, at least float32, as the strategy keeps: secret, as the key is
 
     def renewed(self, key: jax.Array) -> AddCorrelatedNoiseState:
         """The same step under another key, where the strategy begins anew: its noise has nothing to take back."""
@@ -80,11 +80,8 @@ def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) 
     stream = strategy.stream
 
     def init_fn(params):
-        def kept(p):
-            like = jnp.zeros_like(p, _trees.accumulator_dtype(jnp.result_type(p)))
-            return jnp.broadcast_to(like[None], (stream.num_buffers, *like.shape))
-
-        buffers = jax.tree.map(kept, params) if stream.num_buffers and not is_off else ()
+        count = 0 if is_off else stream.num_buffers
+        buffers = tuple(jax.tree.map(_zeros_like, params) for _ in range(count))
         zero = jnp.zeros([], jnp.int32)
         return AddCorrelatedNoiseState(jnp.array(key, copy=True), zero, jnp.copy(zero), buffers)
 
@@ -108,3 +105,7 @@ def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) 
         return noisy, AddCorrelatedNoiseState(state.key, count, state.start, buffers)
 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
+
+
+def _zeros_like(p: Any) -> jax.Array:
+    return jnp.zeros_like(p, _trees.accumulator_dtype(jnp.result_type(p)))

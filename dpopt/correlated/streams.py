@@ -36,7 +36,7 @@ class Stream(Protocol):
         ...
 
     def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
-        """``y`` of this step, shaped ``like`` the sum, and the buffers after it, leaves ``[num_buffers, ...]``."""
+        """``y`` of this step, shaped ``like`` the sum, and the buffers after it: `num_buffers` trees of such shapes."""
         ...
 
 
@@ -84,18 +84,19 @@ class Substituted:
 
     def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
         del like
-        first, *_ = self.coefficients
-        count = self.num_buffers
-        if not count:
+        first, *rest = self.coefficients
+        if not rest:
             return _scaled(1 / first, draw(0)), buffers
-        lags = (step - 1 - jnp.arange(count)) % count  # less one: of what each place of the ring holds
-        weights = np.asarray(self.coefficients[1:]) / first
+        # Each place of the ring holds the y of some step from 1 to b - 1 steps ago.
+        weights = jnp.asarray(np.asarray(rest) / first)[(step - 1 - np.arange(len(rest))) % len(rest)]
+        y = _weighted_sum(1 / first, draw(0), -weights, buffers)
 
-        def of_leaf(z, kept):
-            y = z / first - jnp.tensordot(jnp.asarray(weights, z.dtype)[lags], kept, 1)
-            return y, lax.dynamic_update_index_in_dim(kept, y, step % count, 0)
+        def put(place: int) -> Any:
+            # A loop of one step or none: what it does not replace stays where it is, while a choice would be copied.
+            is_its_turn = (step % len(rest) == place).astype(jnp.int32)
+            return lax.fori_loop(0, is_its_turn, lambda _, kept: y, buffers[place])
 
-        return _of_leaves(of_leaf, draw(0), buffers)
+        return y, tuple(put(place) for place in range(len(rest)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +123,11 @@ class Recurrent:
 
     def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
         del step, like
-
-        def of_leaf(z, kept):
-            y = z / self.first - jnp.tensordot(jnp.asarray(np.asarray(self.weights) / self.first, z.dtype), kept, 1)
-            decays = jnp.asarray(self.decays, z.dtype).reshape(-1, *[1] * z.ndim)
-            return y, decays * kept + y[None]
-
-        return _of_leaves(of_leaf, draw(0), buffers)
+        y = _weighted_sum(1 / self.first, draw(0), -np.asarray(self.weights) / self.first, buffers)
+        following = [
+            jax.tree.map(lambda s, y, a=a: a * s + y, kept, y) for a, kept in zip(self.decays, buffers, strict=True)
+        ]
+        return y, tuple(following)
 
 
 def inverse_series(coefficients: Any, steps: int) -> np.ndarray:
@@ -152,7 +151,13 @@ def _scaled(number: float, tree: Any) -> Any:
     return tree if number == 1 else jax.tree.map(lambda z: number * z, tree)
 
 
-def _of_leaves(function: Callable, draws: Any, buffers: Any) -> tuple[Any, Any]:
-    leaves, structure = jax.tree.flatten(draws)
-    found = [function(z, kept) for z, kept in zip(leaves, structure.flatten_up_to(buffers), strict=True)]
-    return structure.unflatten([y for y, _ in found]), structure.unflatten([kept for _, kept in found])
+def _weighted_sum(number: float, tree: Any, weights: Any, others: Any) -> Any:
+    """``number * tree + sum_k weights[k] others[k]``, in one pass over the arrays."""
+
+    def of_leaf(z: jax.Array, *others: jax.Array) -> jax.Array:
+        total = number * z
+        for k, other in enumerate(others):
+            total = total + jnp.asarray(weights[k], z.dtype) * other
+        return total
+
+    return jax.tree.map(of_leaf, tree, *others)
