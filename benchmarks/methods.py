@@ -7,6 +7,7 @@ import jax
 import optax
 
 import dpopt
+from dpopt.clipping import as_clip_function
 from dpopt.delayed import delayed_moments
 from dpopt.moments import last_moments, public_moments
 from dpopt.optimizers.adadps import adadps
@@ -68,7 +69,7 @@ def build(
 
     Args:
         method: a name in `NAMED`, or ``"combination"``: ``{"before": {...}, "after": {...}}`` with kinds from `BEFORE`
-            (or ``"side information"``) and `AFTER`.
+            (or ``"side information"``) and `AFTER`. ``gamma_share``: AdamBC's floor as a share of the noise's variance.
         options: arguments of the optimizer; ``learning_rate`` is a number, ``decay_to`` (optional) the share of it at
             which a linear decay ends. ``scale: "side information"`` stands for the task's own diagonal.
         steps: length of the run.
@@ -94,7 +95,16 @@ def build(
     else:
         preconditioner = None if kind is None else BEFORE[kind](**before)
     core = dpopt.privatize(**privacy_four, preconditioner=preconditioner)
+    if "gamma_share" in after:
+        after["gamma"] = after.pop("gamma_share") * noise_in_mean(privacy_four) ** 2
     return dpopt.chain(core, AFTER[after.pop("kind")](**after), optax.scale_by_learning_rate(rate))
+
+
+def noise_in_mean(privacy_four: dict[str, Any]) -> float:
+    """Standard deviation of the noise in a mean gradient; the largest of all steps', where noise is correlated."""
+    clip, strategy = as_clip_function(privacy_four["l2_clip_norm"]), privacy_four.get("noise")
+    one = privacy_four["noise_multiplier"] * clip.sensitivity / privacy_four["expected_batch_size"]
+    return one if strategy is None else one * float(strategy.deviations[-1])
 
 
 def state_bytes(optimizer: dpopt.PrivateOptimizer, params: Any) -> int:

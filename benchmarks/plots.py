@@ -159,4 +159,41 @@ def ratios(rows: Sequence[dict[str, Any]], xlabel: str, path: Path) -> Path:
     return _save(figure, path)
 
 
-DRAW = {"papers": papers, "frontier": frontier}
+def epochs(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
+    """One plot a task: what correlated noise changes in the score, by epochs, a line for each contender and epsilon."""
+    paths = []
+    for task in dict.fromkeys(r["table"].rsplit(", ", 1)[0] for r in rows):
+        figure, axes = plt.subplots(figsize=(8, 5))
+        own = {(r["contender"], _epochs(r), r["target_epsilon"]): r for r in rows if r["table"].startswith(f"{task}, ")}
+        names = [name for name in dict.fromkeys(n for n, _, _ in own) if not name.endswith(CORRELATED)]
+        ends = []
+        for (name, epsilon), (color, marker) in zip(
+            itertools.product(names, sorted({e for _, _, e in own})), itertools.cycle(_SERIES), strict=False
+        ):
+            pairs = [(n, own.get((name, n, epsilon)), own.get((name + CORRELATED, n, epsilon))) for n in (1, 3, 10)]
+            points = [(n, b["mean"] - a["mean"]) for n, a, b in pairs if a and b]
+            if points:
+                x, y = zip(*points, strict=True)
+                axes.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.2)
+                ends.append((x[-1], y[-1], f"{name}, epsilon {epsilon:g}", color))
+        axes.axhline(0, color="black", linewidth=0.6)
+        axes.set_xscale("log")
+        axes.set_xticks((1, 3, 10), ("1", "3", "10"))
+        axes.minorticks_off()
+        axes.set_xlabel("epochs")
+        metric, higher = next(iter(own.values()))["metric"], next(iter(own.values()))["higher_is_better"]
+        axes.set_ylabel(f"{metric}, correlated less independent ({'higher' if higher else 'lower'} is better)")
+        axes.set_title(task, fontsize=10)
+        _name_lines(axes, ends)
+        paths.append(_save(figure, out / f"{stem('epochs', task)}.svg"))
+    return paths
+
+
+CORRELATED = ", correlated noise"
+
+
+def _epochs(row: dict[str, Any]) -> int:
+    return int(row["table"].rsplit(", ", 1)[1].split()[0])
+
+
+DRAW = {"papers": papers, "frontier": frontier, "epochs": epochs}

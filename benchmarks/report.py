@@ -111,6 +111,29 @@ def frontier(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def epochs(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each contender; for every epsilon a column for either noise; the best of both is bold."""
+    names = [n for n in dict.fromkeys(r["contender"] for r in rows) if not n.endswith(plots.CORRELATED)]
+    columns, said = {"": names}, []
+    for epsilon in sorted({r["target_epsilon"] for r in rows}):
+        own = {r["contender"]: r for r in rows if r["target_epsilon"] == epsilon}
+        best = _best(list(own.values()))["contender"]
+        cells = {name: summaries.spread(row) for name, row in own.items()}
+        cells[best] = f"**{cells[best]}**"
+        for kind, ending in (("independent", ""), ("correlated", plots.CORRELATED)):
+            columns[f"epsilon {epsilon:g}, {kind}"] = [cells.get(name + ending, "") for name in names]
+        noise = next((r for n, r in own.items() if n.endswith(plots.CORRELATED)), None)
+        if noise is not None:
+            said.append(f"{epsilon:g}: {noise['sampling']['kind'].removeprefix('cyclic Poisson in ')}")
+    better = "higher" if rows[0]["higher_is_better"] else "lower"
+    seeds, tried = min(len(r["seeds"]) for r in rows), rows[0]["tried"]
+    return (
+        f"By {rows[0]['metric']}, of which {better} is better; the best at each epsilon is bold. {seeds} seeds of the "
+        f"best of {tried} learning rates. Correlated noise, by epsilon: as many bands as {'; '.join(said)}.\n\n"
+        f"{table(columns)}"
+    )
+
+
 def _beats(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a["mean"] > b["mean"] if a["higher_is_better"] else a["mean"] < b["mean"]
 
@@ -167,9 +190,11 @@ def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return (max if rows[0]["higher_is_better"] else min)(rows, key=lambda row: row["mean"])
 
 
+HEADINGS = {"papers": "The papers", "frontier": "The frontier", "epochs": "Few epochs, and correlated noise"}
 _TABLES: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
     "papers": lambda rows: f"{papers(rows)}\n\n{_claims(rows)}",
     "frontier": frontier,
+    "epochs": epochs,
 }
 
 
@@ -186,7 +211,7 @@ def write(tables: Path, to: Path) -> Path:
         records.write_json(results / path.name, content)
         drawn = {p.stem: p for p in plots.DRAW[suite](content["rows"], results)}
         device = content["rows"][0]["environment"]
-        parts.append(f"\n## {'The papers' if suite == 'papers' else 'The frontier'}\n\nOn {device['device']}, "
+        parts.append(f"\n## {HEADINGS[suite]}\n\nOn {device['device']}, "
                      f"{device['cores']} cores, JAX {device['versions']['jax']}. `python -m benchmarks utility --suite "
                      f"{suite}` runs it again; `--only` takes part of a name.\n")  # fmt: skip
         for title in dict.fromkeys(r["table"] for r in content["rows"]):

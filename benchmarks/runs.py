@@ -17,7 +17,7 @@ import optax
 
 import dpopt
 from benchmarks import methods, records, tasks
-from dpopt import events
+from dpopt import correlated, events
 from dpopt.accounting import calibrate_event
 
 STEPS_PER_CALL = 1_000
@@ -38,6 +38,7 @@ class Setting:
     delta: float
     expected_batch_size: float | None = None  # None: all examples
     steps: int
+    noise: dict[str, Any] | None = None  # correlated over steps: {"bands", "momentum"}; see `strategy`
     average_from: float | None = None  # average the parameters from this share of the run on; free post-processing
     label: str = dataclasses.field(default="", compare=False)
 
@@ -45,6 +46,8 @@ class Setting:
         """What identifies the run: all but the label."""
         fields = dataclasses.asdict(self)
         fields.pop("label")
+        if self.noise is None:  # as records say that are older than this field
+            fields.pop("noise")
         return fields
 
     def name(self, seed: int) -> str:
@@ -58,6 +61,19 @@ class Setting:
         fields["options"] = {k: v for k, v in fields["options"].items() if k != "learning_rate"}
         return json.dumps(fields, sort_keys=True)
 
+    def strategy(self) -> correlated.Strategy | None:
+        """How noise is correlated: by the bands that are the best for momentum under a rate that falls to 0."""
+        if self.noise is None:
+            return None
+        return _optimized(self.noise["bands"], self.noise["momentum"], self.steps)
+
+    def sampler(self, task: tasks.Task, seed: int) -> Any:
+        """What draws its batches."""
+        batch = self.batch_size(task)
+        if self.noise is None:
+            return dpopt.PoissonSampler(task.num_examples, batch, seed=seed)
+        return dpopt.CyclicPoissonSampler(task.num_examples, batch, parts=self.noise["bands"], seed=seed)
+
     def batch_size(self, task: tasks.Task) -> float:
         return task.num_examples if self.expected_batch_size is None else self.expected_batch_size
 
@@ -68,6 +84,12 @@ class Row(NamedTuple):
     table: str
     setting: Setting
     published: float | None
+
+
+@functools.lru_cache(maxsize=64)
+def _optimized(bands: int, momentum: float, steps: int) -> correlated.Strategy:
+    falling = correlated.workload(steps, momentum=momentum, learning_rate=lambda t: 1 - t / steps)
+    return correlated.optimized_banded(bands, steps=steps, workload=falling)
 
 
 def _with_release(task: tasks.Task, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
@@ -83,6 +105,8 @@ def _optimizer(
         "expected_batch_size": setting.batch_size(task),
         "key": key,
     }
+    if setting.noise is not None:
+        four["noise"] = setting.strategy()
     options = setting.options if rate is None else setting.options | {"learning_rate": rate}
     return methods.build(setting.method, options, steps=setting.steps, privacy_four=four, side_information=side)
 
@@ -90,8 +114,8 @@ def _optimizer(
 def event_of(setting: Setting, task: tasks.Task, noise_multiplier: float) -> dp_accounting.DpEvent:
     """The event of a whole run, from the chain itself, with what was released before it."""
     optimizer = _optimizer(setting, task, noise_multiplier, jax.random.key(0), task.side_information(0))
-    sampling = dpopt.sampling.Poisson(setting.batch_size(task) / task.num_examples)
-    return _with_release(task, dpopt.privacy_event(optimizer, sampling=sampling, steps=setting.steps))
+    scheme = setting.sampler(task, 0).scheme
+    return _with_release(task, dpopt.privacy_event(optimizer, sampling=scheme, steps=setting.steps))
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,8 +141,10 @@ def noise_for(setting: Setting, task: tasks.Task) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _drawn(num_examples: int, batch_size: float, seed: int, steps: int) -> list[np.ndarray]:
-    sampler = dpopt.PoissonSampler(num_examples, batch_size, seed=seed)
+def _drawn(num_examples: int, batch_size: float, parts: int, seed: int, steps: int) -> list[np.ndarray]:
+    sampler: Any = dpopt.PoissonSampler(num_examples, batch_size, seed=seed)
+    if parts > 1:
+        sampler = dpopt.CyclicPoissonSampler(num_examples, batch_size, parts=parts, seed=seed)
     return [sampler.drawn(t).astype(np.int32) for t in range(steps)]
 
 
@@ -217,7 +243,8 @@ class Program:
         began = time.perf_counter()
         drawn = []
         if not self.is_whole:
-            drawn = [_drawn(task.num_examples, self.batch_size, seed, s.steps) for seed in seeds]
+            parts = 1 if s.noise is None else s.noise["bands"]
+            drawn = [_drawn(task.num_examples, self.batch_size, parts, seed, s.steps) for seed in seeds]
             sizes = [task.sizes(d) for d in drawn] + ([self._sizes] if self._sizes else [])
             self._sizes = tuple(max(x) for x in zip(*sizes, strict=True))
         sampling_seconds = time.perf_counter() - began
@@ -269,7 +296,10 @@ class Program:
             "higher_is_better": task.higher_is_better,
             "num_examples": task.num_examples,
             "noise_multiplier": self.noise_multiplier,
-            "sampling": {"kind": "Poisson", "sampling_prob": self.batch_size / task.num_examples},
+            "sampling": {
+                "kind": "Poisson" if s.noise is None else f"cyclic Poisson in {s.noise['bands']} parts",
+                "sampling_prob": self.batch_size / task.num_examples,
+            },
             "event": event,
             "epsilon": _epsilons(json.dumps(event), s.delta),
             "delta": s.delta,

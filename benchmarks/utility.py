@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import plots, records, summaries, sweeps, utility_frontier, utility_papers
+from benchmarks import plots, records, summaries, sweeps, utility_epochs, utility_frontier, utility_papers
 
 
 def papers(options: Any, console: Console) -> list[dict[str, Any]]:
@@ -27,10 +27,20 @@ def papers(options: Any, console: Console) -> list[dict[str, Any]]:
 
 
 def frontier(options: Any, console: Console) -> list[dict[str, Any]]:
+    """Every optimizer on the same features and budget."""
+    return _tuned(utility_frontier.contests(), options, console)
+
+
+def epochs(options: Any, console: Console) -> list[dict[str, Any]]:
+    """Independent and correlated noise at 1, 3 and 10 epochs."""
+    return _tuned(utility_epochs.contests(), options, console)
+
+
+def _tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict[str, Any]]:
     """Tunes every contender on held-out training data with the same number of runs, then scores the winners."""
     out = []
-    for contest in utility_frontier.contests():
-        if not _wanted(options.only, f"{contest.task}, {contest.label}"):
+    for contest in contests:
+        if not _wanted(options.only, f"{contest.table}, {contest.contender}"):
             continue
         for epsilon in contest.epsilons:
             if options.epsilon and epsilon not in options.epsilon:
@@ -40,13 +50,13 @@ def frontier(options: Any, console: Console) -> list[dict[str, Any]]:
             best = utility_frontier.best(found)
             final = contest.candidates(epsilon, validate=False)[best]
             runs = _sweep([final], range(options.seeds), options, console)
-            more = {"table": contest.task, "contender": contest.label, "label": contest.label, "tried": len(tried)}
-            out.append(summaries.summarize(runs, target_epsilon=epsilon, **more))
-            console.print(f"{contest.task}, epsilon {epsilon:g}, {contest.label}: {summaries.spread(out[-1])}")
+            names = {"table": contest.table, "contender": contest.contender, "label": contest.contender}
+            out.append(summaries.summarize(runs, target_epsilon=epsilon, tried=len(tried), **names))
+            console.print(f"{contest.table}, epsilon {epsilon:g}, {contest.contender}: {summaries.spread(out[-1])}")
     return out
 
 
-SUITES = {"papers": papers, "frontier": frontier}
+SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs}
 
 
 def _wanted(only: str | None, name: str) -> bool:

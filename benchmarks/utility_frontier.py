@@ -26,6 +26,16 @@ class Contest:
     epsilons: Sequence[float]
     make: Callable[[float, int], dict[str, Any]]  # epsilon and candidate number -> fields of a `Setting`
 
+    @property
+    def table(self) -> str:
+        """The title of its table."""
+        return self.task
+
+    @property
+    def contender(self) -> str:
+        """Its line in the table."""
+        return self.label
+
     def candidates(self, epsilon: float, *, validate: bool) -> list[Setting]:
         """The settings to try (``validate``), or the same ones on the whole training data."""
         out = []

@@ -10,7 +10,7 @@ from dpopt import _validate
 from dpopt.correlated.strategies import Strategy
 from dpopt.correlated.streams import inverse_series
 
-_LARGEST = 4096  # steps, of a matrix that is worked with whole
+LARGEST = 4096  # steps, of a matrix that is worked with whole
 
 
 def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callable[[int], float] = 1.0) -> np.ndarray:
@@ -33,8 +33,8 @@ def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callab
     """
     _validate.positive_int(steps=steps)
     _validate.fraction(momentum=momentum)
-    if steps > _LARGEST:
-        raise ValueError(f"a workload is a whole matrix, of at most {_LARGEST} steps; got {steps}.")
+    if steps > LARGEST:
+        raise ValueError(f"a workload is a whole matrix, of at most {LARGEST} steps; got {steps}.")
     rates = [float(learning_rate(t) if callable(learning_rate) else learning_rate) for t in range(steps)]
     lag = np.arange(steps)[:, None] - np.arange(steps)
     decays = np.where(lag >= 0, float(momentum) ** np.maximum(lag, 0), 0.0)
