@@ -61,6 +61,7 @@ def main() -> None:
     scaling.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     audit = commands.add_parser("audit", help="lower bounds on epsilon by attack, of sound and broken builds (minutes)")
     audit.add_argument("--only", help="part of an optimizer's name")
+    audit.add_argument("--part", action="append", choices=("optimizers", "pipeline", "correlated"), help="(repeatable)")
     audit.add_argument("--canaries", type=int, default=2_000, help="canaries of the one large run (default 2000)")
     audit.add_argument("--runs", type=int, default=8_000, help="small runs with one canary each (default 8000)")
     audit.add_argument("--pipeline-runs", type=int, default=6_000, help="runs of the whole pipeline (default 6000)")
@@ -105,9 +106,11 @@ def main() -> None:
         except (MissingData, DamagedData) as error:
             parser.exit(2, f"{error}\n")
     if options.command == "audit":
+        from benchmarks.audit import PARTS
         from benchmarks.audit import main as attack
 
-        attack(options.out, options.canaries, options.runs, options.pipeline_runs, options.only)
+        parts = options.part or PARTS
+        attack(options.out, options.canaries, options.runs, options.pipeline_runs, options.only, parts)
     if options.command == "scaling":
         from benchmarks import llm_scaling
         from benchmarks.scaling import main as grow

@@ -15,13 +15,15 @@ comes after the noise hides nothing (Adam with a large eps is linear): the claim
 Canaries point up and down in turn, so that noise that repeats from step to step gives itself away.
 
 The same audit is run against three broken builds: half the noise, no clip, one key for all steps. It must catch them.
-What lies before and between the steps of an optimizer is attacked in `benchmarks.audit_pipeline`.
+What lies before and between the steps of an optimizer is attacked in `benchmarks.audit_pipeline`, noise that is
+correlated over steps in `benchmarks.audit_correlated`.
 """
 
 import contextlib
 import functools
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,9 +35,10 @@ import numpy as np
 from scipy import optimize, stats
 
 import dpopt
-from benchmarks import audit_pipeline, records
+from benchmarks import audit_correlated, audit_pipeline, records
 from dpopt.sampling import Poisson
 
+PARTS = "optimizers", "pipeline", "correlated"
 DELTA = 1e-5
 SIGNIFICANCE = 0.001  # probability with which a sound optimizer's bound is allowed to be wrong
 GUESSED = (0.02, 0.1, 0.3)  # shares of the canaries that the attacker guesses on; fixed before the run
@@ -221,12 +224,30 @@ def audit(
 
 
 def main(
-    out: Path, canaries: int, runs: int, pipeline_runs: int, only: str | None = None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Audits every optimizer, sound and broken in three ways, and the pipeline, sound and with eleven mistakes.
+    out: Path, canaries: int, runs: int, pipeline_runs: int, only: str | None = None, parts: Sequence[str] = PARTS
+) -> dict[str, Any]:
+    """Audits every optimizer, sound and broken in three ways; the pipeline with eleven mistakes, correlated noise with
+    five.
 
-    Prints tables and writes ``audit.json`` to ``out``.
+    Prints tables and writes ``audit.json`` to ``out``; of ``parts`` that are not asked for, what it held stays.
     """
+    path = out / "audit.json"
+    settings = {"delta": DELTA, "significance": SIGNIFICANCE, "guessed": GUESSED, "relation": "add or remove one"}
+    record = json.loads(path.read_text()) if path.exists() and set(parts) != set(PARTS) else {}
+    record |= {"environment": records.environment(), "settings": settings}
+    if "optimizers" in parts:
+        record["audits"] = optimizers(canaries, runs, only)
+    if "pipeline" in parts:
+        record["pipeline"] = audit_pipeline.main(pipeline_runs, SIGNIFICANCE)
+    if "correlated" in parts:
+        record["correlated"] = audit_correlated.main(pipeline_runs, SIGNIFICANCE)
+    records.write_json(path, record)
+    print(f"Wrote {path}.")
+    return record
+
+
+def optimizers(canaries: int, runs: int, only: str | None = None) -> list[dict[str, Any]]:
+    """Audits every optimizer, sound and broken in three ways."""
     rows = []
     print(
         f"{'optimizer':<26}{'fault':<16}{'claimed':>8}{'one run':>10}{'many runs':>11}   (epsilon at delta {DELTA:g})"
@@ -242,9 +263,4 @@ def main(
                 f"{name:<26}{broken:<16}{row['claimed_epsilon']:>8.2f}{one:>10.2f}{many:>11.2f}   {verdict}{surprise}",
                 flush=True,
             )
-    pipeline = audit_pipeline.main(pipeline_runs, SIGNIFICANCE)
-    settings = {"delta": DELTA, "significance": SIGNIFICANCE, "guessed": GUESSED, "relation": "add or remove one"}
-    record = {"environment": records.environment(), "settings": settings, "audits": rows, "pipeline": pipeline}
-    records.write_json(out / "audit.json", record)
-    print(f"Wrote {out / 'audit.json'}.")
-    return rows, pipeline
+    return rows

@@ -92,8 +92,9 @@ def _attacks(results: Path) -> str:
     held = sum(not a["exceeds_claim"] for a in sound)
     caught = sum(a["exceeds_claim"] for a in broken)
     strongest = max(max(a["lower_bounds"].values()) / a["claimed_epsilon"] for a in sound)
-    whole = [a for a in record["pipeline"] if a["mistake"] == "none"]
-    planted = [a for a in record["pipeline"] if a["mistake"] != "none"]
+    runs = record["pipeline"] + record["correlated"]
+    whole = [a for a in runs if a["mistake"] == "none"]
+    planted = [a for a in runs if a["mistake"] != "none"]
     return (
         f"{held} of {len(sound)} sound optimizers stay below their claim of {' or '.join(claims)} (the strongest "
         f"attack shows {100 * strongest:.0f} % of it), and {sum(not a['exceeds_claim'] for a in whole)} of "
@@ -123,7 +124,7 @@ def audit(results: Path) -> str:
             f"{a['claimed_epsilon']:.2f}",
             f"{a['lower_bound']:.2f}" + (", exceeds" if a["exceeds_claim"] else ""),
         ]
-        for a in record["pipeline"]
+        for a in record["pipeline"] + record["correlated"]
     ]
     head = ["mistake", "run", "attack", "delta", "claimed epsilon", "lower bound"]
     return f"{_attacks(results)}.\n\n{optimizers}\n\n" + _table(head, lines, [*["---"] * 3, *["---:"] * 3])

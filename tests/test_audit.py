@@ -12,7 +12,7 @@ pytest.importorskip("scipy")
 
 from runs import ROOT
 
-from benchmarks import audit, audit_pipeline
+from benchmarks import audit, audit_correlated, audit_pipeline
 
 FAULTS = ("half the noise", "no clip", "one key")
 
@@ -121,6 +121,21 @@ def test_a_sound_pipeline_is_not_accused(scene):
     assert row["lower_bound"] <= row["claimed_epsilon"], row
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", audit_correlated.MISTAKES)
+def test_a_mistake_in_correlated_noise_is_caught(name):
+    scene, _ = audit_correlated.MISTAKES[name]
+    row = audit_correlated.audit(scene, name, runs=3_000, significance=1e-3, seed=5)
+    assert row["lower_bound"] > row["claimed_epsilon"], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", audit_correlated.SCENES)
+def test_sound_correlated_noise_is_not_accused(scene):
+    row = audit_correlated.audit(scene, "none", runs=3_000, significance=1e-3, seed=5)
+    assert 0.3 * row["claimed_epsilon"] < row["lower_bound"] <= row["claimed_epsilon"], row
+
+
 def test_mistakes_are_undone():
     import dpopt.entropy
 
@@ -135,13 +150,18 @@ def test_mistakes_are_undone():
             dpopt.sampling.PoissonSampler.batch,
             dpopt.privacy.Privacy.step_event,
             dpopt.entropy.with_fresh_noise,
+            dpopt.parts.CyclicPoissonSampler.part,
+            dpopt.correlated.strategies._strategy,
+            dpopt._threefry.fold_in,
+            audit_correlated.Scene.segments,
         )
 
     before = in_place()
-    for name in audit_pipeline.MISTAKES:
-        with audit_pipeline.mistake(name):
-            assert in_place() != before, name
-        assert in_place() == before, name
+    for module in (audit_pipeline, audit_correlated):
+        for name in module.MISTAKES:
+            with module.mistake(name):
+                assert in_place() != before, name
+            assert in_place() == before, name
 
 
 @pytest.mark.parametrize(("right", "wrong", "delta"), [(90, 10, 0.0), (500, 20, 0.1), (0, 0, 0.0), (1000, 0, 0.5)])
@@ -158,11 +178,12 @@ def test_the_bound_on_rates_is_that_of_clopper_and_pearson(right, wrong, delta):
 
 def test_the_recorded_audit_covers_all_and_holds():
     record = json.loads((ROOT / "benchmarks" / "results" / "audit.json").read_text())
-    seen = {(r["run"], r["mistake"]) for r in record["pipeline"]}
-    planted = {(scene, name) for name, (scene, _) in audit_pipeline.MISTAKES.items()}
-    assert seen == planted | {(scene, "none") for scene in audit_pipeline.SCENES}
-    for r in record["pipeline"]:
-        assert (r["lower_bound"] > r["claimed_epsilon"]) == (r["mistake"] != "none"), r
+    for part, module in (("pipeline", audit_pipeline), ("correlated", audit_correlated)):
+        seen = {(r["run"], r["mistake"]) for r in record[part]}
+        planted = {(scene, name) for name, (scene, _) in module.MISTAKES.items()}
+        assert seen == planted | {(scene, "none") for scene in module.SCENES}
+        for r in record[part]:
+            assert (r["lower_bound"] > r["claimed_epsilon"]) == (r["mistake"] != "none"), r
     seen = {(r["optimizer"], r["fault"]) for r in record["audits"]}
     assert seen == {(name, f) for name in audit.OPTIMIZERS for f in ("none", *FAULTS)}
     for r in record["audits"]:

@@ -9,10 +9,10 @@
 Samplers that it needs are in `dpopt.parts`.
 """
 
-from dpopt.correlated.noise import AddCorrelatedNoiseState as AddCorrelatedNoiseState
-from dpopt.correlated.noise import add_correlated_noise as add_correlated_noise
 from dpopt.correlated.choice import Choice as Choice
 from dpopt.correlated.choice import choices as choices
+from dpopt.correlated.noise import AddCorrelatedNoiseState as AddCorrelatedNoiseState
+from dpopt.correlated.noise import add_correlated_noise as add_correlated_noise
 from dpopt.correlated.strategies import Strategy as Strategy
 from dpopt.correlated.strategies import banded as banded
 from dpopt.correlated.strategies import banded_inverse as banded_inverse
