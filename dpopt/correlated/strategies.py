@@ -99,6 +99,14 @@ class Strategy:
 def independent(steps: int) -> Strategy:
     """Noise that is drawn afresh at each step: C is the identity.
 
+    Args:
+        steps: how many steps the run may take.
+
+    Raises:
+        ValueError, TypeError: for a number of steps that is no positive integer.
+
+    *Privacy*: public constants.
+
     >>> independent(100).bands
     1
     """

@@ -131,7 +131,13 @@ class Recurrent:
 
 
 def inverse_series(coefficients: Any, steps: int) -> np.ndarray:
-    """The first column of the inverse of a lower-triangular Toeplitz matrix, ``[steps]``, from its own first column."""
+    """The first column of the inverse of a lower-triangular Toeplitz matrix, ``[steps]``, from its own first column.
+
+    *Privacy*: public constants.
+
+    >>> inverse_series([1.0, 0.5], 3).tolist()
+    [1.0, -0.5, 0.25]
+    """
     c = np.asarray(coefficients, np.float64)
     found = np.zeros(steps)
     found[0] = 1 / c[0]

@@ -75,6 +75,11 @@ def best_coefficients(start: np.ndarray, workload: np.ndarray, steps: int) -> np
 
     Raises:
         ValueError: for a workload of another size.
+
+    *Privacy*: public constants.
+
+    >>> best_coefficients(np.ones(1), np.eye(3), 3).tolist()
+    [1.0]
     """
     import scipy.optimize
 
