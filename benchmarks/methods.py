@@ -7,6 +7,7 @@ import jax
 import optax
 
 import dpopt
+from dpopt import filters
 from dpopt.clipping import as_clip_function
 from dpopt.delayed import delayed_moments
 from dpopt.moments import last_moments, public_moments
@@ -42,6 +43,8 @@ AFTER: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adam": optax.scale_by_adam,
     "adam_bc": scale_by_adam_bc,
     "micro_adam": scale_by_micro_adam,
+    "low_pass": filters.low_pass,
+    "kalman": lambda kappa, momentum: optax.chain(filters.simplified_kalman(kappa), optax.trace(momentum)),
 }
 BEFORE: dict[str, Callable[..., Any]] = {
     "delayed": delayed_moments,
@@ -55,6 +58,12 @@ def needs_public_gradients(method: str, options: dict[str, Any]) -> bool:
     if method == "combination":
         return options.get("before", {}).get("kind") == "public"
     return method in NEEDS_PUBLIC_DATA and "scale" not in options
+
+
+def look_ahead(method: str, options: dict[str, Any]) -> float:
+    """How many times the last step further than the parameters the gradient is asked for: DiSK's, by one gradient."""
+    after = options.get("after", {}) if method == "combination" else {}
+    return (1 - after["kappa"]) / after["kappa"] if after.get("kind") == "kalman" else 0.0
 
 
 def clip_function(clip: Any) -> Any:

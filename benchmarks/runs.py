@@ -193,16 +193,19 @@ class Program:
         optimizer = self._optimizer(key, side, rate)
         needs_public = methods.needs_public_gradients(s.method, s.options)
         average_from = s.steps if s.average_from is None else round(s.average_from * s.steps)
+        ahead = methods.look_ahead(s.method, s.options)
 
         def one(carry, step_and_batch):
-            (params, state, average), (t, batch) = carry, step_and_batch
+            (params, state, average, last), (t, batch) = carry, step_and_batch
             extra = {"public_grads": task.public_grads(params)} if needs_public else {}
-            grads = task.promise(params, whole if self.is_whole else batch)
+            at = jax.tree.map(lambda p, before: p + ahead * (p - before), params, last) if ahead else params
+            grads = task.promise(at, whole if self.is_whole else batch)
             updates, state = optimizer.update(grads, state, params, **extra)
+            last = params if ahead else ()
             params = optax.apply_updates(params, updates)
             weight = 1 / jnp.maximum(t - average_from + 1, 1)
             average = jax.tree.map(lambda a, p: a + weight * (p - a), average, params)
-            return (params, state, average), None
+            return (params, state, average, last), None
 
         return jax.lax.scan(one, carry, (times, batches))[0]
 
@@ -253,7 +256,9 @@ class Program:
         params = jax.tree.map(lambda *x: jnp.stack(x), *[task.init(seed) for seed in seeds])
         keys = jnp.stack([jax.random.fold_in(jax.random.key(2_000), seed) for seed in seeds])
         state = jax.vmap(lambda p, k, side: self._optimizer(k, side).init(p))(params, keys, sides)
-        carry = (params, state, jax.tree.map(jnp.copy, params))  # donated: no array may be there twice
+        # Donated: no array may be there twice. At the end the parameters of the step before, for who asks for them.
+        last = jax.tree.map(jnp.copy, params) if methods.look_ahead(s.method, s.options) else ()
+        carry = (params, state, jax.tree.map(jnp.copy, params), last)
         points = getattr(task, "checkpoints", CHECKPOINTS)
         per_call = min(STEPS_PER_CALL, s.steps if points <= CHECKPOINTS else -(-s.steps // points))
         apart = self.compile_seconds + self._scoring_seconds

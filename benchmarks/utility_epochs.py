@@ -99,6 +99,8 @@ _AFTER = {
     "DP-SGD, momentum": _MOMENTUM,
     "DP-Adam": {"kind": "adam"},
     "DP-AdamBC": {"kind": "adam_bc", "gamma_share": 0.1},
+    "DOPPLER (low-pass filter)": {"kind": "low_pass", "feedback": (-0.9,), "feedforward": (0.1,)},
+    "DiSK (Kalman filter), momentum": {"kind": "kalman", "kappa": 0.7, "momentum": MOMENTUM},
     "AdaDPS, frequency": _MOMENTUM,
     "delayed diagonal, momentum": _MOMENTUM,
 }
@@ -152,6 +154,8 @@ def contests() -> list[Contest]:
             "DP-SGD, momentum": by_factor(1.0),
             "DP-Adam": by_factor(0.01),
             "DP-AdamBC": by_factor(0.01),
+            "DOPPLER (low-pass filter)": by_factor(10.0),
+            "DiSK (Kalman filter), momentum": by_factor(1.0),
             "AdaDPS, frequency": by_factor(0.16),
             "delayed diagonal, momentum": by_factor(0.05),
         },
@@ -175,6 +179,8 @@ def contests() -> list[Contest]:
             "DP-SGD, momentum": by_factor(0.25),
             "DP-Adam": by_factor(0.002),
             "DP-AdamBC": by_factor(0.002),
+            "DOPPLER (low-pass filter)": by_factor(2.5),
+            "DiSK (Kalman filter), momentum": by_factor(0.25),
             "delayed diagonal, momentum": by_factor(0.03),
         },
         before={"delayed diagonal, momentum": {"before": {"kind": "delayed", "delay": 10, "eps": 1e-3}}},
@@ -190,4 +196,13 @@ def contests() -> list[Contest]:
         task="mnist",
         task_options={},
     )
-    return imdb + movielens + mnist
+    lstm = _contests(
+        "IMDB-LSTM",
+        [Compute(1, 25_000, 500), Compute(3, 25_000, 500)],
+        1e-5,
+        1.0,
+        {"DP-SGD, momentum": by_factor(0.1, count=4), "DP-AdamBC": by_factor(0.002, count=4)},
+        task="imdb-lstm",
+        task_options={"vocabulary": "shipped"},
+    )
+    return imdb + movielens + mnist + lstm

@@ -106,7 +106,8 @@ def _statement(given: argparse.Namespace) -> None:
     path = given.ledger / "ledger.jsonl" if given.ledger.is_dir() else given.ledger
     identity, ledger = journal.read(path)
     delta = 0.1 / identity["num_examples"] if given.delta is None else given.delta
-    found = statement.state(ledger.event, delta=delta, unit=identity["unit"], accountant=given.accountant)
+    own = dict(unit=identity["unit"], correlation=identity.get("correlation"))
+    found = statement.state(ledger.event, delta=delta, accountant=given.accountant, **own)
     print(json.dumps(found.to_json(), indent=1) if given.json else found)
 
 

@@ -89,7 +89,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
         "unit": privacy.unit,
         "params": _shapes(params),
         "state": _shapes(opt_state),
-    }
+    } | ({} if privacy.correlation is None else {"correlation": privacy.correlation})
 
 
 def _shapes(tree: Any) -> dict[str, str]:

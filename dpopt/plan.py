@@ -118,7 +118,11 @@ class Plan:
             ValueError: if no delta is set anywhere.
         """
         return state(
-            self.event, delta=self._delta(delta), unit=self.optimizer.privacy.unit, accountant=self._accountant
+            self.event,
+            delta=self._delta(delta),
+            unit=self.optimizer.privacy.unit,
+            accountant=self._accountant,
+            correlation=self.optimizer.privacy.correlation,
         )
 
     def _delta(self, given: float | None) -> float:
@@ -181,9 +185,10 @@ class Plan:
         return f"{self.noise_multiplier:.4g} (the step event has less: it pays for rounding{twice})"
 
     def _correlation(self) -> list[tuple[str, str]]:
-        strategy = self.optimizer.privacy.queries[0].strategy
-        if strategy is None:
+        strategies = [q.strategy for q in self.optimizer.privacy.queries if q.strategy is not None]
+        if not strategies:
             return []
+        (strategy,) = strategies
         stream = strategy.stream
         return [
             (

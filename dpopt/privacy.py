@@ -118,6 +118,11 @@ class Privacy:
         return query.multiplier(0) / _distance(relation), query.strategy
 
     @property
+    def correlation(self) -> str | None:
+        """How noise is correlated over steps: the strategy's name, or None."""
+        return next((q.strategy.name for q in self.queries if q.strategy is not None and q.strategy.bands > 1), None)
+
+    @property
     def varies(self) -> bool:
         """Whether the event depends on the step."""
         return any(callable(q.noise_multiplier) or q.active is not None for q in self.queries)

@@ -69,6 +69,7 @@ class TrainResult:
         history: what ``eval_fn`` returned, in order; of this call only.
         delta: the budget's, or None.
         num_examples: how many examples there are to sample from.
+        correlation: how noise is correlated over steps, in a word; None: not at all.
 
     *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
 
@@ -85,6 +86,7 @@ class TrainResult:
     history: tuple[Evaluation, ...] = ()
     delta: float | None = None
     num_examples: int | None = None
+    correlation: str | None = None
 
     @property
     def params(self) -> Any:
@@ -119,7 +121,13 @@ class TrainResult:
             delta: below one over the number of records; None for the budget's.
             accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size ``"rdp"``.
         """
-        return state(self.ledger.event, delta=self._delta(delta), unit=self.unit, accountant=accountant)
+        return state(
+            self.ledger.event,
+            delta=self._delta(delta),
+            unit=self.unit,
+            accountant=accountant,
+            correlation=self.correlation,
+        )
 
     def _delta(self, given: float | None) -> float:
         return _validate.chosen_delta(given, self.delta, self.num_examples)
@@ -184,6 +192,7 @@ def make_result(
         history=history,
         delta=None if plan.budget is None else plan.budget.delta,
         num_examples=plan.sampler.num_examples,
+        correlation=plan.optimizer.privacy.correlation,
     )
     if now.update >= target:
         message = f"all {target} steps are done"

@@ -39,6 +39,7 @@ class Statement:
         delta: the delta at which epsilon is stated first.
         unit: what one record is.
         accountant: see `dpopt.epsilon`.
+        correlation: how noise is correlated over steps, in a word; None: not at all.
 
     *Privacy*: public constants; safe to publish.
 
@@ -51,6 +52,7 @@ class Statement:
     delta: float
     unit: str = "example"
     accountant: accounting.Accountant = "pld"
+    correlation: str | None = None
 
     @functools.cached_property
     def epsilon(self) -> float:
@@ -104,6 +106,15 @@ class Statement:
             "software": _software(),
         }
 
+    def _mechanism(self, neighbours: str) -> str:
+        steps = _mechanism(self.event, self.unit, neighbours)
+        if self.correlation is None:
+            return steps
+        return (
+            f"noise that is correlated over steps, {self.correlation}, on parts of the data in turn; to those in the "
+            f"most steps it costs what these would: {steps}"
+        )
+
     def __str__(self) -> str:
         replaces = self.relation is Relation.REPLACE_ONE
         neighbours = f"{'replacing' if replaces else 'adding or removing'} one {self.unit}"
@@ -113,7 +124,7 @@ class Statement:
         rows = [
             ("epsilon, at delta", ", ".join(f"{e:.3g} at {d:.3g}" for d, e in self.epsilons().items())),
             ("unit, relation", neighbours),
-            ("mechanism", _mechanism(self.event, self.unit, neighbours)),
+            ("mechanism", self._mechanism(neighbours)),
             ("accountant", _accountant(self.accountant)),
             ("best attack", ", ".join(f"detects {tpr:.1%} at {fpr:.1%} false alarms" for fpr, tpr in found)),
             ("assumed public", "; ".join(PUBLIC)),
@@ -136,6 +147,7 @@ def state(
     delta: float,
     unit: str = "example",
     accountant: accounting.Accountant | None = None,
+    correlation: str | None = None,
 ) -> Statement:
     """A `Statement` of what an event promises. Plans and results of training make their own: ``result.statement()``.
 
@@ -144,6 +156,7 @@ def state(
         delta: below one over the number of records.
         unit: what one record is, such as ``"example"`` or ``"client"``.
         accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size ``"rdp"``.
+        correlation: how noise is correlated over steps, such as the name of a `dpopt.correlated` strategy.
 
     Raises:
         ValueError, TypeError: for a bad argument, or an event that no accountant takes.
@@ -159,7 +172,7 @@ def state(
     if accountant is None:
         accountant = "rdp" if _relation(event) is Relation.REPLACE_ONE else "pld"
     _validate.one_of(("pld", "rdp"), accountant=accountant)
-    statement = Statement(event=event, delta=float(delta), unit=unit, accountant=accountant)
+    statement = Statement(event=event, delta=float(delta), unit=unit, accountant=accountant, correlation=correlation)
     statement.epsilon  # noqa: B018  what cannot be accounted for fails here
     return statement
 

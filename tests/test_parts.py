@@ -248,6 +248,20 @@ def test_a_run_that_is_replayed_is_the_same_to_the_bit(kind, tmp_path):
     assert result.ledger == whole.ledger and result.lost == 0
 
 
+def test_a_statement_says_that_noise_is_correlated(tmp_path, capsys):
+    pytest.importorskip("orbax.checkpoint")
+    from dpopt.__main__ import main
+    from dpopt.checkpoint import Checkpointer
+
+    plan = KINDS["epochs, redrawn"]()
+    with Checkpointer(tmp_path) as checkpointer:
+        result = run(plan, checkpointer=checkpointer)
+    main(["statement", str(tmp_path), "--delta", "1e-5"])
+    for text in (str(plan.statement(delta=1e-5)), str(result.statement(delta=1e-5)), capsys.readouterr().out):
+        assert "noise that is correlated over steps, banded_inverse(3), on parts of the data in turn" in text
+    assert "correlated" not in str(KINDS["epochs, independent"]().statement(delta=1e-5))
+
+
 def test_a_budget_stops_before_it_is_spent():
     plan = KINDS["epochs, redrawn"]()
     limit = plan.epsilon(11, delta=1e-5) * (1 + 1e-6)

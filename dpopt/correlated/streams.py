@@ -58,13 +58,16 @@ class Redrawn:
     def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
         if len(self.coefficients) == 1:
             return _scaled(self.coefficients[0], draw(0)), buffers
-        d = np.asarray(self.coefficients)
+        d = np.append(self.coefficients, 0.0)
 
-        def add(lag, total):
-            return jax.tree.map(lambda t, z: t + jnp.asarray(d, z.dtype)[lag] * z, total, draw(lag))
+        def add_two(pair, total):  # in one pass over the arrays
+            for lag in (2 * pair, 2 * pair + 1):
+                weight = jnp.where(lag <= step, jnp.asarray(d)[lag], 0)
+                total = jax.tree.map(lambda t, z, w=weight: t + w.astype(z.dtype) * z, total, draw(lag))
+            return total
 
         zeros = jax.tree.map(jnp.zeros_like, like)
-        return lax.fori_loop(0, jnp.minimum(len(d), step + 1), add, zeros), buffers
+        return lax.fori_loop(0, (jnp.minimum(len(self.coefficients), step + 1) + 1) // 2, add_two, zeros), buffers
 
 
 @dataclasses.dataclass(frozen=True)
