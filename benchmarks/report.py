@@ -218,7 +218,9 @@ def write(tables: Path, to: Path) -> Path:
             rows = [r for r in content["rows"] if r["table"] == title]
             parts.append(f"\n### {title}\n\n{_TABLES[suite](rows)}\n")
             stem = plots.stem(suite, title)
-            parts += [f"\n![{title}](results/{name}.svg)\n" for name in (stem, f"{stem}-curve") if name in drawn]
+            own = [name for name in (stem, f"{stem}-curve") if drawn.pop(name, None)]
+            parts += [f"\n![{title}](results/{name}.svg)\n" for name in own]
+        parts += [f"\n![{name}](results/{name}.svg)\n" for name in drawn]  # of several tables
     for name, heading in MEASURED.items():
         source = next((p for p in (tables / f"{name}.json", results / f"{name}.json") if p.exists()), None)
         if source is not None:

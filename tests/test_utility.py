@@ -26,6 +26,7 @@ from benchmarks import (
     methods,
     models,
     network_tasks,
+    plots,
     report,
     runs,
     scaling,
@@ -33,6 +34,7 @@ from benchmarks import (
     sweeps,
     tasks,
     text_task,
+    utility_epochs,
     utility_frontier,
     utility_papers,
 )
@@ -261,6 +263,60 @@ def test_every_method_of_the_tables_can_be_built():
         assert methods.state_bytes(built, {"weights": jnp.zeros(3), "bias": jnp.zeros(())}) >= 0
 
 
+def test_every_contender_of_the_epochs_has_both_noises_and_the_same_candidates(monkeypatch):
+    monkeypatch.setattr(utility_epochs, "bands", lambda compute, epsilon, delta: 4)
+    four = dict(l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8, key=jax.random.key(0))
+    contests = utility_epochs.contests()
+    named = {(c.table, c.label): {} for c in contests}
+    for c in contests:
+        assert {
+            s.steps * s.expected_batch_size // c.compute.num_examples for s in c.candidates(3.0, validate=True)
+        } <= {
+            c.compute.epochs - 1,
+            c.compute.epochs,
+        }
+        named[c.table, c.label][c.is_correlated] = [s.options for s in c.candidates(3.0, validate=False)]
+        s = c.candidates(3.0, validate=True)[0]
+        assert (s.noise is not None) == c.is_correlated
+        more = {"noise": s.strategy()} if c.is_correlated else {}
+        side = {"weights": np.ones(3), "bias": 1.0}
+        built = methods.build(s.method, s.options, steps=s.steps, privacy_four=four | more, side_information=side)
+        assert (built.privacy.correlation is not None) == c.is_correlated
+    assert all(set(both) == {False, True} and both[False] == both[True] for both in named.values())
+    assert {c.compute.epochs for c in contests} == {1, 3, 10}
+
+
+def test_bands_are_chosen_by_public_numbers_alone(monkeypatch):
+    monkeypatch.setattr(utility_epochs, "MOST_BANDS", 4)
+    few, many = utility_epochs.Compute(1, 5_000, 250), utility_epochs.Compute(60, 5_000, 5_000)
+    assert utility_epochs.bands(few, 8.0, 1e-5) > 2 and utility_epochs.bands(many, 1.0, 1e-5) == 1
+
+
+def test_a_run_with_correlated_noise_samples_and_pays_by_parts():
+    fields = dict(task="digits", method="DP-SGD", options={"learning_rate": 0.1}, epsilon=3.0, delta=1e-4)
+    plain = runs.Setting(**fields, expected_batch_size=64, steps=8)
+    assert "noise" not in plain.content()  # records that are older are found under their names
+    setting = dataclasses.replace(plain, noise={"bands": 4, "momentum": 0.9})
+    assert setting.name(0) != plain.name(0)
+    program = runs.Program(setting)
+    first, second = program.train([0, 1])
+    assert first["sampling"]["kind"] == "cyclic Poisson in 4 parts" and first["score"] != second["score"]
+    assert first["event"]["count"] == 2 and 2.9 < first["epsilon"]["pld"] <= 3.0
+    assert first["event"]["event"]["sampling_probability"] == pytest.approx(4 * 64 / program.task.num_examples)
+    drawn = runs._drawn(program.task.num_examples, 64.0, 4, 0, 8)
+    assert all((rows % 4 == t % 4).all() for t, rows in enumerate(drawn))
+
+
+def test_disk_asks_for_the_gradient_further_on():
+    options = {"after": {"kind": "kalman", "kappa": 0.8, "momentum": 0.0}, "learning_rate": 0.1}
+    assert methods.look_ahead("combination", options) == pytest.approx(0.25)
+    assert methods.look_ahead("combination", {"after": {"kind": "sgd"}}) == 0 == methods.look_ahead("DP-SGD", {})
+    fields = dict(task="digits", method="combination", noise_multiplier=0.0, delta=1e-4, steps=3)
+    with_filter = runs.Program(runs.Setting(options=options, **fields)).train([0])[0]["score_of_last"]
+    no_filter = {"after": {"kind": "sgd"}, "learning_rate": 0.1}
+    assert with_filter != runs.Program(runs.Setting(options=no_filter, **fields)).train([0])[0]["score_of_last"]
+
+
 def test_help_names_the_subcommands():
     out = subprocess.run([sys.executable, "-m", "benchmarks", "utility", "--help"], capture_output=True, text=True)
     assert out.returncode == 0
@@ -303,6 +359,16 @@ def test_the_report_says_in_words_what_a_papers_ordering_became(tmp_path, monkey
     assert "|  | epsilon 1 | epsilon 2 |" in said and "2 (3.00; 1; 2)" in said
     assert "| x | 0.800 ± 0.001 | **0.950 ± 0.001** |" in said and "| y | **0.900 ± 0.001** |  |" in said
     assert "published" not in report.papers([row("c", 0.7, None)])
+    kinds = (("Poisson", ""), ("cyclic Poisson in 8 parts", ", correlated noise"))
+    both = [
+        row(f"x{e}", 0.8 + len(e) / 100, None, target_epsilon=3.0, contender=f"x{e}", table="A task, 3 epochs", tried=2)
+        | {"sampling": {"kind": kind}}
+        for kind, e in kinds
+    ]
+    said = report.epochs(both)
+    assert "| x | 0.800 ± 0.001 | **0.980 ± 0.001** |" in said and "3: 8 parts" in said
+    (drawn,) = plots.epochs(both, tmp_path)
+    assert drawn.name == "epochs-a-task.svg" and drawn.exists()
     for suite, content in (("papers", rows), ("frontier", frontier)):
         (tmp_path / f"utility-{suite}.json").write_text(json.dumps({"rows": content}))
     tiny = {"batch": ("tiny MLP", (2, 4), lambda n: (models.MLP((), 2), np.ones((n, 3), np.float32)))}

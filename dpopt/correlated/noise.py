@@ -98,7 +98,7 @@ def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) 
                 return independent_noise.standard_normal_like(_threefry.fold_in(state.key, state.count - lag), total)
 
             drawn, buffers = stream.next(draw, step, buffers, total)
-            return independent_noise.scaled(drawn, stddev, zero_is_meant=False)
+            return independent_noise.scaled(drawn, stddev, zero_is_meant=True)
 
         noisy = independent_noise.released(updates, None if is_off else noise)
         count = flow.advanced(state.count, _trees.next_count(state.count))
