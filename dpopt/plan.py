@@ -20,7 +20,7 @@ from dpopt.gradients import Engine
 from dpopt.journal import Journal
 from dpopt.ledger import Ledger
 from dpopt.loop import train
-from dpopt.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
+from dpopt.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler, InParts
 from dpopt.results import TrainResult
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
 from dpopt.statement import Statement, state
@@ -171,12 +171,18 @@ class Plan:
             ("noise multiplier", self._noise_multiplier()),
             ("sampling", f"{sampling}, {self.sampler.expected_batch_size:g} of {self.sampler.num_examples} expected"),
             *self._correlation(),
-            ("step event", repr(events.step_event(self.optimizer.privacy, sampling, 0))),
+            ("step event", self._step_event()),
             ("planned epsilon", self._epsilon_by_step()),
             ("optimizer state", f"{_bytes_per_parameter(self.optimizer, params)} bytes per parameter"),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _step_event(self) -> str:
+        privacy, scheme = self.optimizer.privacy, self.sampler.scheme
+        if isinstance(scheme, InParts):  # a step is as dear as those before it make it
+            return f"the first: {events.step_event(privacy, scheme, 0)!r}"
+        return repr(privacy.step_event(0, scheme.relation))
 
     def _noise_multiplier(self) -> str:
         if callable(self.noise_multiplier):

@@ -114,6 +114,7 @@ def test_jax_privacy_finds_the_same():
         assert [STRATEGIES[name].cost(b)[-1] for b in (4, 7)] == pytest.approx(squared, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_an_optimised_blt_beats_the_banded_square_root():
     pytest.importorskip("jax_privacy")
     found = correlated.blt(steps=64, separation=8, participations=8)

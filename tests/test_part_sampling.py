@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_identical, paid, privacy_four
+from helpers import assert_identical, paid, privacy_four, slow_unless
 from runs import DATA, RDP, run, start
 from scipy import stats
+from test_loop import _remember_programs  # noqa: F401
 
 import dpopt
 from dpopt import correlated, entropy, events
@@ -178,7 +179,7 @@ HISTORY = st.lists(
 )  # steps to take, the step at which the process dies, replay
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_unless({"cyclic, banded", "epochs, independent", "epochs, redrawn"}, KINDS))
 @hypothesis.settings(max_examples=6, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(history=HISTORY)
 def test_whatever_happens_to_a_run_everyone_is_paid_for(kind, history):
