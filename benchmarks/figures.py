@@ -211,7 +211,47 @@ def memory(results: Path) -> str:
     return _ratios(content, ["ghost", "ghost, diagonal", "ghost whole", "vmap"])
 
 
+def epochs(results: Path) -> str:
+    """What correlated noise changed at equal epsilon and computation: by contender, and for DP-SGD cell by cell."""
+    content = _load(results, "utility-epochs")
+    if content is None:
+        return "Nothing is recorded yet: `python -m benchmarks utility --suite epochs` measures it on your machine."
+    cells: dict[tuple, Row] = {(r["contender"], r["table"], r["target_epsilon"]): r for r in content["rows"]}
+    pairs = {key: (row, cells.get((key[0] + CORRELATED, *key[1:]))) for key, row in cells.items()}
+    names = [n for n in dict.fromkeys(n for n, _, _ in cells) if not n.endswith(CORRELATED)]
+    lines = []
+    for name in names:
+        gains = [_gain(a, b) for (n, _, _), (a, b) in pairs.items() if n == name and b is not None]
+        counts = [sum(g > 1 for g in gains), sum(abs(g) <= 1 for g in gains), sum(g < -1 for g in gains)]
+        lines.append([name, *map(str, counts)])
+    head = ["contender", "better", "within the spread", "worse"]
+    by_contender = _table(head, lines, ["---", *["---:"] * 3])
+    first, epsilons = names[0], sorted({e for _, _, e in cells})
+    lines = []
+    for title in dict.fromkeys(t for _, t, _ in cells):
+        own = [pairs.get((first, title, e)) for e in epsilons]
+        told = [f"{summaries.spread(p[0])}, {summaries.spread(p[1])}" if p and p[1] else "" for p in own]
+        lines.append([f"{title}, {next(p for p in own if p)[0]['metric']}", *told])
+    cell_by_cell = _table([first, *(f"epsilon {e:g}" for e in epsilons)], lines, ["---", *["---:"] * len(epsilons)])
+    return (
+        "In how many settings (a data set, a number of epochs, an epsilon) correlated noise is better or worse than "
+        f"independent noise by more than the spread of both over seeds:\n\n{by_contender}\n\n"
+        f"With independent and with correlated noise:\n\n{cell_by_cell}"
+    )
+
+
+CORRELATED = ", correlated noise"
+
+
+def _gain(independent: Row, correlated: Row) -> float:
+    """What is gained, in units of the spread of the difference."""
+    gain = correlated["mean"] - independent["mean"]
+    spread = ((independent["std"] or 0) ** 2 + (correlated["std"] or 0) ** 2) ** 0.5
+    return (gain if independent["higher_is_better"] else -gain) / max(spread, 1e-12)
+
+
 SECTIONS = {
+    "epochs": epochs,
     "headline": headline,
     "audit": audit,
     "papers": papers,

@@ -67,11 +67,13 @@ def steps(budget_s: float = 60.0) -> dict[str, Any]:
         params = jax.tree.map(lambda p: 0.02 * jnp.ones(p.shape), shapes)
         states[name] = params, optimizer.init(params)
         jitted = jax.jit(lambda p, s, b, f=make_step: f(p, s, b, None)[:2], donate_argnums=(0, 1))
-        step = jitted.lower(*states[name], batch).compile()
+        with jax.numpy_rank_promotion("allow"):
+            step = jitted.lower(*states[name], batch).compile()
         compiled_bytes[name] = step.memory_analysis().temp_size_in_bytes
 
         def call(name=name, step=step):
             states[name] = jax.block_until_ready(step(*states[name], batch))
+            return states[name]
 
         calls[name] = call
     seconds = timing.interleaved(calls, budget_s)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks import figures, plots, records, summaries
 
-SUITES = ("papers", "frontier")
+SUITES = ("papers", "frontier", "epochs")
 # Measurements of cost, each written by the module of that name, or by another.
 MEASURED = {
     "speed": "Speed",

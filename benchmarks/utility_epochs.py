@@ -197,12 +197,12 @@ def contests() -> list[Contest]:
         task_options={},
     )
     lstm = _contests(
-        "IMDB-LSTM",
+        "LSTM on 32 words of IMDB",
         [Compute(1, 25_000, 500), Compute(3, 25_000, 500)],
         1e-5,
         1.0,
         {"DP-SGD, momentum": by_factor(0.1, count=4), "DP-AdamBC": by_factor(0.002, count=4)},
         task="imdb-lstm",
-        task_options={"vocabulary": "shipped"},
+        task_options={"vocabulary": "shipped", "length": 32},
     )
     return imdb + movielens + mnist + lstm

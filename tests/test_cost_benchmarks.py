@@ -154,6 +154,11 @@ def test_noise_is_timed_beside_jaxs(tmp_path, monkeypatch):
     monkeypatch.setattr(
         noise_speed.timing, "interleaved", lambda calls, budget_s: {n: 1.0 for n in calls if calls[n]()}
     )
+    for name, small in {"MODEL": (1, 128), "EXAMPLES": 2, "TOKENS": 3}.items():
+        monkeypatch.setattr(noise_speed, name, small)
+    monkeypatch.setattr(noise_speed.llm_scaling, "VOCABULARY", 16)
     noise_speed.main(tmp_path)
-    (run,) = json.loads((tmp_path / "noise.json").read_text())["runs"]
+    found = json.loads((tmp_path / "noise.json").read_text())
+    assert set(found["steps"]["ratio"]) == {"independent", "banded, 4 bands", "banded inverse, 4 bands"}
+    (run,) = found["runs"]
     assert run["ratio"] == 1.0 and run["ns_per_number"]["dpopt"] == 1e9 / 7
