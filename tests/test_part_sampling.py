@@ -361,3 +361,24 @@ def test_who_uses_the_samplers_by_hand_is_accounted_for():
     event = dpopt.privacy_event(opt, sampling=sampler, steps=8)
     assert event.count == 2 and event.event.sampling_probability == 0.5
     assert np.isfinite(params).all()
+
+
+def test_choices_keep_what_they_say():
+    """Every choice, built as it says, costs the epsilon that was asked for; and leaves the error that matrices give."""
+    settings = dict(num_examples=2_000, expected_batch_size=100, steps=40)
+    found = correlated.choices(epsilon=4.0, delta=1e-5, most_bands=20, **settings)
+    assert {c.sampling for c in found} == {"poisson", "cyclic_poisson", "epochs"}
+    assert [c.error for c in found] == sorted(c.error for c in found)
+    (plain,) = [c for c in found if c.sampling == "poisson"]
+    assert plain.error == 1.0
+    sums = np.tril(np.ones((40, 40)))
+    for c in found:
+        builder = dpopt.Builder(**settings, key=jax.random.key(0), sampling=c.sampling).clip(1.0)
+        plan = builder.correlate(c.strategy).noise(c.noise_multiplier).then(optax.sgd(0.1)).build()
+        assert 3.97 < plan.epsilon(delta=1e-5) <= 4.0
+        lag = np.arange(40)[:, None] - np.arange(40)
+        C = np.where(lag >= 0, c.strategy.column[np.maximum(lag, 0)], 0)
+        own = c.noise_multiplier * np.linalg.norm(sums @ np.linalg.inv(C))
+        assert c.error == pytest.approx(own / (plain.noise_multiplier * np.linalg.norm(sums)), rel=1e-9)
+    with pytest.raises(ValueError, match="exceeds"):
+        correlated.choices(epsilon=1.0, delta=1e-5, num_examples=10, expected_batch_size=20, steps=3)
