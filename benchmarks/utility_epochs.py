@@ -201,7 +201,7 @@ def contests() -> list[Contest]:
         [Compute(1, 25_000, 500), Compute(3, 25_000, 500)],
         1e-5,
         1.0,
-        {"DP-SGD, momentum": by_factor(0.1, count=4), "DP-AdamBC": by_factor(0.002, count=4)},
+        {"DP-SGD, momentum": by_factor(0.2, count=3), "DP-AdamBC": by_factor(0.002, count=3)},
         task="imdb-lstm",
         task_options={"vocabulary": "shipped", "length": 32},
     )

@@ -61,7 +61,7 @@ def choices(
     >>> best, *_ = choices(
     ...     epsilon=8.0, delta=1e-5, num_examples=6_400, expected_batch_size=100, steps=64, most_bands=8)
     >>> best.sampling, best.error < 0.8
-    ('cyclic_poisson', True)
+    ('epochs', True)
     """
     _validate.positive(epsilon=epsilon, delta=delta, expected_batch_size=expected_batch_size)
     _validate.positive_int(num_examples=num_examples, steps=steps, most_bands=most_bands)
