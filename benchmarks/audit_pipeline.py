@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -290,32 +290,36 @@ def audit(scene_name: str, planted: str, *, runs: int, significance: float, seed
         seen = releases(scene, coins, seed, planted)
     claims = {delta: dpopt.epsilon_of_event(event, delta=delta) for delta in DELTAS}
     row = attack(scores(seen, scene.sigma), coins, claims, significance)
-    exceeds = row["lower_bound"] > row["claimed_epsilon"]
-    as_expected = exceeds == (planted != "none")
-    settings = dict(runs=runs, steps=scene.steps, sigma=scene.sigma, significance=significance, seed=seed)
-    return {
-        "run": scene_name,
-        "mistake": planted,
-        **row,
-        "exceeds_claim": exceeds,
-        "as_expected": as_expected,
-        **settings,
-    }
+    return row | dict(runs=runs, steps=scene.steps, sigma=scene.sigma, significance=significance, seed=seed)
 
 
-def main(runs: int, significance: float) -> list[dict[str, Any]]:
+def audit_all(
+    audit: Callable[..., dict[str, Any]],
+    scenes: Iterable[str],
+    mistakes: Mapping[str, tuple[str, Any]],
+    runs: int,
+    significance: float,
+) -> list[dict[str, Any]]:
     """Audits every kind of run, sound and with each mistake; ``significance`` is for all of them together."""
     rows = []
-    cases = [(scene, "none") for scene in SCENES] + [(scene, name) for name, (scene, _) in MISTAKES.items()]
-    print(f"\n{'mistake':<34}{'run':<16}{'attack':<28}{'delta':>8}{'claimed':>9}{'at least':>9}")
+    cases = [(scene, "none") for scene in scenes] + [(scene, name) for name, (scene, _) in mistakes.items()]
+    print(f"\n{'mistake':<34}{'run':<25}{'attack':<28}{'delta':>8}{'claimed':>9}{'at least':>9}")
     for scene, name in cases:
-        row = audit(scene, name, runs=runs, significance=significance / len(cases))
+        found = audit(scene, name, runs=runs, significance=significance / len(cases))
+        exceeds = found["lower_bound"] > found["claimed_epsilon"]
+        verdicts = {"exceeds_claim": exceeds, "as_expected": exceeds == (name != "none")}
+        row = {"run": scene, "mistake": name, **found, **verdicts}
         rows.append(row)
         surprise = "" if row["as_expected"] else "  UNEXPECTED"
         verdict = "exceeds the claim" if row["exceeds_claim"] else ""
         print(
-            f"{name:<34}{scene:<16}{row['attack']:<28}{row['delta']:>8g}{row['claimed_epsilon']:>9.2f}"
+            f"{name:<34}{scene:<25}{row['attack']:<28}{row['delta']:>8g}{row['claimed_epsilon']:>9.2f}"
             f"{row['lower_bound']:>9.2f}   {verdict}{surprise}",
             flush=True,
         )
     return rows
+
+
+def main(runs: int, significance: float) -> list[dict[str, Any]]:
+    """Audits the pipeline."""
+    return audit_all(audit, SCENES, MISTAKES, runs, significance)

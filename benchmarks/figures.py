@@ -217,8 +217,8 @@ def epochs(results: Path) -> str:
     if content is None:
         return "Nothing is recorded yet: `python -m benchmarks utility --suite epochs` measures it on your machine."
     cells: dict[tuple, Row] = {(r["contender"], r["table"], r["target_epsilon"]): r for r in content["rows"]}
-    pairs = {key: (row, cells.get((key[0] + CORRELATED, *key[1:]))) for key, row in cells.items()}
-    names = [n for n in dict.fromkeys(n for n, _, _ in cells) if not n.endswith(CORRELATED)]
+    pairs = {key: (row, cells.get((key[0] + summaries.CORRELATED, *key[1:]))) for key, row in cells.items()}
+    names = [n for n in dict.fromkeys(n for n, _, _ in cells) if not n.endswith(summaries.CORRELATED)]
     lines = []
     for name in names:
         gains = [_gain(a, b) for (n, _, _), (a, b) in pairs.items() if n == name and b is not None]
@@ -238,9 +238,6 @@ def epochs(results: Path) -> str:
         f"independent noise by more than the spread of both over seeds:\n\n{by_contender}\n\n"
         f"With independent and with correlated noise:\n\n{cell_by_cell}"
     )
-
-
-CORRELATED = ", correlated noise"
 
 
 def _gain(independent: Row, correlated: Row) -> float:

@@ -10,6 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks import summaries
+
 matplotlib.rcParams["svg.hashsalt"] = "dpopt"  # the same rows give the same file
 
 
@@ -165,12 +167,14 @@ def epochs(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
     for task in dict.fromkeys(r["table"].rsplit(", ", 1)[0] for r in rows):
         figure, axes = plt.subplots(figsize=(8, 5))
         own = {(r["contender"], _epochs(r), r["target_epsilon"]): r for r in rows if r["table"].startswith(f"{task}, ")}
-        names = [name for name in dict.fromkeys(n for n, _, _ in own) if not name.endswith(CORRELATED)]
+        names = [name for name in dict.fromkeys(n for n, _, _ in own) if not name.endswith(summaries.CORRELATED)]
         ends = []
         for (name, epsilon), (color, marker) in zip(
             itertools.product(names, sorted({e for _, _, e in own})), itertools.cycle(_SERIES), strict=False
         ):
-            pairs = [(n, own.get((name, n, epsilon)), own.get((name + CORRELATED, n, epsilon))) for n in (1, 3, 10)]
+            pairs = [
+                (n, own.get((name, n, epsilon)), own.get((name + summaries.CORRELATED, n, epsilon))) for n in (1, 3, 10)
+            ]
             points = [(n, b["mean"] - a["mean"]) for n, a, b in pairs if a and b]
             if points:
                 x, y = zip(*points, strict=True)
@@ -187,9 +191,6 @@ def epochs(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
         _name_lines(axes, ends)
         paths.append(_save(figure, out / f"{stem('epochs', task)}.svg"))
     return paths
-
-
-CORRELATED = ", correlated noise"
 
 
 def _epochs(row: dict[str, Any]) -> int:

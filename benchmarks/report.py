@@ -113,16 +113,16 @@ def frontier(rows: Sequence[dict[str, Any]]) -> str:
 
 def epochs(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each contender; for every epsilon a column for either noise; the best of both is bold."""
-    names = [n for n in dict.fromkeys(r["contender"] for r in rows) if not n.endswith(plots.CORRELATED)]
+    names = [n for n in dict.fromkeys(r["contender"] for r in rows) if not n.endswith(summaries.CORRELATED)]
     columns, said = {"": names}, []
     for epsilon in sorted({r["target_epsilon"] for r in rows}):
         own = {r["contender"]: r for r in rows if r["target_epsilon"] == epsilon}
         best = _best(list(own.values()))["contender"]
         cells = {name: summaries.spread(row) for name, row in own.items()}
         cells[best] = f"**{cells[best]}**"
-        for kind, ending in (("independent", ""), ("correlated", plots.CORRELATED)):
+        for kind, ending in (("independent", ""), ("correlated", summaries.CORRELATED)):
             columns[f"epsilon {epsilon:g}, {kind}"] = [cells.get(name + ending, "") for name in names]
-        noise = next((r for n, r in own.items() if n.endswith(plots.CORRELATED)), None)
+        noise = next((r for n, r in own.items() if n.endswith(summaries.CORRELATED)), None)
         if noise is not None:
             said.append(f"{epsilon:g}: {noise['sampling']['kind'].removeprefix('cyclic Poisson in ')}")
     better = "higher" if rows[0]["higher_is_better"] else "lower"

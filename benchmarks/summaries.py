@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+CORRELATED = ", correlated noise"  # at the end of a contender's name
+
 
 def summarize(records: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """One row for the runs of one setting: every seed's score, their mean and spread, and what the runs share."""

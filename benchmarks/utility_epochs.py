@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import summaries, utility_frontier
 from benchmarks.runs import Setting
 from dpopt import correlated
 
@@ -53,7 +54,7 @@ class Contest:
     @property
     def contender(self) -> str:
         """Its line in the table."""
-        return self.label + (", correlated noise" if self.is_correlated else "")
+        return self.label + (summaries.CORRELATED if self.is_correlated else "")
 
     def candidates(self, epsilon: float, *, validate: bool) -> list[Setting]:
         """The settings to try (``validate``), or the same ones on the whole training data."""
@@ -133,13 +134,8 @@ def _contests(
     ]
 
 
-def by_factor(start: float, factor: float = 2.0, count: int = BUDGET) -> list[float]:
-    """Candidates for a learning rate."""
-    return [start * factor**i for i in range(count)]
-
-
-REVIEWS = {"kind": "log-idf", "public_share": 0.01, "vocabulary": "public", "least": 2, "pairs": True}
-REVIEWS |= {"pair_weight": 0.5, "one": 0.1}
+by_factor = functools.partial(utility_frontier.by_factor, count=BUDGET)
+_DELAYED = {"delayed diagonal, momentum": {"before": {"kind": "delayed", "delay": 10, "eps": 1e-3}}}
 
 
 def contests() -> list[Contest]:
@@ -165,10 +161,10 @@ def contests() -> list[Contest]:
                 "clip": 5.0,
                 "task_options": {"frequency": "public"},
             },
-            "delayed diagonal, momentum": {"before": {"kind": "delayed", "delay": 10, "eps": 1e-3}},
-        },
+        }
+        | _DELAYED,
         task="imdb",
-        task_options=REVIEWS,
+        task_options=utility_frontier.REVIEWS,
     )
     movielens = _contests(
         "MovieLens",
@@ -183,7 +179,7 @@ def contests() -> list[Contest]:
             "DiSK (Kalman filter), momentum": by_factor(0.25),
             "delayed diagonal, momentum": by_factor(0.03),
         },
-        before={"delayed diagonal, momentum": {"before": {"kind": "delayed", "delay": 10, "eps": 1e-3}}},
+        before=_DELAYED,
         task="movielens",
         task_options={"biases": True, "dimension": 8, "mean_input": 0.1},
     )

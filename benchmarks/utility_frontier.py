@@ -83,8 +83,9 @@ def _is_side(before: Any) -> bool:
     return bool(before) and before["kind"] == "side information"
 
 
-def _by_factor(start: float, factor: float = 2.0) -> list[float]:
-    return [start * factor**i for i in range(BUDGET)]
+def by_factor(start: float, factor: float = 2.0, count: int = BUDGET) -> list[float]:
+    """Candidates for a learning rate."""
+    return [start * factor**i for i in range(count)]
 
 
 def _imdb_contests() -> list[Contest]:
@@ -93,19 +94,19 @@ def _imdb_contests() -> list[Contest]:
     delayed = {"kind": "delayed", "delay": 10, "eps": 1e-3}
     side = {"kind": "side information"}
     return [
-        _imdb("DP-SGD, momentum", momentum, _by_factor(15.0)),
+        _imdb("DP-SGD, momentum", momentum, by_factor(15.0)),
         # Its best rate lies beyond the end of the others' candidates.
-        _imdb("DP-SGD, momentum, normalised clip", momentum, _by_factor(40.0), clip={"normalized": 0.5}),
-        _imdb("DP-SGD, momentum, averaged", momentum, _by_factor(10.0), average_from=0.5),
-        _imdb("DP-Adam", {"kind": "adam"}, _by_factor(0.1)),
-        _imdb("DP-AdamBC", bc, _by_factor(0.05)),
-        _imdb("DP-MicroAdam", {"kind": "micro_adam"}, _by_factor(0.05)),
-        _imdb("DP2, momentum", momentum, _by_factor(0.02), before=delayed),
-        _imdb("scale-then-privatise, Adam", {"kind": "adam"}, _by_factor(0.1), before={"kind": "last"}),
-        _imdb("AdaDPS, frequency", momentum, _by_factor(0.1, 3.0), clip=5.0, before=side),
-        _imdb("delayed diagonal x AdamBC", bc, _by_factor(0.05), before=delayed),
-        _imdb("frequency x MicroAdam", {"kind": "micro_adam"}, _by_factor(0.05), clip=5.0, before=side),
-        _imdb("scale-then-privatise x AdamBC", bc, _by_factor(0.05), before={"kind": "last"}),
+        _imdb("DP-SGD, momentum, normalised clip", momentum, by_factor(40.0), clip={"normalized": 0.5}),
+        _imdb("DP-SGD, momentum, averaged", momentum, by_factor(10.0), average_from=0.5),
+        _imdb("DP-Adam", {"kind": "adam"}, by_factor(0.1)),
+        _imdb("DP-AdamBC", bc, by_factor(0.05)),
+        _imdb("DP-MicroAdam", {"kind": "micro_adam"}, by_factor(0.05)),
+        _imdb("DP2, momentum", momentum, by_factor(0.02), before=delayed),
+        _imdb("scale-then-privatise, Adam", {"kind": "adam"}, by_factor(0.1), before={"kind": "last"}),
+        _imdb("AdaDPS, frequency", momentum, by_factor(0.1, 3.0), clip=5.0, before=side),
+        _imdb("delayed diagonal x AdamBC", bc, by_factor(0.05), before=delayed),
+        _imdb("frequency x MicroAdam", {"kind": "micro_adam"}, by_factor(0.05), clip=5.0, before=side),
+        _imdb("scale-then-privatise x AdamBC", bc, by_factor(0.05), before={"kind": "last"}),
     ]
 
 
@@ -132,12 +133,12 @@ def _movielens_contests() -> list[Contest]:
     bc = {"kind": "adam_bc", "gamma": 1e-10}
     delayed = {"kind": "delayed", "delay": 10, "eps": 1e-3}
     return [
-        _movielens("DP-SGD, momentum", momentum, _by_factor(5.0)),
-        _movielens("DP-SGD, momentum, normalised clip", momentum, _by_factor(5.0), clip={"normalized": 1.0}),
-        _movielens("DP-Adam", {"kind": "adam"}, _by_factor(0.01)),
-        _movielens("DP-AdamBC", bc, _by_factor(0.005)),
-        _movielens("DP-MicroAdam", {"kind": "micro_adam"}, _by_factor(0.01)),
-        _movielens("DP2, momentum", momentum, _by_factor(0.01), before=delayed),
+        _movielens("DP-SGD, momentum", momentum, by_factor(5.0)),
+        _movielens("DP-SGD, momentum, normalised clip", momentum, by_factor(5.0), clip={"normalized": 1.0}),
+        _movielens("DP-Adam", {"kind": "adam"}, by_factor(0.01)),
+        _movielens("DP-AdamBC", bc, by_factor(0.005)),
+        _movielens("DP-MicroAdam", {"kind": "micro_adam"}, by_factor(0.01)),
+        _movielens("DP2, momentum", momentum, by_factor(0.01), before=delayed),
     ]
 
 
@@ -166,16 +167,16 @@ def _digits_contests() -> list[Contest]:
     delayed = {"kind": "delayed", "delay": 10, "eps": 1e-2}
     last = {"kind": "last", "eps_scale": 0.1}
     return [
-        _digits("DP-SGD, momentum", momentum, _by_factor(0.25)),
-        _digits("DP-SGD, momentum, normalised clip", momentum, _by_factor(0.25), clip={"normalized": 1.0}),
-        _digits("DP-SGD, momentum, averaged", momentum, _by_factor(0.25), average_from=0.5),
-        _digits("DP-Adam", {"kind": "adam"}, _by_factor(0.03)),
-        _digits("DP-AdamBC", bc, _by_factor(0.005)),
-        _digits("DP-MicroAdam", {"kind": "micro_adam", "density": 0.1}, _by_factor(0.03)),
-        _digits("DP2, momentum", momentum, _by_factor(0.15), before=delayed),
-        _digits("scale-then-privatise, Adam", {"kind": "adam"}, _by_factor(0.03), before=last),
-        _digits("delayed diagonal x AdamBC", bc, _by_factor(0.005), before=delayed),
-        _digits("scale-then-privatise x AdamBC", bc, _by_factor(0.005), before=last),
+        _digits("DP-SGD, momentum", momentum, by_factor(0.25)),
+        _digits("DP-SGD, momentum, normalised clip", momentum, by_factor(0.25), clip={"normalized": 1.0}),
+        _digits("DP-SGD, momentum, averaged", momentum, by_factor(0.25), average_from=0.5),
+        _digits("DP-Adam", {"kind": "adam"}, by_factor(0.03)),
+        _digits("DP-AdamBC", bc, by_factor(0.005)),
+        _digits("DP-MicroAdam", {"kind": "micro_adam", "density": 0.1}, by_factor(0.03)),
+        _digits("DP2, momentum", momentum, by_factor(0.15), before=delayed),
+        _digits("scale-then-privatise, Adam", {"kind": "adam"}, by_factor(0.03), before=last),
+        _digits("delayed diagonal x AdamBC", bc, by_factor(0.005), before=delayed),
+        _digits("scale-then-privatise x AdamBC", bc, by_factor(0.005), before=last),
     ]
 
 

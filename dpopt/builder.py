@@ -174,11 +174,12 @@ class Builder:
         if missing:
             raise ValueError(f"the builder is missing {'; '.join(missing)}.")
         sampler = self._sampler()
-        # Says now if a strategy and a sampler do not go together.
-        events.compose(self._optimizer(1.0).privacy, sampler, self.steps)
         noise_multiplier = self._noise_multiplier if self._budget is None else self._calibrated(self._budget)
+        optimizer = self._optimizer(noise_multiplier)
+        # Says now if this noise, as it is correlated or varies, has no theorem under the sampler.
+        events.step_event(optimizer.privacy, sampler.scheme, self.steps - 1)
         return Plan(
-            optimizer=self._optimizer(noise_multiplier),
+            optimizer=optimizer,
             sampler=sampler,
             steps=self.steps,
             noise_multiplier=noise_multiplier,

@@ -81,7 +81,7 @@ def low_pass(
         ones = jnp.concatenate([jnp.ones(1), state.ones])
 
         def combined(*leaves: jax.Array) -> jax.Array:
-            weights = [*b, *-a]
+            weights = [*b.tolist(), *(-a).tolist()]  # NumPy's numbers would widen what they multiply
             return sum((w * x for w, x in zip(weights, leaves, strict=True)), jnp.zeros((), leaves[0].dtype))
 
         now = jax.tree.map(combined, *gradients, *state.filtered)
@@ -126,6 +126,7 @@ def simplified_kalman(kappa: float = 0.7) -> optax.GradientTransformation:
     [2.0]
     """
     _validate.probability(kappa=kappa)
+    kappa = float(kappa)
 
     def init_fn(params):
         return SimplifiedKalmanState(_trees.zeros(params))

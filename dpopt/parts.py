@@ -7,6 +7,7 @@ moves nobody.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import numpy as np
 from dpopt import _validate
 from dpopt._lazy import dp_accounting
 from dpopt.privacy import Privacy, Relation
-from dpopt.sampling import _Sampler
+from dpopt.sampling import _Sampler, padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +134,8 @@ class CyclicPoissonSampler(_PartSampler):
     ):
         _validate.positive(expected_batch_size=expected_batch_size)
         _validate.positive_int(parts=parts)
-        default_pad = max(1, 2 ** round(math.log2(max(1.0, float(expected_batch_size) / 8))))
-        super().__init__(num_examples, seed=seed, pad_to=default_pad if pad_to is None else pad_to, start=start)
+        pad_to = padding(expected_batch_size) if pad_to is None else pad_to
+        super().__init__(num_examples, seed=seed, pad_to=pad_to, start=start)
         if parts * expected_batch_size > num_examples:
             raise ValueError(
                 f"{parts} parts of {num_examples} examples have {num_examples / parts:g} each, fewer than "
@@ -219,18 +220,19 @@ class BallsInBinsSampler(_PartSampler):
                 f"expected_batch_size {expected_batch_size} does not divide num_examples {num_examples}: parts are "
                 "drawn with equal probability, and there is a whole number of them."
             )
-        default_pad = max(1, 2 ** round(math.log2(max(1.0, float(expected_batch_size) / 8))))
-        super().__init__(num_examples, seed=seed, pad_to=default_pad if pad_to is None else pad_to, start=start)
+        pad_to = padding(expected_batch_size) if pad_to is None else pad_to
+        super().__init__(num_examples, seed=seed, pad_to=pad_to, start=start)
         self.expected_batch_size = expected_batch_size
         self.scheme = InParts(num_examples // expected_batch_size)
 
     def part(self, step: int) -> np.ndarray:
-        parts = self._rng_of_parts().integers(self.scheme.parts, size=self.num_examples)
-        return np.flatnonzero(parts == step % self.scheme.parts)
+        return np.flatnonzero(_bins(self.seed, self.num_examples, self.scheme.parts) == step % self.scheme.parts)
 
     def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
         del rng
         return self.part(step)
 
-    def _rng_of_parts(self) -> np.random.Generator:
-        return np.random.default_rng([self.seed, 0, 1])  # steps draw from [seed, step]
+
+@functools.lru_cache(maxsize=2)  # the same at all steps of a segment
+def _bins(seed: int, num_examples: int, parts: int) -> np.ndarray:
+    return np.random.default_rng([seed, 0, 1]).integers(parts, size=num_examples)  # steps draw from [seed, step]

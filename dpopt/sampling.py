@@ -163,6 +163,17 @@ class _Sampler:
             step += 1
 
 
+def padding(expected_batch_size: float) -> int:
+    """What batches whose sizes vary are padded to a multiple of: about an eighth of the expected size.
+
+    *Privacy*: arithmetic on public constants.
+
+    >>> padding(50)
+    8
+    """
+    return max(1, 2 ** round(math.log2(max(1.0, float(expected_batch_size) / 8))))
+
+
 class PoissonSampler(_Sampler):
     """Poisson samples: each example is in each batch with probability ``expected_batch_size / num_examples``.
 
@@ -194,8 +205,8 @@ class PoissonSampler(_Sampler):
         self, num_examples: int, expected_batch_size: float, *, seed: int, pad_to: int | None = None, start: int = 0
     ):
         _validate.positive(expected_batch_size=expected_batch_size)
-        default_pad = max(1, 2 ** round(math.log2(max(1.0, float(expected_batch_size) / 8))))
-        super().__init__(num_examples, seed=seed, pad_to=default_pad if pad_to is None else pad_to, start=start)
+        pad_to = padding(expected_batch_size) if pad_to is None else pad_to
+        super().__init__(num_examples, seed=seed, pad_to=pad_to, start=start)
         if expected_batch_size > num_examples:
             raise ValueError(f"expected_batch_size {expected_batch_size} exceeds num_examples {num_examples}.")
         self.expected_batch_size = expected_batch_size

@@ -153,7 +153,7 @@ def test_mistakes_are_undone():
             dpopt.parts.CyclicPoissonSampler.part,
             dpopt.correlated.strategies._strategy,
             dpopt._threefry.fold_in,
-            audit_correlated.Scene.segments,
+            dpopt.events.step_event,
         )
 
     before = in_place()

@@ -58,6 +58,15 @@ def test_noise_is_made_less_and_slow_signals_are_kept():
     assert spread == pytest.approx(0.1 / np.sqrt(1 - 0.81), rel=0.02)
 
 
+@pytest.mark.parametrize("make", [filters.low_pass, lambda: filters.simplified_kalman(np.float64(0.7))])
+def test_float32_stays_so_in_64_bits(make, x64):
+    rule, given = make(), jnp.ones(3, jnp.float32)
+    state = rule.init(given)
+    updates, after = rule.update(given, state)
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert updates.dtype == jnp.float32 and describe(after) == describe(state)
+
+
 def test_disk_is_its_equations():
     """On a loss with a gradient that is not linear, against the paper's three lines in NumPy."""
     kappa, gamma, rate = 0.7, 0.5, 0.1

@@ -26,14 +26,14 @@ from dpopt.privacy import Privacy, Query
 STEPS = 24
 
 
-def plan_of(sampling, strategy, *, seed=0, steps=STEPS, rule=None, **more):
+def plan_of(sampling, strategy, *, seed=0, steps=STEPS, rule=None, noise=2.0, **more):
     """A plan of 64 examples, 8 a batch."""
     builder = dpopt.Builder(
         num_examples=64, expected_batch_size=8, steps=steps, key=jax.random.key(seed), sampling=sampling, pad_to=32,
         **more,
     ).clip(1.0)  # fmt: skip
     builder = builder if strategy is None else builder.correlate(strategy)
-    return builder.noise(2.0).then(rule or optax.adam(0.1)).build()
+    return builder.noise(noise).then(rule or optax.adam(0.1)).build()
 
 
 KINDS = {
@@ -317,6 +317,7 @@ def test_strategies_and_samplers_without_a_theorem_are_refused():
         (lambda: plan_of("poisson", None, parts=4), "parts=4"),
         (lambda: plan_of("epochs", "banded"), "dpopt.correlated"),
         (lambda: plan_of("every", None), "sampling"),
+        (lambda: plan_of("epochs", None, noise=lambda step: 1.0 + step), "one query a step"),
     ],
 )
 def test_mistakes_are_named(mistake, error):

@@ -41,7 +41,7 @@ def choices(
     """Independent and correlated noise for a run, the least error first.
 
     Tried are independent noise on Poisson samples; 2, 4, 8, ... bands on cyclic Poisson samples; and on whole epochs as
-    many bands as an epoch has steps, and inverses of 4 bands. Takes a second or two for each.
+    many bands as an epoch has steps, and inverses of 4 bands. Takes seconds for each, and longer from 2,000 steps on.
 
     Args:
         epsilon, delta: what the whole run may spend.

@@ -31,7 +31,6 @@ class Strategy:
     Attributes:
         name: what it is called.
         steps: how many steps it covers; a run that takes more is refused.
-        bands: C[i, j] is 0 from ``i - j = bands`` on.
         coefficients: the first column of C, up to its last entry that is not 0; none is negative.
         stream: how ``C^-1 z`` is drawn.
 
@@ -47,7 +46,6 @@ class Strategy:
 
     name: str
     steps: int
-    bands: int
     coefficients: tuple[float, ...] = dataclasses.field(repr=False)
     stream: Stream = dataclasses.field(repr=False)
 
@@ -58,6 +56,11 @@ class Strategy:
                 f"the coefficients of a strategy must be finite and not negative, the first positive; got {c[:8]}. "
                 "Only for such matrices is it known what several steps of one example cost."
             )
+
+    @property
+    def bands(self) -> int:
+        """C[i, j] is 0 from ``i - j = bands`` on."""
+        return len(self.coefficients)
 
     def label(self) -> str:
         """What tells this strategy from others, in a line."""
@@ -90,10 +93,10 @@ class Strategy:
         ``|sum_i C[:t, i parts]|^2``, in units of the clip's: of all examples the first part's have the most steps, and
         their sum is the largest where an example's gradients are the same at all steps, since no entry is negative.
         """
-        rows = self.column.copy()
-        for t in range(parts, self.steps):
-            rows[t] += rows[t - parts]
-        return np.concatenate([[0.0], np.cumsum(np.square(rows))])
+        turns = -(-self.steps // parts)
+        each = np.pad(self.column, (0, turns * parts - self.steps)).reshape(turns, parts)
+        sums = np.cumsum(each, axis=0).ravel()[: self.steps]
+        return np.concatenate([[0.0], np.cumsum(np.square(sums))])
 
 
 def independent(steps: int) -> Strategy:
@@ -261,7 +264,7 @@ def _strategy(name: str, steps: int, coefficients: Any, stream: Any) -> Strategy
     _validate.positive_int(steps=steps)
     c = np.asarray(coefficients, np.float64)[:steps]
     c = c / np.linalg.norm(c)
-    return Strategy(name, int(steps), len(c), tuple(c.tolist()), stream(c))
+    return Strategy(name, int(steps), tuple(c.tolist()), stream(c))
 
 
 def _from_inverse(name: str, steps: int, inverse: np.ndarray) -> Strategy:
