@@ -1,0 +1,176 @@
+"""What ``GridSearchCV`` is without privacy: a search over settings, all of whose fits and scores are paid for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_classifier
+from sklearn.model_selection import ParameterGrid
+from sklearn.utils.validation import check_is_fitted, check_X_y
+
+from dpopt import tuning
+from dpopt.keys import secure_key
+from dpopt.sklearn.linear import PrivateLinearClassifier, PrivateLinearRegressor
+
+_MOVE_EPSILON = ("epsilon", "delta", "noise_multiplier", "steps", "expected_batch_size")
+
+
+class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
+    """The best of a random number of private fits, with settings from a grid: `dpopt.tuning` for tables.
+
+    ``GridSearchCV`` fits every setting on every fold and shows all scores. Each of those is a release from the same
+    rows, so a model that it picked at epsilon 1 a fit has cost far more than 1. Here settings are drawn from the grid,
+    every fit reads all rows with enough noise that the whole search stays within the budget, and only the best comes
+    out.
+
+    Args:
+        estimator: a `PrivateLinearClassifier` or `PrivateLinearRegressor`. Its own budget is not used.
+        param_grid: as ``ParameterGrid`` takes it: lists of values by name of the parameter, of any that do not move
+            epsilon. So it is free to leave ``steps`` and ``expected_batch_size`` to the estimator alone.
+        epsilon, delta: what the whole search may cost.
+        mean_trials: expected number of fits; None for as many as the grid has settings, and at least 2.
+        shape: of their distribution (`dpopt.tuning.NumTrials`); finite, so that there is at least one.
+        public_rows: ``(X, y)`` that nobody has to protect, to score on; None scores on the private rows, with noise.
+        score_noise_multiplier: of that noise, in rows: it moves an accuracy over n rows by this over n.
+        directory: where to keep what it takes to go on after a crash (`dpopt.tuning.repeat_and_select`), or None.
+
+    Attributes:
+        best_estimator_: fitted, with the cost of the *search* as its ``epsilon_``, ``statement_`` and ``ledger_``.
+        best_params_, best_score_: its setting and its score: accuracy, or for a regressor one minus the absolute error
+            as a share of the target's range.
+        epsilon_, statement_, ledger_: what the search cost.
+        n_features_in_, classes_: the best estimator's.
+
+    Raises:
+        ValueError, TypeError: by `fit`, for bad parameters, or a grid over one that moves epsilon.
+
+    *Privacy*: everything it learns costs ``epsilon_``. Other fits and how many there were are kept nowhere.
+
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.uniform(0, 10, size=(2_000, 3))
+    >>> y = X[:, 0] > X[:, 1]
+    >>> model = PrivateLinearClassifier(classes=[False, True], feature_range=(0, 10), steps=10)
+    >>> search = PrivateSearch(model, {"learning_rate": [0.1, 1.0]}, epsilon=2.0, delta=1e-5).fit(X, y)
+    >>> search.epsilon_ <= 2.0, search.best_params_["learning_rate"] in (0.1, 1.0), search.predict(X).shape
+    (True, True, (2000,))
+    """
+
+    def __init__(
+        self,
+        estimator: Any,
+        param_grid: Any,
+        *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        mean_trials: float | None = None,
+        shape: float = 0.0,
+        public_rows: tuple[Any, Any] | None = None,
+        score_noise_multiplier: float = 20.0,
+        directory: str | Path | None = None,
+    ):
+        self.estimator = estimator
+        self.param_grid = param_grid
+        self.epsilon = epsilon
+        self.delta = delta
+        self.mean_trials = mean_trials
+        self.shape = shape
+        self.public_rows = public_rows
+        self.score_noise_multiplier = score_noise_multiplier
+        self.directory = directory
+
+    def fit(self, X: Any, y: Any) -> PrivateSearch:
+        """Searches, on rows ``(n, features)`` and ``y`` ``(n,)``."""
+        settings = self._settings()
+        epsilon, delta = cast(float, self.epsilon), cast(float, self.delta)
+        X, y = check_X_y(X, y, dtype="float64")
+        trials = tuning.NumTrials(max(2, len(settings)) if self.mean_trials is None else self.mean_trials, self.shape)
+        score = self._score(X, y)
+
+        def trial(noise_multiplier: float, setting: dict[str, Any]) -> Any:
+            own = dict(epsilon=None, delta=delta, noise_multiplier=noise_multiplier)
+            return cast(Any, clone(self.estimator)).set_params(**setting, **own)
+
+        noise_multiplier = tuning.calibrate(
+            lambda sigma: trial(sigma, settings[0]).plan(len(X)).event,
+            num_trials=trials,
+            score=score,
+            epsilon=epsilon,
+            delta=delta,
+        )
+
+        def train(setting: dict[str, Any], key: jax.Array) -> Any:
+            del key  # a fit draws its own
+            return trial(noise_multiplier, setting).fit(X, y)
+
+        found = tuning.repeat_and_select(
+            train,
+            settings,
+            event=lambda setting: trial(noise_multiplier, setting).plan(len(X)).event,
+            score=score,
+            num_trials=trials,
+            key=secure_key(),
+            num_examples=len(X),
+            directory=self.directory,
+        )
+        self.best_estimator_, self.best_params_, self.best_score_ = found.value, found.setting, found.score
+        self.ledger_, self.statement_ = found.ledger, found.statement(delta=delta)
+        self.epsilon_ = self.statement_.epsilon
+        best = self.best_estimator_  # what it says of itself is the cost of one fit
+        best.epsilon_, best.statement_, best.ledger_ = self.epsilon_, self.statement_, self.ledger_
+        self.n_features_in_ = self.best_estimator_.n_features_in_
+        if is_classifier(self.estimator):
+            self.classes_ = self.best_estimator_.classes_
+        return self
+
+    def _settings(self) -> list[dict[str, Any]]:
+        if not isinstance(self.estimator, PrivateLinearClassifier | PrivateLinearRegressor):
+            raise TypeError(
+                "estimator must be a PrivateLinearClassifier or PrivateLinearRegressor, whose cost is known; got "
+                f"{type(self.estimator).__name__}. For other models: dpopt.tuning."
+            )
+        if self.epsilon is None or self.delta is None:
+            raise ValueError("set epsilon and delta: what the whole search may cost.")
+        if self.shape == np.inf:
+            raise ValueError("shape must be finite: a Poisson number of fits may be none, and nothing be found.")
+        settings = list(ParameterGrid(self.param_grid))
+        moving = sorted({name for setting in settings for name in setting} & set(_MOVE_EPSILON))
+        if moving:
+            raise ValueError(
+                f"param_grid varies {', '.join(moving)}, which moves epsilon, and all fits of a search cost the same: "
+                "set it on the estimator."
+            )
+        return settings
+
+    def _score(self, X: Any, y: Any) -> tuning.PublicScore | tuning.PrivateScore:
+        def right(fitted: Any, X: Any, y: Any) -> np.ndarray:
+            if is_classifier(fitted):
+                return fitted.predict(X) == y
+            low, high = fitted.target_range
+            return 1 - np.abs(fitted.predict(X) - y) / (high - low)
+
+        if self.public_rows is not None:
+            rows = self.public_rows
+            return tuning.PublicScore(lambda fitted: float(np.mean(right(fitted, *rows))), data="public_rows")
+        return tuning.PrivateScore(
+            per_example=lambda fitted: right(fitted, X, y),
+            num_examples=len(X),
+            noise_multiplier=self.score_noise_multiplier,
+        )
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The best estimator's predictions, ``(n,)``."""
+        check_is_fitted(self)
+        return self.best_estimator_.predict(X)
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The best classifier's probabilities, ``(n, classes)``."""
+        check_is_fitted(self)
+        return self.best_estimator_.predict_proba(X)
+
+    def score(self, X: Any, y: Any) -> float:
+        """The best estimator's score; on private rows it is not covered."""
+        check_is_fitted(self)
+        return self.best_estimator_.score(X, y)

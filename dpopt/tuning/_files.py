@@ -1,0 +1,122 @@
+"""What a private search keeps on disk to be resumed: its cost, what was drawn for it, and the best trial so far."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dpopt import _journal_file
+from dpopt._lazy import dp_accounting
+from dpopt.journal import Entry, Journal, JournalError
+
+_COST, _PROGRESS = "ledger.jsonl", "search.json"
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a search stands. All of it is secret; of trials that are not the best nothing is kept.
+
+    ``str`` and ``repr`` show nothing of it.
+    """
+
+    order: list[int] = dataclasses.field(repr=False)  # the setting of every trial, which says how many there are
+    done: int = dataclasses.field(default=0, repr=False)
+    best: int | None = dataclasses.field(default=None, repr=False)  # number of the trial
+    score: float = dataclasses.field(default=-math.inf, repr=False)
+    value: Any = dataclasses.field(default=None, repr=False)
+
+    def add(self, value: Any, score: float) -> bool:
+        """Counts one more trial, of whose result only the best is kept; of equals the first. Whether this was it."""
+        is_best = self.best is None or score > self.score
+        if is_best:
+            self.best, self.score, self.value = self.done, score, value
+        self.done += 1
+        return is_best
+
+
+class Memory:
+    """Keeps a search in memory: nothing can be resumed."""
+
+    def restored(self, fresh: Progress) -> Progress:
+        return fresh
+
+    def save(self, progress: Progress, is_new: bool) -> None:
+        pass
+
+
+class Directory:
+    """Keeps a search in a directory, which one process at a time may use (`opened`).
+
+    The cost is in a journal, whole and before the first trial. The rest is one small file, replaced at once after each
+    trial, beside the pickled result of the best.
+    """
+
+    def __init__(self, path: Path, journal: Journal, event: dp_accounting.DpEvent):
+        self._path, self._journal, self._event = path, journal, event
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, path: Path, identity: dict[str, Any], event: dp_accounting.DpEvent) -> Iterator[Directory]:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        journal = Journal()
+        journal.attach(path / _COST, identity)
+        try:
+            if journal.entries and not (path / _PROGRESS).exists():
+                raise JournalError(
+                    f"{path} holds the cost of a search, and {_PROGRESS} is not there any more, which says what was "
+                    "drawn for it. Put it back, or start another search, at its own cost, in another directory."
+                )
+            yield cls(path, journal, event)
+        finally:
+            journal.close()
+
+    def restored(self, fresh: Progress) -> Progress:
+        if (self._path / _PROGRESS).exists():
+            stored = json.loads((self._path / _PROGRESS).read_text())
+            progress = Progress(**stored)
+            if progress.best is not None:
+                progress.value = pickle.loads(self._result(progress.best).read_bytes())
+        else:
+            progress = fresh
+            self._replace(self._path / _PROGRESS, self._text(fresh))
+        if not self._journal.entries:
+            self._journal.append(Entry(self._event, "", 1, "selection"))
+        for path in self._path.glob("best-*.pickle"):
+            if progress.best is None or path != self._result(progress.best):
+                path.unlink()
+        return progress
+
+    def save(self, progress: Progress, is_new: bool) -> None:
+        """Keeps what a finished trial has changed: first its result, then that it is the best, then no other."""
+        before = json.loads((self._path / _PROGRESS).read_text())["best"]
+        if is_new:
+            assert progress.best is not None
+            self._replace(self._result(progress.best), pickle.dumps(progress.value))
+        self._replace(self._path / _PROGRESS, self._text(progress))
+        if is_new and before is not None:
+            self._result(before).unlink()
+
+    def _result(self, trial: int) -> Path:
+        return self._path / f"best-{trial}.pickle"
+
+    def _text(self, progress: Progress) -> bytes:
+        kept = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "value"}
+        return json.dumps(kept).encode()
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        """Whole or not at all, and durable."""
+        unfinished = path.with_suffix(".unfinished")
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        _journal_file.sync_directory(self._path)

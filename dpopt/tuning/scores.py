@@ -1,0 +1,109 @@
+"""What says which trial of a private search is the best, and what saying so costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpopt import _validate, noise
+from dpopt._lazy import dp_accounting
+from dpopt.privacy import Privacy, Query
+
+
+@dataclasses.dataclass(frozen=True)
+class PublicScore:
+    """A score on data that nobody has to protect, or on none.
+
+    Args:
+        function: from what a trial returned to a number, of which the largest wins. NaN loses to every number.
+        data: what it reads, in words, and so the caller's declaration that this needs no protection.
+
+    Raises:
+        TypeError, ValueError: for a function or a declaration that is none.
+
+    *Privacy*: post-processing of the trial and of public data. Rows of the training data, or other people's private
+    rows, are not public: `PrivateScore`.
+
+    >>> score = PublicScore(lambda w: -float(np.sum(w**2)), data="none")
+    >>> score(np.ones(2), jax.random.key(0)), score.event
+    (-2.0, NoOpDpEvent())
+    """
+
+    function: Callable[[Any], Any]
+    data: str
+
+    def __post_init__(self):
+        if not callable(self.function):
+            raise TypeError(f"function must take what a trial returns, and return a number; got {self.function!r}.")
+        if not isinstance(self.data, str) or not self.data.strip():
+            raise ValueError(f"data must say in words which public data the score reads; got {self.data!r}.")
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        """What one score costs: nothing."""
+        return dp_accounting.NoOpDpEvent()
+
+    @property
+    def description(self) -> str:
+        """Which data it reads."""
+        return f"public: {self.data}"
+
+    def __call__(self, value: Any, key: jax.Array) -> float:
+        del key
+        return float(self.function(value))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivateScore:
+    """A mean over private examples, with noise: accuracy on rows that are protected as the training data are.
+
+    Args:
+        per_example: from what a trial returned to ``(num_examples,)`` numbers between 0 and 1, one an example, each of
+            which depends on that example alone: whether it is classified right, or one minus an error that is at most
+            1. What lies outside is cut, and NaN counts as 0.
+        num_examples: how many examples are scored; public.
+        noise_multiplier: standard deviation of the noise in the *sum*, to which an example adds at most 1.
+
+    Raises:
+        TypeError, ValueError: for a bad argument, or, when called, for another number of values.
+
+    *Privacy*: a Gaussian query of sensitivity 1, which each trial pays for besides its training. The rows may be those
+    of the training: cost adds up. Rows of other people cost them this query alone, which is less.
+
+    >>> score = PrivateScore(per_example=lambda w: np.full(1_000, 0.75), num_examples=1_000, noise_multiplier=5.0)
+    >>> 0.7 < score(None, jax.random.key(0)) < 0.8
+    True
+    """
+
+    per_example: Callable[[Any], Any]
+    num_examples: int
+    noise_multiplier: float
+
+    def __post_init__(self):
+        if not callable(self.per_example):
+            raise TypeError(f"per_example must take what a trial returns; got {self.per_example!r}.")
+        _validate.positive_int(num_examples=self.num_examples)
+        _validate.positive(noise_multiplier=self.noise_multiplier)
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        """What one score costs."""
+        return Privacy((Query(self.noise_multiplier),)).step_event()
+
+    @property
+    def description(self) -> str:
+        """Which data it reads."""
+        return f"private: {self.num_examples} examples, noise multiplier {self.noise_multiplier:g}"
+
+    def __call__(self, value: Any, key: jax.Array) -> float:
+        each = np.asarray(self.per_example(value), np.float64)
+        if each.shape != (self.num_examples,):
+            raise ValueError(f"per_example must return {self.num_examples} numbers; got the shape {each.shape}.")
+        total = float(np.sum(np.clip(np.nan_to_num(each, nan=0.0), 0.0, 1.0)))
+        drawn = float(noise.standard_normal_like(key, jnp.zeros(())))
+        return (total + self.noise_multiplier * drawn) / self.num_examples
