@@ -14,9 +14,11 @@ mu = sqrt(T) / sigma, and the bound can be compared with the claim. The attacker
 comes after the noise hides nothing (Adam with a large eps is linear): the claim holds for all hyperparameters.
 Canaries point up and down in turn, so that noise that repeats from step to step gives itself away.
 
-The same audit is run against three broken builds: half the noise, no clip, one key for all steps. It must catch them.
+The bounds are those of `dpopt.audit`. The same audit is run against three broken builds: half the noise, no clip, one
+key for all steps. It must catch them.
 What lies before and between the steps of an optimizer is attacked in `benchmarks.audit_pipeline`, noise that is
-correlated over steps in `benchmarks.audit_correlated`.
+correlated over steps in `benchmarks.audit_correlated`, an adaptive clip norm in `benchmarks.audit_adaptive`, batches
+that are cut and rows that are users in `benchmarks.audit_rows`, private search in `benchmarks.audit_tuning`.
 """
 
 import contextlib
@@ -28,17 +30,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import optimize, stats
 
 import dpopt
-from benchmarks import audit_correlated, audit_pipeline, records
+from benchmarks import audit_adaptive, audit_correlated, audit_pipeline, audit_rows, audit_tuning, records
+from dpopt.audit import epsilon_of_mu, many_runs_mu, one_run_mu, right_guesses
 from dpopt.sampling import Poisson
 
-PARTS = "optimizers", "pipeline", "correlated"
+PARTS = "optimizers", "pipeline", "correlated", "adaptive", "rows", "tuning"
 DELTA = 1e-5
 SIGNIFICANCE = 0.001  # probability with which a sound optimizer's bound is allowed to be wrong
 GUESSED = (0.02, 0.1, 0.3)  # shares of the canaries that the attacker guesses on; fixed before the run
@@ -120,67 +121,10 @@ def scores(updates: np.ndarray) -> np.ndarray:
     return -signs(len(updates)) @ np.asarray(updates, np.float64)
 
 
-def right_guesses(score: np.ndarray, member: np.ndarray, guesses: int) -> int:
-    """Guesses "in" for the highest and "out" for the lowest scores, half each, and counts what is right."""
-    order = np.argsort(score)
-    lowest, highest = order[: guesses // 2], order[-(guesses - guesses // 2) :]
-    return int(np.sum(~member[lowest]) + np.sum(member[highest]))
-
-
-def refutes(mu: float, canaries: int, guesses: int, right: int, significance: float) -> bool:
-    """Whether so many right guesses refute mu-Gaussian-DP (algorithm 3 of the paper)."""
-    r, h = significance * right / canaries, significance * (guesses - right) / canaries
-    for i in range(right - 1, -1, -1):
-        h_next = max(h, stats.norm.cdf(stats.norm.ppf(r) - mu))
-        if h_next == h:
-            break
-        r, h = min(r + i / (guesses - i) * (h_next - h), 1.0), h_next
-    return r + h > guesses / canaries
-
-
-def one_run_bound(score: np.ndarray, member: np.ndarray, significance: float = SIGNIFICANCE) -> float:
-    """The largest mu that one run with many canaries refutes, over all numbers of guesses; 0 for none."""
-    best = 0.0
-    for share in GUESSED:
-        guesses = max(2, round(share * len(member)))
-        right = right_guesses(score, member, guesses)
-        arguments = (len(member), guesses, right, significance / len(GUESSED))
-        if not refutes(0.0, *arguments):
-            continue
-        low, high = 0.0, 1.0
-        while refutes(high, *arguments) and high < 1e3:
-            low, high = high, 2 * high
-        best = max(best, optimize.bisect(lambda mu, a=arguments: refutes(mu, *a) - 0.5, low, high, xtol=1e-3) - 1e-3)
-    return best
-
-
-def many_runs_bound(score: np.ndarray, member: np.ndarray, significance: float = SIGNIFICANCE) -> float:
-    """The largest mu that independent runs with a canary each refute; 0 for none.
-
-    Half of the runs choose a threshold, the others are counted. Under mu-Gaussian-DP every test has
-    ``mu >= Phi^-1(true positive rate) - Phi^-1(false positive rate)``; both rates get a Clopper-Pearson bound.
-    """
-    half = len(score) // 2
-
-    def bound(threshold, score, member):
-        positive, n, m = score > threshold, member.sum(), (~member).sum()
-        true, false = int(np.sum(positive & member)), int(np.sum(positive & ~member))
-        if true == 0 or false == m:
-            return 0.0
-        least = stats.beta.ppf(significance / 2, true, n - true + 1)
-        most = stats.beta.ppf(1 - significance / 2, false + 1, m - false)
-        return max(0.0, float(stats.norm.ppf(least) - stats.norm.ppf(most)))
-
-    thresholds = np.quantile(score[:half], np.linspace(0.05, 0.95, 37))
-    best = max(thresholds, key=lambda t: bound(t, score[:half], member[:half]))
-    return bound(best, score[half:], member[half:])
-
-
-def epsilon_of_mu(mu: float) -> float:
-    """Epsilon at `DELTA` of mu-Gaussian-DP."""
-    if mu <= 0:
-        return 0.0
-    return dpopt.epsilon_of_event(dp_accounting.GaussianDpEvent(1 / mu), delta=DELTA)
+def guesses(canaries: int) -> list[tuple[int, int]]:
+    """On how many canaries the attacker guesses "in" and "out"."""
+    numbers = [max(2, round(share * canaries)) for share in GUESSED]
+    return [(number - number // 2, number // 2) for number in numbers]
 
 
 def audit(
@@ -202,8 +146,11 @@ def audit(
         many = jax.jit(jax.vmap(lambda m, k: train(single, m[None], key=k)[:, 0], out_axes=1))
         many_updates = many(coins, jax.random.split(jax.random.fold_in(key, 1), runs))
     score, many_score = scores(updates), scores(many_updates)
-    mus = {"one_run": one_run_bound(score, member), "many_runs": many_runs_bound(many_score, coins)}
-    bounds = {method: epsilon_of_mu(found) for method, found in mus.items()}
+    mus = {
+        "one_run": one_run_mu(score, member, significance=SIGNIFICANCE, guesses=guesses(canaries)),
+        "many_runs": many_runs_mu(many_score, coins, significance=SIGNIFICANCE),
+    }
+    bounds = {method: epsilon_of_mu(found, delta=DELTA) for method, found in mus.items()}
     exceeds = max(bounds.values()) > claimed
     return {
         "optimizer": name,
@@ -219,7 +166,9 @@ def audit(
         "members": int(member.sum()),
         "runs": runs,
         "seed": seed,
-        "right_guesses": {g: right_guesses(score, member, max(2, round(g * canaries))) for g in GUESSED},
+        "right_guesses": {
+            share: right_guesses(score, member, *pair) for share, pair in zip(GUESSED, guesses(canaries), strict=True)
+        },
     }
 
 
@@ -227,7 +176,7 @@ def main(
     out: Path, canaries: int, runs: int, pipeline_runs: int, only: str | None = None, parts: Sequence[str] = PARTS
 ) -> dict[str, Any]:
     """Audits every optimizer, sound and broken in three ways; the pipeline with eleven mistakes, correlated noise with
-    five.
+    five, adaptive clip norms with three, rows and cuts with three, private search with two.
 
     Prints tables and writes ``audit.json`` to ``out``; of ``parts`` that are not asked for, what it held stays.
     """
@@ -241,6 +190,12 @@ def main(
         record["pipeline"] = audit_pipeline.main(pipeline_runs, SIGNIFICANCE)
     if "correlated" in parts:
         record["correlated"] = audit_correlated.main(pipeline_runs, SIGNIFICANCE)
+    if "adaptive" in parts:
+        record["adaptive"] = audit_adaptive.main(pipeline_runs, SIGNIFICANCE)
+    if "rows" in parts:
+        record["rows"] = audit_rows.main(pipeline_runs, SIGNIFICANCE)
+    if "tuning" in parts:
+        record["tuning"] = audit_tuning.main(pipeline_runs, SIGNIFICANCE)
     records.write_json(path, record)
     print(f"Wrote {path}.")
     return record

@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from scipy import special, stats
+from scipy import special
 
 import dpopt
 from dpopt import entropy
+from dpopt.audit import epsilon_of_rates, many_runs
 from dpopt.clipping import FlatClip
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import Privacy, Relation
@@ -235,38 +236,24 @@ def scores(seen: np.ndarray, sigma: float) -> dict[str, np.ndarray]:
     }
 
 
-def rates(right: int, present: int, wrong: int, absent: int, significance: float) -> tuple[float, float]:
-    """The least rate of right and the largest of wrong guesses, each with half of the significance."""
-    least = stats.beta.ppf(significance / 2, right, present - right + 1) if right else 0.0
-    most = stats.beta.ppf(1 - significance / 2, wrong + 1, absent - wrong) if wrong < absent else 1.0
-    return float(least), float(most)
-
-
-def lower_bound(least: float, most: float, delta: float) -> float:
-    """The epsilon at ``delta`` that these rates refute; 0 for none."""
-    return max(0.0, math.log((least - delta) / most)) if least > delta else 0.0
-
-
 def attack(found: dict[str, np.ndarray], coins: np.ndarray, claims: dict[float, float], significance: float) -> dict:
     """Chooses score, threshold, direction and delta on half of the runs; bounds epsilon on the other half."""
     half = len(coins) // 2
 
     def seen(choice, runs):
         name, threshold, sign = choice
-        guess = sign * found[name][runs] > sign * threshold
         present = coins[runs] if sign > 0 else ~coins[runs]
-        counts = (np.sum(guess & present), present.sum(), np.sum(guess & ~present), (~present).sum())
-        return rates(*map(int, counts), significance)
+        return many_runs.counted(sign * found[name][runs], present, sign * threshold, significance)
 
     choices = [
         (name, threshold, sign)
         for name, score in found.items()
-        for threshold in np.quantile(score[:half], (*np.linspace(0.01, 0.99, 50), 0.995))
+        for threshold in np.quantile(score[:half], many_runs.THRESHOLDS)
         for sign in (1, -1)
     ]
     first, second = slice(half), slice(half, None)
     measured = {choice: seen(choice, first) for choice in choices}
-    expected = {(c, delta): lower_bound(*r, delta) for c, r in measured.items() for delta in claims}
+    expected = {(c, delta): epsilon_of_rates(*r, delta) for c, r in measured.items() for delta in claims}
     best = max(expected, key=lambda e: expected[e] - claims[e[1]])
     if expected[best] <= claims[best[1]]:  # nothing stands out: what comes nearest to its claim
         best = max((e for e in expected if claims[e[1]] > 0), key=lambda e: expected[e] / claims[e[1]])
@@ -276,7 +263,7 @@ def attack(found: dict[str, np.ndarray], coins: np.ndarray, claims: dict[float, 
         "guesses": "in" if choice[2] > 0 else "out",
         "delta": delta,
         "claimed_epsilon": claims[delta],
-        "lower_bound": lower_bound(*seen(choice, second), delta),
+        "lower_bound": epsilon_of_rates(*seen(choice, second), delta),
     }
 
 

@@ -1,9 +1,11 @@
-"""The audit's bounds are right on noise of known size, hold for sound optimizers, and break for broken ones."""
+"""Attacks on dpopt's own optimizers and runs: sound ones stay below their claims, broken ones are caught.
+
+The bounds themselves: tests/test_audit_bounds.py.
+"""
 
 import json
 import math
 
-import numpy as np
 import pytest
 
 import dpopt
@@ -12,42 +14,9 @@ pytest.importorskip("scipy")
 
 from runs import ROOT
 
-from benchmarks import audit, audit_correlated, audit_pipeline
+from benchmarks import audit, audit_adaptive, audit_correlated, audit_pipeline, audit_rows, audit_tuning
 
 FAULTS = ("half the noise", "no clip", "one key")
-
-
-def guesses_at(mu, count, seed=0):
-    """Scores of canaries under exactly mu-Gaussian-DP."""
-    rng = np.random.default_rng(seed)
-    member = rng.random(count) < 0.5
-    return mu * member + rng.normal(size=count), member
-
-
-@pytest.mark.parametrize("mu", [0.0, 0.5, 1.0, 2.0])
-def test_bounds_stay_below_the_truth_and_come_near(mu):
-    score, member = guesses_at(mu, 4_000)
-    many, one = audit.many_runs_bound(score, member), audit.one_run_bound(score, member)
-    assert max(one, many) <= mu
-    if mu >= 1:
-        assert many > 0.6 * mu and one > 0.2 * mu
-
-
-def test_bounds_are_seldom_wrong():
-    """At a significance of 0.1, at most about one bound in ten may exceed the truth."""
-    wrong = [audit.many_runs_bound(*guesses_at(1.0, 400, seed), significance=0.1) > 1.0 for seed in range(100)]
-    assert sum(wrong) <= 20  # far beyond chance if the rate were 0.1
-
-
-def test_the_one_run_bound_is_that_of_jax_privacy():
-    auditing = pytest.importorskip("jax_privacy.auditing")
-    for guesses, right in [(100, 90), (30, 30), (300, 200)]:
-        low, high = 0.0, 5.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if audit.refutes(middle, 1_000, guesses, right, 0.01) else (low, middle)
-        theirs = auditing._epsilon_one_run_fdp(0.0, 1_000, guesses, right, 0.01, audit.DELTA)
-        assert audit.epsilon_of_mu(low) == pytest.approx(theirs, abs=0.02)
 
 
 @pytest.mark.slow
@@ -58,11 +27,6 @@ def test_the_claim_holds_and_three_broken_builds_are_caught():
     assert 0.5 < max(sound["lower_bounds"].values()) <= sound["claimed_epsilon"]
     for f in FAULTS:
         assert max(rows[f]["lower_bounds"].values()) > rows[f]["claimed_epsilon"] == sound["claimed_epsilon"]
-
-
-def test_the_claim_is_the_gaussian_one():
-    assert audit.epsilon_of_mu(1.0) == pytest.approx(4.377, abs=0.01)  # Dong, Roth and Su's formula at delta 1e-5
-    assert audit.epsilon_of_mu(0.0) == 0.0
 
 
 def test_faults_are_undone():
@@ -136,6 +100,47 @@ def test_sound_correlated_noise_is_not_accused(scene):
     assert 0.3 * row["claimed_epsilon"] < row["lower_bound"] <= row["claimed_epsilon"], row
 
 
+@pytest.mark.parametrize(
+    "name", [n if n == "count not noised" else pytest.param(n, marks=pytest.mark.slow) for n in audit_adaptive.MISTAKES]
+)
+def test_a_mistake_in_adaptive_clipping_is_caught(name):
+    scene, _ = audit_adaptive.MISTAKES[name]
+    row = audit_adaptive.audit(scene, name, runs=6_000, significance=1e-3, seed=5)
+    assert row["lower_bound"] > row["claimed_epsilon"], row
+
+
+@pytest.mark.parametrize(
+    "scene", [s if "," in s else pytest.param(s, marks=pytest.mark.slow) for s in audit_adaptive.SCENES]
+)
+def test_sound_adaptive_clipping_is_not_accused(scene):
+    row = audit_adaptive.audit(scene, "none", runs=6_000, significance=1e-3, seed=5)
+    assert 0.3 * row["claimed_epsilon"] < row["lower_bound"] <= row["claimed_epsilon"], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", audit_rows.MISTAKES)
+def test_a_mistake_about_rows_is_caught(name):
+    scene, _ = audit_rows.MISTAKES[name]
+    row = audit_rows.audit(scene, name, runs=4_000, significance=1e-3, seed=5)
+    assert row["lower_bound"] > row["claimed_epsilon"], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", audit_rows.SCENES)
+def test_sound_rows_are_not_accused(scene):
+    row = audit_rows.audit(scene, "none", runs=2_000, significance=1e-3, seed=5)
+    assert 0 < row["lower_bound"] <= row["claimed_epsilon"], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["none", *audit_tuning.MISTAKES])
+def test_a_private_search_keeps_its_claim_and_a_mistake_in_one_does_not(name):
+    scenes = audit_tuning.SCENES if name == "none" else [audit_tuning.MISTAKES[name][0]]
+    for scene in scenes:
+        row = audit_tuning.audit(scene, name, runs=1_500, significance=1e-3, seed=5)
+        assert (row["lower_bound"] > row["claimed_epsilon"]) == (name != "none"), row
+
+
 def test_mistakes_are_undone():
     import dpopt.entropy
 
@@ -154,31 +159,31 @@ def test_mistakes_are_undone():
             dpopt.correlated.strategies._strategy,
             dpopt._threefry.fold_in,
             dpopt.events.step_event,
+            dpopt.adaptive.QuantileClip.split,
+            dpopt.truncated.TruncatedPoisson.event,
+            dpopt.users._UserLoss.run,
+            dpopt.grouping.group,
+            dpopt.tuning.NumTrials.event,
+            dpopt.tuning.PrivateScore.event,
         )
 
     before = in_place()
-    for module in (audit_pipeline, audit_correlated):
+    for module in (audit_pipeline, audit_correlated, audit_adaptive, audit_rows, audit_tuning):
         for name in module.MISTAKES:
             with module.mistake(name):
                 assert in_place() != before, name
             assert in_place() == before, name
 
 
-@pytest.mark.parametrize(("right", "wrong", "delta"), [(90, 10, 0.0), (500, 20, 0.1), (0, 0, 0.0), (1000, 0, 0.5)])
-def test_the_bound_on_rates_is_that_of_clopper_and_pearson(right, wrong, delta):
-    """At its bounds, counts as extreme as these have the probability that is allowed, by the binomial itself."""
-    from scipy import stats
-
-    found = audit_pipeline.lower_bound(*audit_pipeline.rates(right, 1_000, wrong, 1_000, 0.01), delta)
-    rates = np.linspace(0, 1, 100_001)
-    least = rates[stats.binom.sf(right - 1, 1_000, rates) <= 0.005].max() if right else 0.0
-    most = rates[stats.binom.cdf(wrong, 1_000, rates) >= 0.005].max()
-    assert found == pytest.approx(max(0.0, math.log((least - delta) / most)) if least > delta else 0.0, abs=0.01)
-
-
 def test_the_recorded_audit_covers_all_and_holds():
     record = json.loads((ROOT / "benchmarks" / "results" / "audit.json").read_text())
-    for part, module in (("pipeline", audit_pipeline), ("correlated", audit_correlated)):
+    for part, module in (
+        ("pipeline", audit_pipeline),
+        ("correlated", audit_correlated),
+        ("adaptive", audit_adaptive),
+        ("rows", audit_rows),
+        ("tuning", audit_tuning),
+    ):
         seen = {(r["run"], r["mistake"]) for r in record[part]}
         planted = {(scene, name) for name, (scene, _) in module.MISTAKES.items()}
         assert seen == planted | {(scene, "none") for scene in module.SCENES}
