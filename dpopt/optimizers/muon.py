@@ -1,0 +1,127 @@
+r"""Muon with the noise's bias taken out: orthogonalised momentum that knows how noisy it is.
+
+Muon replaces the momentum M of a matrix by f(M), an approximation of its nearest orthogonal matrix. Noise Z in M does
+not average out behind f, which is not linear: :math:`E f(M + Z) = (P f)(M)`, where P averages f over the noise. What
+comes in is M with noise, so f of it is right but for :math:`(1 - P) f`. Adding noise of the same size once more tells
+what it does: :math:`2 f(M + Z) - f(M + Z + Z')` is right but for :math:`(1 - P)^2 f`, which is of second order in the
+noise's variance.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from optax import contrib
+
+from dpopt import _trees, _validate
+from dpopt.chain import NoiseAware
+from dpopt.optimizers._moments import one_minus_power, update_average
+from dpopt.optimizers.adam_bc import scale_by_adam_bc
+
+
+class ScaleByMuonBCState(NamedTuple):
+    """State of `scale_by_muon_bc`. Matrices are listed in the order of the parameters' leaves."""
+
+    count: jax.Array  # (), int32: updates so far
+    momentum: list[jax.Array]  # matrices, at least float32: average update
+    variance: list[jax.Array]  # likewise: the noise's variance in it
+    key: jax.Array  # of the noise that is added once more
+    rest: Any  # state of `scale_by_adam_bc`, for parameters that are no matrices
+
+
+def scale_by_muon_bc(
+    *,
+    key: jax.Array,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    gamma: Any = 1e-8,
+) -> NoiseAware:
+    r"""Muon's rule on noisy mean gradients, less the leading term of the noise's bias.
+
+    .. math::
+        m &\leftarrow \beta m + (1 - \beta) \tilde g, &
+        v &\leftarrow \beta^2 v + (1 - \beta)^2 s^2, \\
+        n &\sim N(0, v / (1 - \beta^t)^2), &
+        u &= 2 f(\hat m) - \tfrac12 \big(f(\hat m + n) + f(\hat m - n)\big)
+
+    with f of ``optax.contrib.muon`` (Newton-Schulz, and its factor for the matrix's shape). Parameters that are not
+    matrices follow `scale_by_adam_bc`. Without noise, all of it is ``optax.contrib.muon`` without Nesterov's momentum.
+
+    It must stand right after the noise in a `dpopt.chain`, which tells it the noise's standard deviation s.
+
+    Args:
+        key: of the noise n, which protects nothing and costs no privacy.
+        beta: decay of the momentum, in [0, 1).
+        ns_steps: iterations of Newton-Schulz, positive. The update takes three times as many as Muon's.
+        b1, b2, gamma: of `scale_by_adam_bc`, for all other parameters.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range; in ``update``, if no chain tells the noise. `dpopt.chain`
+            refuses it behind noise that is correlated over steps, whose variances do not add up.
+
+    *Privacy*: post-processing; reads noised updates and the noise's public size.
+
+    Reference: Kim and Fan (2026), DP-Muon: Differentially Private Optimization via Matrix-Orthogonalized Momentum,
+    which names this bias; the estimator of it is our own.
+
+    >>> import dpopt, optax
+    >>> core = dpopt.privatize(l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8, key=jax.random.key(0))
+    >>> rule = scale_by_muon_bc(key=jax.random.key(1))
+    >>> optimizer = dpopt.chain(core, rule, optax.scale_by_learning_rate(0.02))
+    """
+    _validate.fraction(beta=beta)
+    _validate.positive_int(ns_steps=ns_steps)
+    orthogonal = contrib.muon(-1.0, ns_steps=ns_steps, beta=0.0, nesterov=False)
+    rest = scale_by_adam_bc(b1=b1, b2=b2, gamma=gamma)
+
+    def f(matrices: list[jax.Array]) -> list[jax.Array]:
+        return orthogonal.update(matrices, orthogonal.init(matrices), matrices)[0]
+
+    def init_fn(params):
+        matrices, others, _ = _split(_trees.upcast(params))
+        zeros = [jnp.zeros_like(x) for x in matrices]
+        return ScaleByMuonBCState(jnp.zeros([], jnp.int32), zeros, zeros, key, rest.init(others))
+
+    def update_fn(updates, state, params=None, *, noise_stddev=None, **extra_args):
+        del params, extra_args
+        if noise_stddev is None:
+            raise ValueError(
+                "scale_by_muon_bc does not know the noise in its input. Put it right after the noise in a dpopt.chain."
+            )
+        matrices, others, join = _split(_trees.upcast(updates))
+        stddevs, other_stddevs, _ = _split(_trees.broadcast_prefix(noise_stddev, updates, "noise_stddev"), updates)
+        count = _trees.next_count(state.count)
+        momentum = [update_average(m, g, beta) for m, g in zip(state.momentum, matrices, strict=True)]
+        variance = [
+            (beta**2 * v + (1 - beta) ** 2 * jnp.square(jnp.asarray(s, v.dtype))).astype(v.dtype)
+            for v, s in zip(state.variance, stddevs, strict=True)
+        ]
+        keys = jax.random.split(jax.random.fold_in(state.key, state.count), max(len(matrices), 1))
+        came, plus, minus = [], [], []
+        for m, v, k in zip(momentum, variance, keys, strict=False):
+            weight = one_minus_power(beta, count, m.dtype)
+            n = jnp.sqrt(v) * jax.random.normal(k, m.shape, m.dtype)
+            came, plus, minus = [*came, m / weight], [*plus, (m + n) / weight], [*minus, (m - n) / weight]
+        orthogonalised = [2 * a - (b + c) / 2 for a, b, c in zip(f(came), f(plus), f(minus), strict=True)]
+        others, rest_state = rest.update(others, state.rest, noise_stddev=other_stddevs)
+        return join(orthogonalised, others), ScaleByMuonBCState(count, momentum, variance, state.key, rest_state)
+
+    rule = NoiseAware(init_fn, update_fn)
+    rule.correct_noise = True
+    return rule
+
+
+def _split(tree: Any, like: Any = None) -> tuple[list, list, Any]:
+    """The leaves that are matrices (in ``like``), the others, and how to put the tree together again."""
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = jax.tree.leaves(tree if like is None else like)
+    is_matrix = [jnp.ndim(x) == 2 for x in shapes]
+
+    def join(matrices: list, others: list) -> Any:
+        matrices, others = iter(matrices), iter(others)
+        return jax.tree.unflatten(structure, [next(matrices if m else others) for m in is_matrix])
+
+    matrices = [x for x, m in zip(leaves, is_matrix, strict=True) if m]
+    return matrices, [x for x, m in zip(leaves, is_matrix, strict=True) if not m], join

@@ -1,0 +1,283 @@
+"""Noise on the rows of a table that a batch has touched, for embedding tables that are larger than what examples see.
+
+A batch touches few of a large table's rows, and ordinary noise lands on all of them: it costs a draw for every entry,
+and moves words that nobody used. Which rows were touched is private. `sparse_rows` asks for them by a query of its own,
+noised and paid for, and leaves all rows that did not come out of it as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpopt import _validate
+from dpopt import noise as _noise
+from dpopt.chain import PrivateOptimizer, chain
+from dpopt.clipping import as_clip_function, as_promise, clip_and_sum
+from dpopt.noise import drawn_by, normalize_by
+from dpopt.preconditioning import Diagonal, Preconditioner, precondition
+from dpopt.privacy import Privacy
+from dpopt.private_mean import noise_stddev, privatize
+
+_TOUCH_KEY = 2**31 - 3  # as far from the numbers of steps as what the sampler's seed is made of
+
+
+class SparseRowsState(NamedTuple):
+    """State of an optimizer with `sparse_rows`."""
+
+    touches: Any  # of the query about rows
+    core: Any  # of the private mean
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SparseRows:
+    """The clip made by `sparse_rows`; a description, which an optimizer takes where it takes a clip norm.
+
+    *Privacy*: see `sparse_rows`.
+
+    >>> clip = sparse_rows(1.0, tables=lambda p: p, rows=lambda x: x, most_rows=10, touch_share=0.36)
+    >>> clip.split(2.4)
+    (3.0, 4.0)
+    """
+
+    clip: Any  # clip function of the gradients
+    tables: Callable[[Any], Any]
+    rows: Callable[[Any], Any]
+    most_rows: int
+    threshold: float
+    touch_share: float
+    l2_touch_norm: float
+
+    @property
+    def sensitivity(self) -> Any:
+        return self.clip.sensitivity
+
+    def split(self, noise_multiplier: Any) -> tuple[Any, Any]:
+        r"""The noise multipliers of gradients and touches, whose :math:`\sigma^{-2}` add up to that of both.
+
+        Args:
+            noise_multiplier: a number or a schedule; both results are of the same kind.
+        """
+
+        def part(share: float) -> Any:
+            if callable(noise_multiplier):
+                return lambda step: noise_multiplier(step) / share**0.5
+            return noise_multiplier / share**0.5
+
+        return part(1 - self.touch_share), part(self.touch_share)
+
+    def private_mean(
+        self,
+        *,
+        noise_multiplier: Any,
+        expected_batch_size: Any,
+        key: jax.Array,
+        preconditioner: tuple[Preconditioner, ...] = (),
+        noise: Any = None,
+    ) -> PrivateOptimizer:
+        """`dpopt.privatize` with this clip; it takes the same arguments.
+
+        Raises:
+            ValueError: for noise that is correlated over steps.
+        """
+        if noise is not None:
+            raise ValueError(
+                "sparse_rows goes with independent noise only: correlated noise takes back what earlier steps added, "
+                "and the rows of this step are not theirs. Pass a plain l2_clip_norm, or noise=None."
+            )
+        of_gradients, of_touches = self.split(noise_multiplier)
+        stddev = noise_stddev(of_gradients, self.sensitivity)
+
+        def core_on(kept: dict[int, jax.Array], like: Any) -> PrivateOptimizer:
+            stages = (precondition(p) for p in (*preconditioner, KeptRows(_is_kept(kept, like), self)))
+            added = drawn_by(_drawn_on(kept), stddev, key)
+            return chain(*stages, clip_and_sum(self.clip), added, normalize_by(expected_batch_size))
+
+        core = core_on({}, None)  # for what does not depend on a step's rows: its state and its privacy
+        touches = privatize(
+            l2_clip_norm=self.l2_touch_norm,
+            noise_multiplier=of_touches,
+            expected_batch_size=1,
+            key=jax.random.fold_in(key, _TOUCH_KEY),
+        )
+
+        def init_fn(params):
+            zeros = [jnp.zeros(t.shape[0]) for t in _tables(self.tables, params)[1]]
+            return SparseRowsState(touches.init(zeros), core.init(params))
+
+        def run(updates, state, params=None, **extra_args):
+            grads = as_promise(updates, params)
+            places, found = _tables(self.tables, grads.like)
+            zeros = [jnp.zeros(t.shape[0]) for t in found]
+            noisy, touch_state, _ = touches.run(grads.of_another_loss(self._touches, zeros), state.touches, zeros)
+            kept = {place: self._kept(n) for place, n in zip(places, noisy, strict=True)}
+            mean, core_state, stddev = core_on(kept, grads.like).run(grads, state.core, params, **extra_args)
+            return mean, SparseRowsState(touch_state, core_state), stddev
+
+        privacy = Privacy((*core.privacy.queries, *touches.privacy.queries), unit=core.privacy.unit)
+        return PrivateOptimizer(init_fn, run, privacy, core.stages)
+
+    def _touches(self, counts: list[jax.Array], example: Any) -> jax.Array:
+        """A function of one example whose gradient is 1 at each row that it touches."""
+        given = self.rows(example)
+        rows = list(given) if isinstance(given, list | tuple) else [given]
+        if len(rows) != len(counts):
+            raise ValueError(f"rows names rows of {len(rows)} tables, and tables has {len(counts)}.")
+        total = jnp.zeros(())
+        for count, touched in zip(counts, rows, strict=True):
+            touched = jnp.asarray(touched)
+            if not jnp.issubdtype(touched.dtype, jnp.integer):
+                raise TypeError(f"rows must give numbers of rows, integers; got dtype {touched.dtype}.")
+            touched = jnp.sort(touched.ravel())
+            is_first = (touched != jnp.roll(touched, 1)).at[:1].set(True)
+            is_row = is_first & (touched >= 0) & (touched < len(count))
+            total += jnp.sum(jnp.where(is_row, count[jnp.where(is_row, touched, 0)], 0.0))
+        return total
+
+    def _kept(self, noisy: jax.Array) -> jax.Array:
+        """The rows that come out of a query: their numbers, and for the rest of ``most_rows`` the table's length."""
+        count, rows = jax.lax.top_k(noisy, min(self.most_rows, len(noisy)))
+        return jnp.where(count >= self.threshold, rows, len(noisy))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptRows:
+    """The diagonal that is 1 at kept rows and 0 at others, before the clip and after the noise.
+
+    *Privacy*: which rows are kept was released before.
+
+    >>> KeptRows(jnp.array([1.0, 0.0]), None).diagonal((), None)[0].release.tolist()
+    [1.0, 0.0]
+    """
+
+    scale: Any
+    rule: SparseRows | None  # what kept them
+
+    needs_feedback = True
+
+    def init(self, params: Any) -> tuple[()]:
+        del params
+        return ()
+
+    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
+        del params, extra_args
+        return Diagonal(scale=self.scale, release=self.scale), state
+
+    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> Any:
+        del private_mean, noise_stddev
+        return state
+
+
+def sparse_rows(
+    l2_clip_norm: Any,
+    *,
+    tables: Callable[[Any], Any],
+    rows: Callable[[Any], Any],
+    most_rows: int,
+    threshold: float = 0.0,
+    touch_share: float = 0.1,
+    l2_touch_norm: float = 1.0,
+) -> SparseRows:
+    r"""Updates and noise on the touched rows of tables alone; takes the place of ``l2_clip_norm``.
+
+    .. math::
+
+        \tilde n = \sum_i \mathrm{clip}(v_i, C_1) + \sigma_1 C_1 z, \quad
+        R = \{r : \tilde n_r \ge \tau\}, \quad
+        \tilde g = \Big(\sum_i \mathrm{clip}(1_R\, g_i, C) + \sigma_2 C\, 1_R z'\Big) / B
+
+    with :math:`v_i` 1 at the rows that example i touches, and :math:`1_R` 1 at the rows in R and at all other
+    parameters. Of R the ``most_rows`` with the largest :math:`\tilde n_r` are kept, so shapes are fixed, and noise is
+    drawn for so many rows. The optimizer's ``noise_multiplier`` is that of both queries together. Rules after the noise
+    that move rows without a gradient, such as momentum or weight decay, go on doing so.
+
+    Args:
+        l2_clip_norm: C, or a clip function.
+        tables: from the parameters to the tables in it (one, or a list): arrays whose first axis numbers rows.
+        rows: from an example to the numbers of the rows that it touches: integers of any shape, or a list of such, one
+            for each table. Repeated numbers count once; negative ones are no row.
+        most_rows: at most so many rows of each table are kept in a step, positive.
+        threshold: tau, a number of contributions, each of which is at most 1 (C_1 over the root of how many rows the
+            example touches). A row that nobody touched is kept with the probability that noise exceeds it.
+        touch_share: which part of ``1 / noise_multiplier**2`` the query about rows gets, in (0, 1).
+        l2_touch_norm: C_1.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named; in ``update``, for ``tables`` or ``rows`` that do not fit.
+
+    *Privacy*: two Gaussian queries a step on one batch: of sensitivity C_1 and C. The rows come from the first one
+    alone, before the second is asked. What ``rows`` says of an example may be anything: it moves what is learned, not
+    what is promised.
+
+    Reference: Ghazi et al. (2023), Sparsity-Preserving Differentially Private Training of Large Embedding Models
+    (DP-AdaFEST). The limit on the number of rows is ours.
+
+    >>> import dpopt
+    >>> clip = sparse_rows(1.0, tables=lambda p: p["words"], rows=lambda example: example["tokens"], most_rows=512)
+    >>> opt = dpopt.dp_sgd(0.1, l2_clip_norm=clip, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
+    >>> [round(query.multiplier(0), 2) for query in opt.privacy.queries]
+    [1.05, 3.16]
+    """
+    for name, function in (("tables", tables), ("rows", rows)):
+        if not callable(function):
+            raise TypeError(f"{name} must be a function; got {function!r}.")
+    _validate.positive_int(most_rows=most_rows)
+    if not math.isfinite(threshold):
+        raise ValueError(f"threshold must be a finite number of contributions; got {threshold}.")
+    _validate.positive(touch_share=touch_share, l2_touch_norm=l2_touch_norm)
+    if touch_share >= 1:
+        raise ValueError(f"touch_share must lie in (0, 1), so that both queries get noise; got {touch_share}.")
+    return SparseRows(
+        clip=as_clip_function(l2_clip_norm),
+        tables=tables,
+        rows=rows,
+        most_rows=int(most_rows),
+        threshold=float(threshold),
+        touch_share=float(touch_share),
+        l2_touch_norm=float(l2_touch_norm),
+    )
+
+
+def _tables(choose: Callable[[Any], Any], params: Any) -> tuple[list[int], list[Any]]:
+    """Places of the tables among the leaves of the parameters, and the tables."""
+    leaves, structure = jax.tree.flatten(params)
+    chosen = choose(jax.tree.unflatten(structure, range(len(leaves))))
+    places = jax.tree.leaves(chosen)
+    if not places or any(not isinstance(p, int) for p in places) or len(set(places)) < len(places):
+        raise ValueError(f"tables must pick one or more of the parameters, each once; it gave {chosen!r}.")
+    for p in places:
+        if jnp.ndim(leaves[p]) < 1:
+            raise ValueError("tables picked a parameter without rows: a scalar.")
+    return places, [leaves[p] for p in places]
+
+
+def _is_kept(kept: dict[int, jax.Array], like: Any) -> Any:
+    """1 at these rows of the tables, 0 at others; 1 for what is no table."""
+    if not kept:
+        return 1.0
+    leaves, structure = jax.tree.flatten(like)
+    ones = [jnp.ones(()) for _ in leaves]
+    for place, rows in kept.items():
+        table = leaves[place]
+        ones[place] = jnp.zeros((table.shape[0], *[1] * (table.ndim - 1))).at[rows].set(1.0, mode="drop")
+    return jax.tree.unflatten(structure, ones)
+
+
+def _drawn_on(kept: dict[int, jax.Array]) -> Callable[[jax.Array, Any], Any]:
+    """Standard normals at these rows of the tables and at what is no table; 0 at other rows."""
+
+    def draw(key: jax.Array, total: Any) -> Any:
+        leaves, structure = jax.tree.flatten(total)
+        few = [jnp.zeros((len(kept[i]), *x.shape[1:]), x.dtype) if i in kept else x for i, x in enumerate(leaves)]
+        drawn = _noise.standard_normal_like(key, few)
+        for place, rows in kept.items():
+            nothing = jnp.zeros(leaves[place].shape, drawn[place].dtype)
+            drawn[place] = nothing.at[rows].set(drawn[place], mode="drop")
+        return jax.tree.unflatten(structure, drawn)
+
+    return draw
