@@ -50,6 +50,10 @@ def main() -> None:
     utility.add_argument("--together", type=int, default=1, help="seeds in one program, under vmap (default 1)")
     utility.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
     utility.add_argument("--out", type=Path, default=records.LOCAL, help="folder for records, tables and plots")
+    tuning = commands.add_parser("tuning", help="what tuning costs on IMDB, unpaid and paid for (minutes)")
+    tuning.add_argument("--seeds", type=int, default=5, help="of every way and epsilon (default 5)")
+    tuning.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
+    tuning.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     scaling = commands.add_parser(
         "scaling", help="time and memory of a step as batch, model and sequence grow (minutes)"
     )
@@ -61,11 +65,16 @@ def main() -> None:
     scaling.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     audit = commands.add_parser("audit", help="lower bounds on epsilon by attack, of sound and broken builds (minutes)")
     audit.add_argument("--only", help="part of an optimizer's name")
-    audit.add_argument("--part", action="append", choices=("optimizers", "pipeline", "correlated"), help="(repeatable)")
+    parts = ("optimizers", "pipeline", "correlated", "adaptive", "rows", "tuning")
+    audit.add_argument("--part", action="append", choices=parts, help="(repeatable)")
     audit.add_argument("--canaries", type=int, default=2_000, help="canaries of the one large run (default 2000)")
     audit.add_argument("--runs", type=int, default=8_000, help="small runs with one canary each (default 8000)")
     audit.add_argument("--pipeline-runs", type=int, default=6_000, help="runs of the whole pipeline (default 6000)")
     audit.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
+    by_user = commands.add_parser("users", help="MovieLens with privacy for a user and for a rating (minutes)")
+    by_user.add_argument("--seeds", type=int, default=3, help="seeds of every row (default 3)")
+    by_user.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
+    by_user.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     report = commands.add_parser("report", help="writes RESULTS.md, its plots, and the figures of README and docs")
     report.add_argument("--tables", type=Path, default=records.LOCAL, help="folder with utility-*.json and others")
     report.add_argument("--to", type=Path, default=Path(__file__).parent, help="folder of RESULTS.md")
@@ -93,16 +102,27 @@ def main() -> None:
     for name in ("seeds", "jobs", "together", "canaries", "runs", "steps", "engine_steps", "checked_steps"):
         if getattr(options, name, 1) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
-    if options.command in ("utility", "imdb-speed"):
+    if options.command in ("utility", "imdb-speed", "tuning"):
         from benchmarks.data import DamagedData, MissingData
         from benchmarks.imdb_speed import main as time_imdb
+        from benchmarks.tuning import main as tune
         from benchmarks.utility import main as compare
 
         try:
             if options.command == "utility":
                 compare(options)
+            elif options.command == "tuning":
+                tune(options.out, options.seeds, options.data)
             else:
                 time_imdb(options.out, options.steps, options.engine_steps, options.checked_steps, options.data)
+        except (MissingData, DamagedData) as error:
+            parser.exit(2, f"{error}\n")
+    if options.command == "users":
+        from benchmarks.by_user import main as by_user_and_rating
+        from benchmarks.data import DamagedData, MissingData
+
+        try:
+            by_user_and_rating(options.out, options.seeds, options.data)
         except (MissingData, DamagedData) as error:
             parser.exit(2, f"{error}\n")
     if options.command == "audit":

@@ -84,6 +84,9 @@ def _digits(runs: Sequence[Row]) -> str:
     return "; ".join(said)
 
 
+RUNS_AUDITED = "pipeline", "correlated", "adaptive", "rows", "tuning"
+
+
 def _attacks(results: Path) -> str:
     record = _load(results, "audit")
     sound = [a for a in record["audits"] if a["fault"] == "none"]
@@ -92,7 +95,7 @@ def _attacks(results: Path) -> str:
     held = sum(not a["exceeds_claim"] for a in sound)
     caught = sum(a["exceeds_claim"] for a in broken)
     strongest = max(max(a["lower_bounds"].values()) / a["claimed_epsilon"] for a in sound)
-    runs = record["pipeline"] + record["correlated"]
+    runs = [run for part in RUNS_AUDITED for run in record[part]]
     whole = [a for a in runs if a["mistake"] == "none"]
     planted = [a for a in runs if a["mistake"] != "none"]
     return (
@@ -124,7 +127,8 @@ def audit(results: Path) -> str:
             f"{a['claimed_epsilon']:.2f}",
             f"{a['lower_bound']:.2f}" + (", exceeds" if a["exceeds_claim"] else ""),
         ]
-        for a in record["pipeline"] + record["correlated"]
+        for part in RUNS_AUDITED
+        for a in record[part]
     ]
     head = ["mistake", "run", "attack", "delta", "claimed epsilon", "lower bound"]
     return f"{_attacks(results)}.\n\n{optimizers}\n\n" + _table(head, lines, [*["---"] * 3, *["---:"] * 3])
@@ -247,7 +251,51 @@ def _gain(independent: Row, correlated: Row) -> float:
     return (gain if independent["higher_is_better"] else -gain) / max(spread, 1e-12)
 
 
+def users(results: Path) -> str:
+    """MovieLens with privacy for a rating and for a user."""
+    content = _load(results, "users")
+    if content is None:
+        return "Nothing is recorded yet: `python -m benchmarks users` measures it on your machine."
+    rows = content["rows"]
+    epsilons = sorted({r["target_epsilon"] for r in rows})
+    found = {(r["unit"], r["target_epsilon"]): summaries.spread(r) for r in rows}
+    lines = [[unit, *(found[unit, e] for e in epsilons)] for unit in dict.fromkeys(r["unit"] for r in rows)]
+    seeds, constant = len(rows[0]["seeds"]), content["films_known"]
+    return (
+        _table(["privacy for", *(f"epsilon {e:g}" for e in epsilons)], lines, ["---", *["---:"] * len(epsilons)])
+        + f"\n\nMean squared error on held-out ratings, {seeds} seeds. Without privacy the films' means have "
+        f"{constant['means']:.3f}, and the middle of the scale {constant['middle']:.3f}."
+    )
+
+
+def tuning(results: Path) -> str:
+    """Accuracy of paid and unpaid tuning, and what each has spent; a sentence where nothing is recorded."""
+    content = _load(results, "tuning")
+    if content is None:
+        return "Nothing is recorded yet: `python -m benchmarks tuning` measures it on your machine."
+    return tuning_table(content)
+
+
+def tuning_table(content: dict[str, Any]) -> str:
+    """A line for each way of tuning, and for each epsilon that is stated what was spent and what was reached."""
+    rows = content["rows"]
+    epsilons = sorted({r["stated_epsilon"] for r in rows})
+    cells = {(r["way"], r["stated_epsilon"]): r for r in rows}
+    lines = []
+    for way in dict.fromkeys(r["way"] for r in rows):
+        own = [cells[way, e] for e in epsilons]
+        lines.append([way, *(x for r in own for x in (f"{r['spent_epsilon']:.2f}", summaries.spread(r)))])
+    head = ["", *(x for e in epsilons for x in (f"spent, of {e:g} stated", "accuracy"))]
+    trials, seeds = content["num_trials"], min(len(r["scores"]) for r in rows)
+    return (
+        f"{len(content['settings'])} settings, {trials['mean']:g} trials expected (shape {trials['shape']:g}), delta "
+        f"{content['delta']:g}, {seeds} seeds.\n\n{_table(head, lines, ['---', *['---:'] * (len(head) - 1)])}"
+    )
+
+
 SECTIONS = {
+    "users": users,
+    "tuning": tuning,
     "epochs": epochs,
     "headline": headline,
     "audit": audit,

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import optax
+from optax import contrib
 
 import dpopt
 from dpopt import filters
+from dpopt.adaptive import quantile_clip
 from dpopt.clipping import as_clip_function
 from dpopt.delayed import delayed_moments
 from dpopt.moments import last_moments, public_moments
@@ -16,6 +18,7 @@ from dpopt.optimizers.adam_bc import dp_adam_bc, scale_by_adam_bc
 from dpopt.optimizers.dp2 import dp2, dp2_noise_first
 from dpopt.optimizers.dp2_extra_query import dp2_extra_query
 from dpopt.optimizers.microadam import dp_micro_adam, scale_by_micro_adam
+from dpopt.optimizers.muon import scale_by_muon_bc
 from dpopt.optimizers.public import dp_adam_pub, dp_r_pub, pda_dpmd
 from dpopt.optimizers.scale_then_privatize import scale_then_privatize
 
@@ -43,6 +46,9 @@ AFTER: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adam": optax.scale_by_adam,
     "adam_bc": scale_by_adam_bc,
     "micro_adam": scale_by_micro_adam,
+    "muon": lambda: optax.chain(contrib.muon(1.0), optax.scale(-1.0)),  # whose learning rate comes after it
+    "muon_bc": lambda gamma: scale_by_muon_bc(key=jax.random.key(3_000), gamma=gamma),
+    "lion": optax.scale_by_lion,
     "low_pass": filters.low_pass,
     "kalman": lambda kappa, momentum: optax.chain(filters.simplified_kalman(kappa), optax.trace(momentum)),
 }
@@ -66,9 +72,21 @@ def look_ahead(method: str, options: dict[str, Any]) -> float:
     return (1 - after["kappa"]) / after["kappa"] if after.get("kind") == "kalman" else 0.0
 
 
+def to_be_scored(state: Any, params: Any) -> Any:
+    """The point that an optimizer would have used, where that is not the one its gradients are taken at, or None."""
+    for part in state:
+        if isinstance(part, contrib.ScheduleFreeState):
+            return contrib.schedule_free_eval_params(part, params)
+    return None
+
+
 def clip_function(clip: Any) -> Any:
-    """A clip norm, or ``{"normalized": C}``."""
-    return dpopt.NormalizedClip(clip["normalized"]) if isinstance(clip, dict) else clip
+    """A clip norm, ``{"normalized": C}``, or ``{"adaptive": C_0, "quantile": gamma}``."""
+    if not isinstance(clip, dict):
+        return clip
+    if "normalized" in clip:
+        return dpopt.NormalizedClip(clip["normalized"])
+    return quantile_clip(clip["adaptive"], quantile=clip["quantile"])
 
 
 def build(
@@ -79,14 +97,14 @@ def build(
     Args:
         method: a name in `NAMED`, or ``"combination"``: ``{"before": {...}, "after": {...}}`` with kinds from `BEFORE`
             (or ``"side information"``) and `AFTER`. ``gamma_share``: AdamBC's floor as a share of the noise's variance.
-        options: arguments of the optimizer; ``learning_rate`` is a number, ``decay_to`` (optional) the share of it at
-            which a linear decay ends. ``scale: "side information"`` stands for the task's own diagonal.
+        options: arguments of the optimizer; ``learning_rate`` is a number, ``decay_to`` (optional, or None) the share
+            of it at which a linear decay ends. ``scale: "side information"`` stands for the task's own diagonal.
         steps: length of the run.
         privacy_four: the arguments that privacy depends on.
         side_information: the task's diagonal.
     """
     options = dict(options)
-    rate = options.pop("learning_rate")
+    rate = start = options.pop("learning_rate")
     decay_to = options.pop("decay_to", None)
     if decay_to is not None:
         rate = optax.linear_schedule(rate, rate * decay_to, steps)
@@ -106,6 +124,8 @@ def build(
     core = dpopt.privatize(**privacy_four, preconditioner=preconditioner)
     if "gamma_share" in after:
         after["gamma"] = after.pop("gamma_share") * noise_in_mean(privacy_four) ** 2
+    if after["kind"] == "schedule_free":  # which has a rate that stays
+        return dpopt.chain(core, contrib.schedule_free(optax.sgd(start), start, b1=after["b1"]))
     return dpopt.chain(core, AFTER[after.pop("kind")](**after), optax.scale_by_learning_rate(rate))
 
 

@@ -105,19 +105,20 @@ class Digits(Classifier):
         super().__init__(models.MLP((64,), 10), flat, **options)
 
 
-class ImdbLSTM(Classifier):
-    """Sentiment of film reviews by a two-layer LSTM of 706,690 parameters, on the first words of each review.
+class _ReviewReader(Classifier):
+    """Sentiment of film reviews by a network that reads the first words of each.
 
     Args:
+        model: reads ``(length,)`` word numbers below its ``vocabulary``.
         where: data folder.
-        length: words of a review that are read; the paper does not say how many it reads.
-        vocabulary: ``"train"`` (the 9,998 most frequent words of the training reviews: what the paper does, and not
-            private) or ``"shipped"`` (``imdb.vocab``, published with the data).
+        length: words of a review that are read.
+        vocabulary: ``"train"`` (the most frequent words of the training reviews, which is not private) or ``"shipped"``
+            (``imdb.vocab``, published with the data).
         options: as for `Network`.
     """
 
-    def __init__(self, where: Path | None = None, *, length: int = 64, vocabulary: str = "train", **options: Any):
-        source, model = loaded(where), models.TwoLayerLSTM()
+    def __init__(self, model: Any, where: Path | None, *, length: int, vocabulary: str, **options: Any):
+        source = loaded(where)
         words = model.vocabulary - 2  # two numbers stand for padding and for all other words
         chosen = source.shipped[:words]
         if vocabulary == "train":
@@ -128,6 +129,21 @@ class ImdbLSTM(Classifier):
             return imdb.sequences(reviews, chosen, length, len(source.words)), reviews.labels
 
         super().__init__(model, data.Split(*read(source.train), *read(source.test)), **options)
+
+
+class ImdbLSTM(_ReviewReader):
+    """By a two-layer LSTM of 706,690 parameters; the paper's vocabulary is that of the training reviews."""
+
+    def __init__(self, where: Path | None = None, *, length: int = 64, vocabulary: str = "train", **options: Any):
+        super().__init__(models.TwoLayerLSTM(), where, length=length, vocabulary=vocabulary, **options)
+
+
+class ImdbTransformer(_ReviewReader):
+    """By a Transformer of one layer of width 32 on the 1,998 most frequent words of the published vocabulary."""
+
+    def __init__(self, where: Path | None = None, *, length: int = 64, vocabulary: str = "shipped", **options: Any):
+        model = models.Transformer(vocabulary=2_000, width=32, layers=1, heads=2)
+        super().__init__(model, where, length=length, vocabulary=vocabulary, **options)
 
 
 class MnistAutoencoder(Network):

@@ -17,7 +17,7 @@ import optax
 
 import dpopt
 from benchmarks import methods, records, tasks
-from dpopt import correlated, events
+from dpopt import correlated, events, users
 from dpopt.accounting import calibrate_event
 
 STEPS_PER_CALL = 1_000
@@ -108,7 +108,8 @@ def _optimizer(
     if setting.noise is not None:
         four["noise"] = setting.strategy()
     options = setting.options if rate is None else setting.options | {"learning_rate": rate}
-    return methods.build(setting.method, options, steps=setting.steps, privacy_four=four, side_information=side)
+    optimizer = methods.build(setting.method, options, steps=setting.steps, privacy_four=four, side_information=side)
+    return users.user_level(optimizer) if task.unit == "user" else optimizer
 
 
 def event_of(setting: Setting, task: tasks.Task, noise_multiplier: float) -> dp_accounting.DpEvent:
@@ -205,6 +206,8 @@ class Program:
             params = optax.apply_updates(params, updates)
             weight = 1 / jnp.maximum(t - average_from + 1, 1)
             average = jax.tree.map(lambda a, p: a + weight * (p - a), average, params)
+            scored = methods.to_be_scored(state, params)
+            average = average if scored is None else scored
             return (params, state, average, last), None
 
         return jax.lax.scan(one, carry, (times, batches))[0]
@@ -308,7 +311,7 @@ class Program:
             "event": event,
             "epsilon": _epsilons(json.dumps(event), s.delta),
             "delta": s.delta,
-            "relation": "add or remove one example",
+            "relation": f"add or remove one {task.unit}",
             "not_covered_by_epsilon": task.taken_for_free,
             "parameters": sum(p.size for p in jax.tree.leaves(params)),
             "state_bytes": methods.state_bytes(optimizer, params),

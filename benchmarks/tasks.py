@@ -22,6 +22,7 @@ class Task(Protocol):
     """What `benchmarks.runs` asks of a task."""
 
     num_examples: int  # private ones
+    unit: str  # what one of them is: "example" or "user"
     metric: str
     higher_is_better: bool
     release: dp_accounting.DpEvent | None  # what was spent before the first step
@@ -79,6 +80,7 @@ class Indexed:
 
     release: dp_accounting.DpEvent | None = None
     taken_for_free: Sequence[str] = ()
+    unit = "example"
     num_examples: int
     _train: Any  # arrays
 
@@ -103,7 +105,9 @@ class Indexed:
 TASKS = {
     "imdb": ("text_task", "Imdb"),
     "imdb-lstm": ("network_tasks", "ImdbLSTM"),
+    "imdb-transformer": ("network_tasks", "ImdbTransformer"),
     "movielens": ("rating_task", "MovieLens"),
+    "movielens-films": ("film_task", "Films"),
     "mnist": ("network_tasks", "MnistClassification"),
     "mnist-autoencoder": ("network_tasks", "MnistAutoencoder"),
     "digits": ("network_tasks", "Digits"),

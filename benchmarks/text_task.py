@@ -39,6 +39,7 @@ class Imdb:
             the same result, for comparison.
     """
 
+    unit = "example"
     metric, higher_is_better = "accuracy", True
 
     def __init__(
