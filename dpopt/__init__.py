@@ -63,6 +63,7 @@ from dpopt.sampling import PoissonSampler as PoissonSampler
 from dpopt.parts import BallsInBinsSampler as BallsInBinsSampler
 from dpopt.parts import CyclicPoissonSampler as CyclicPoissonSampler
 from dpopt.parts import EpochSampler as EpochSampler
+from dpopt import truncated as truncated
 from dpopt.loading import Steps as Steps
 
 # Which optimizer, by name?
@@ -113,13 +114,17 @@ from dpopt.journal import JournalError as JournalError
 from dpopt.keys import example_keys as example_keys
 from dpopt.keys import secure_key as secure_key
 
-# What the papers compare with, user-level privacy, many devices, and tools for looking at private data
+# What the papers compare with, user-level privacy, many devices, tuning, and tools for looking at private data
+from dpopt import adaptive as adaptive
 from dpopt import baselines as baselines
 from dpopt import correlated as correlated
 from dpopt import diagnostics as diagnostics
 from dpopt import federated as federated
 from dpopt import loading as loading
 from dpopt import sharding as sharding
+from dpopt import sparse as sparse
+from dpopt import tuning as tuning
+from dpopt import users as users
 
 # How a clipped sum is computed: imported when it is used (_lazy.py says why)
 _LATER = "explain", "ghost"

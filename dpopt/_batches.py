@@ -34,6 +34,34 @@ def checked_mask(mask: Any, batch_size: int) -> jax.Array:
     return mask
 
 
+def grouped_shape(batches: Any, unit: str) -> tuple[int, int]:
+    """How many units (clients, users) a batch of their examples holds, and how many examples of each."""
+    name, axes = f"{unit}_batches", f"({unit}s, examples)"
+    leaves = jax.tree_util.tree_leaves_with_path(batches)
+    if not leaves:
+        raise ValueError(f"{name} has no arrays.")
+    shapes = {jax.tree_util.keystr(path) or name: leaf.shape for path, leaf in leaves}
+    for where, shape in shapes.items():
+        if len(shape) < 2:
+            raise ValueError(f"every array of {name} needs leading axes {axes}; {where} has shape {shape}.")
+    if len({shape[:2] for shape in shapes.values()}) > 1:
+        found = ", ".join(f"{where}: {shape[:2]}" for where, shape in shapes.items())
+        raise ValueError(f"the arrays of {name} disagree on {axes}: {found}.")
+    units, examples = next(iter(shapes.values()))[:2]
+    if examples == 0:
+        raise ValueError(f"{name} has room for no example: pad {unit}s to at least one, and mask it out.")
+    return units, examples
+
+
+def checked_example_mask(example_mask: Any, shape: tuple[int, int], unit: str) -> jax.Array:
+    example_mask = jnp.asarray(example_mask)
+    if example_mask.dtype != bool:
+        raise TypeError(f"example_mask must be boolean, True for real examples; got dtype {example_mask.dtype}.")
+    if example_mask.shape != shape:
+        raise ValueError(f"example_mask must have shape ({unit}s, examples) = {shape}; got {example_mask.shape}.")
+    return example_mask
+
+
 def check_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, has_aux: bool) -> None:
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)  # no sharding: engines see none

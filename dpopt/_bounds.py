@@ -11,11 +11,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from dpopt._lazy import dp_accounting as dp
+from dpopt.events import flattened
 from dpopt.privacy import Relation
 
 Steps: TypeAlias = "Counter[dp.DpEvent]"
@@ -30,6 +31,7 @@ _STEP_POINTS, _POINTS, _KEPT_POINTS = 2**17, 2**21, 2**15
 _FINE_POINTS = (
     2**18
 )  # and where the grid is finer than it must be, since it would be coarse beside the loss of one step
+_NEVER = 1e-100  # a probability that even the rounding of a step (`_rounding`) pays for many times over
 _TAIL = 1e-15  # probability that dp_accounting moves to an infinite loss when it cuts a composition
 
 # More than FEW different steps are rounded towards less privacy, onto a grid of ratio 1.001, or coarser until at most
@@ -43,7 +45,12 @@ def rounded(steps: Steps) -> Steps:
     Less noise is the same query before some post-processing, and a smaller sample is a mixture of a larger one and of
     none at all, so each rounded step dominates the step it stands for.
     """
-    schemes = {_with_noise(event, 1.0) for event in steps}
+    selections: Steps = Counter({e: n for e, n in steps.items() if isinstance(e, dp.dp_event.RepeatAndSelectDpEvent)})
+    return selections + _rounded(steps - selections)  # the runs that are selected from are rounded by themselves
+
+
+def _rounded(steps: Steps) -> Steps:
+    schemes = {with_noise(event, 1.0) for event in steps}
     result, spacing = steps, math.log(_RATIO)
     while len(result) > (_FEW if result is steps else _MOST):
         result = Counter()
@@ -51,7 +58,9 @@ def rounded(steps: Steps) -> Steps:
             sigma = _down(_noise(event), spacing)
             if len(schemes) > _FEW and isinstance(event, dp.PoissonSampledDpEvent):
                 event = dp.PoissonSampledDpEvent(1 / _down(1 / event.sampling_probability, spacing), event.event)
-            result[_with_noise(event, sigma)] += count
+            result[with_noise(event, sigma)] += count
+        if not any(isinstance(event, dp.PoissonSampledDpEvent) for event in result) and len(result) <= len(schemes):
+            break  # samples of as many sizes: these are not rounded
         spacing *= 2
     return result
 
@@ -64,14 +73,47 @@ def _noise(event: dp.DpEvent) -> float:
     return cast(dp.GaussianDpEvent, getattr(event, "event", event)).noise_multiplier
 
 
-def _with_noise(event: dp.DpEvent, sigma: float) -> dp.DpEvent:
+def with_noise(event: dp.DpEvent, sigma: float) -> dp.DpEvent:
+    """The same step with another noise multiplier."""
     inner = dp.GaussianDpEvent(sigma)
     match event:
+        case dp.TruncatedSubsampledGaussianDpEvent(dataset_size=n, sampling_probability=q, truncated_batch_size=b):
+            return dp.TruncatedSubsampledGaussianDpEvent(n, q, b, sigma)
         case dp.PoissonSampledDpEvent(sampling_probability=q):
             return dp.PoissonSampledDpEvent(q, inner)
         case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
             return dp.SampledWithoutReplacementDpEvent(n, b, inner)
     return inner
+
+
+def alternatives(event: dp.DpEvent) -> list[tuple[float, float, float]]:
+    r"""Sampled Gaussian queries that a step is at worst a known choice of: weight, sampling probability, noise.
+
+    A truncated Poisson sample is two. Where fewer than B others are drawn, nothing is cut. Otherwise, with probability
+    :math:`\tau`, the sample is a random B of them, and with probability q' the example is in it in place of one of
+    those: at distance 2, which is half of the noise. Neither the B nor which one it replaces depend on q', so the pair
+    is no easier to tell apart than :math:`(1 - q') N(0, \sigma^2) + q' N(2, \sigma^2)` and :math:`N(0, \sigma^2)`.
+    """
+    if not isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
+        return [(1.0, *sampled_gaussian(event))]
+    q, sigma, full = event.sampling_probability, event.noise_multiplier, cut_beside(event)
+    n, most = event.dataset_size, event.truncated_batch_size
+    own = q  # which it is below; what floats can hold of the quotient is not enough where samples are never cut
+    if full > _NEVER:  # of the samples that the example is in and that are cut, over those that are full
+        own = min(q, float(_binomial().sf(most, n, q)) * most / n / full)
+    parts = [(1 - full, q, sigma), (full, own, sigma / 2)]
+    return [part for part in parts if part[0] > 0]
+
+
+def cut_beside(event: dp.TruncatedSubsampledGaussianDpEvent) -> float:
+    """The probability that a sample is full without a given example, so that it would be cut with it."""
+    return float(_binomial().sf(event.truncated_batch_size - 1, event.dataset_size - 1, event.sampling_probability))
+
+
+def _binomial():
+    from scipy import stats  # takes a while, and few need it
+
+    return stats.binom
 
 
 # Where a schedule asks for many curves, fewer orders must do, which costs up to about 1% of a Renyi bound.
@@ -81,6 +123,14 @@ _FEW_ORDERS = (1.25, 1.5, 1.75, *(n / 5 for n in range(10, 55)), *range(11, 65),
 @functools.lru_cache(maxsize=4096)
 def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: tuple | None) -> tuple[np.ndarray, np.ndarray]:
     """Orders, and the divergence of one step at each."""
+    if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
+        powers = []
+        for weight, q, sigma in alternatives(event):
+            used, curve = _renyi_curve(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), relation, orders)
+            powers.append(math.log(weight) + (used - 1) * curve)
+        return used, np.maximum(np.logaddexp.reduce(powers) / (used - 1), 0) + _renyi_rounding(used)
+    if isinstance(event, dp.dp_event.RepeatAndSelectDpEvent):
+        return _selected_curve(event, relation, orders)
     absl = logging.getLogger("absl")
     level = absl.level
     try:
@@ -96,12 +146,35 @@ def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: tuple | None) ->
     used, curve = np.asarray(accountant.orders), np.asarray(accountant.rdp)
     # The divergence is the logarithm of a sum near 1, so a tiny one is lost in rounding, or comes out negative. Its
     # rounding error is charged; where cancellation took more than that, the order says nothing.
-    error = 64 * np.finfo(float).eps * used / (used - 1)
+    error = _renyi_rounding(used)
     return used, np.where(curve < -error, np.inf, np.maximum(curve, 0) + error)
 
 
+def _renyi_rounding(orders: np.ndarray) -> np.ndarray:
+    return 64 * np.finfo(float).eps * orders / (orders - 1)
+
+
+def _selected_curve(
+    event: dp.dp_event.RepeatAndSelectDpEvent, relation: Relation, orders: tuple | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The curve of the best of several runs, by theorems 2 and 6 of Papernot and Steinke (2022).
+
+    dp_accounting's accountant would apply them to its own curve of a run. This one's rounding is paid for, and orders
+    that say nothing are infinite in it: one divergence that came out too small would make all orders too small.
+    """
+    used, curve = _curve_of_all(rounded(flattened(event.event)), relation, orders)
+    theorems: Any = dp.rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select
+    return used, theorems(used, curve, event.mean, event.shape)
+
+
 def _orders(steps: Steps) -> tuple | None:
-    return _FEW_ORDERS if len(steps) > _FEW else None  # None: all that dp_accounting has
+    return _FEW_ORDERS if _kinds(steps) > _FEW else None  # None: all that dp_accounting has
+
+
+def _kinds(steps: Steps) -> int:
+    """How many different steps there are, with those of the runs that are selected from."""
+    inner = [_kinds(flattened(e.event)) for e in steps if isinstance(e, dp.dp_event.RepeatAndSelectDpEvent)]
+    return len(steps) + sum(inner)
 
 
 def renyi(steps: Steps, relation: Relation) -> Callable[[float], float]:
@@ -113,14 +186,23 @@ def renyi(steps: Steps, relation: Relation) -> Callable[[float], float]:
     return lambda delta: float(dp.rdp.compute_epsilon(orders, total, delta)[0])  # pyright: ignore[reportArgumentType]
 
 
+def covers(steps: Steps, others: Steps, relation: Relation) -> bool:
+    """Whether steps cost at every order at least what others do, but for rounding."""
+    wanted = _orders(steps + others)
+    (_, curve), (_, other) = (_curve_of_all(rounded(s), relation, wanted) for s in (steps, others))
+    return bool(np.all(other <= curve * (1 + 1e-9)))
+
+
 def _renyi_total(steps: Steps, relation: Relation) -> tuple[np.ndarray, np.ndarray]:
     """Orders, and the divergence of all steps together at each, where it is finite."""
-    wanted = _orders(steps)
-    curves = [(_renyi_curve(event, relation, wanted), count) for event, count in steps.items()]
-    orders = curves[0][0][0]
-    total = np.sum([count * curve for (_, curve), count in curves], axis=0)
+    orders, total = _curve_of_all(steps, relation, _orders(steps))
     kept = np.isfinite(total)
     return orders[kept], total[kept]
+
+
+def _curve_of_all(steps: Steps, relation: Relation, wanted: tuple | None) -> tuple[np.ndarray, np.ndarray]:
+    curves = [(_renyi_curve(event, relation, wanted), count) for event, count in steps.items()]
+    return curves[0][0][0], np.sum([count * curve for (_, curve), count in curves], axis=0)
 
 
 def ever_sampled(steps: Steps, delta: float) -> float:
@@ -134,11 +216,13 @@ def ever_sampled(steps: Steps, delta: float) -> float:
 
     never, precision, alike = 0.0, 0.0, 0.0  # logarithms of probabilities: never sampled, and drawn the same either way
     for event, count in steps.items():
-        q, sigma = sampled_gaussian(event)
+        parts = alternatives(event)
+        q = sum(weight * q for weight, q, _ in parts)
         never += count * (math.log1p(-q) if q < 1 else -math.inf)
-        shift = math.erf(1 / (math.sqrt(8) * sigma)) * q  # total variation distance of one step
+        # Total variation distance of one step.
+        shift = sum(weight * q * math.erf(1 / (math.sqrt(8) * sigma)) for weight, q, sigma in parts)
         alike += count * (math.log1p(-shift) if shift < 1 else -math.inf)
-        precision += count * sigma**-2
+        precision += count * max(sigma**-2 for _, _, sigma in parts)
     if delta >= -math.expm1(alike):
         return 0.0  # two coupled runs differ with at most this probability
     if precision > 1e7:
@@ -183,7 +267,7 @@ def _rounding(steps: Steps) -> float:
 def _whole(steps: Steps, bound: float) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
     interval = _interval(steps, bound)
     compose = _composed_and_kept if len(steps) > 4 else _composed
-    parts = [compose(*sampled_gaussian(event), count, interval) for event, count in steps.items()]
+    parts = [compose(event, count, interval) for event, count in steps.items()]
     return functools.reduce(lambda a, b: a.compose(b, tail_mass_truncation=_TAIL), parts)
 
 
@@ -193,8 +277,7 @@ def _interval(steps: Steps, bound: float) -> float:
     points = _KEPT_POINTS if len(steps) > 4 else _POINTS
     windows = 0.0
     for event, count in steps.items():
-        q, sigma = sampled_gaussian(event)
-        width = _width(q, sigma)
+        width = _width(event)
         # dp_accounting cuts a composition by Chernoff's bound, at exponents of up to 20 over the width of a step.
         orders, curve = _renyi_curve(event, Relation.ADD_OR_REMOVE_ONE, _orders(steps))
         exponents = orders - 1
@@ -208,22 +291,32 @@ def _interval(steps: Steps, bound: float) -> float:
     return 2.0 ** (math.ceil(8 * math.log2(max(interval, windows / _POINTS / 4))) / 8)
 
 
-def _width(q: float, sigma: float) -> float:
+def _width(event: dp.DpEvent) -> float:
     """Between the largest and the smallest privacy loss of one step that dp_accounting puts on the grid."""
-    adjacency = dp.pld.privacy_loss_mechanism.AdjacencyType.REMOVE
-    loss = dp.pld.privacy_loss_mechanism.GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=adjacency)
-    bounds = loss.connect_dots_bounds()
-    return cast(float, bounds.epsilon_upper) - cast(float, bounds.epsilon_lower)
+    kinds = dp.pld.privacy_loss_mechanism.AdjacencyType
+    ends = []
+    for _, q, sigma in alternatives(event):
+        kind = kinds.REMOVE if sigma == _noise(event) else kinds.REPLACE  # as dp_accounting takes what is cut
+        loss = dp.pld.privacy_loss_mechanism.GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=kind)
+        bounds = loss.connect_dots_bounds()
+        ends += [cast(float, bounds.epsilon_upper), cast(float, bounds.epsilon_lower)]
+    return max(ends) - min(ends)
 
 
 def _composed(
-    q: float, sigma: float, count: int, interval: float
+    event: dp.DpEvent, count: int, interval: float
 ) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
-    if q == 1:  # one Gaussian query, exactly
-        sigma, count = sigma / math.sqrt(count), 1
-    step = dp.pld.privacy_loss_distribution.from_gaussian_mechanism(
-        sigma, value_discretization_interval=interval, sampling_prob=q
-    )
+    q, sigma = sampled_gaussian(event)
+    if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent) and cut_beside(event) > _NEVER:
+        step = dp.pld.privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
+            event.dataset_size, q, event.truncated_batch_size, sigma, value_discretization_interval=interval
+        )
+    else:
+        if q == 1:  # one Gaussian query, exactly
+            sigma, count = sigma / math.sqrt(count), 1
+        step = dp.pld.privacy_loss_distribution.from_gaussian_mechanism(
+            sigma, value_discretization_interval=interval, sampling_prob=q
+        )
     return step if count == 1 else step.self_compose(count)
 
 

@@ -1,7 +1,7 @@
 """Where a run's batches come from."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sized
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,11 +16,13 @@ def rows_of(data: Any, num_examples: int) -> Callable[[np.ndarray], Any]:
     Raises:
         TypeError: for what is neither; ValueError: if there is not one row for every example.
     """
+    if hasattr(data, "__len__") and (callable(data) or _is_source(data)):
+        held = len(cast(Sized, data))
+        if held != num_examples:
+            raise ValueError(f"the data hold {held} examples, and the plan samples from {num_examples}.")
     if callable(data):
         return data
     if _is_source(data):
-        if len(data) != num_examples:
-            raise ValueError(f"the data hold {len(data)} examples, and the plan samples from {num_examples}.")
         return lambda indices: _stacked(data, indices)
     leaves = jax.tree_util.tree_leaves_with_path(data)
     if not leaves:
@@ -44,6 +46,12 @@ def rows_of(data: Any, num_examples: int) -> Callable[[np.ndarray], Any]:
                 f"needs {num_examples} rows. (A list of rows is one array after np.stack.)"
             )
     return lambda indices: jax.tree.map(lambda x: x[indices], data)
+
+
+def read(rows: Callable[..., Any], step: int, indices: np.ndarray) -> Any:
+    """The batch of a step, of data that differ from step to step (`dpopt.users.UserBatches`) or stay the same."""
+    at_step = getattr(rows, "at_step", None)
+    return rows(indices) if at_step is None else at_step(step, indices)
 
 
 def _a(name: str) -> str:

@@ -41,6 +41,9 @@ class Loss:
     def like(self) -> Any:
         return self.params
 
+    def of_another_loss(self, loss_fn: Callable, params: Any) -> Loss:
+        return dataclasses.replace(self, loss_fn=loss_fn, params=params, has_aux=False)
+
     def gradients(self) -> Any:
         check_rows_are_independent(self._row_program)
         return self._value_and_grads(self.batch, True)[1]
@@ -167,15 +170,18 @@ class Loss:
         mesh = _meshes.explicit_mesh(args)
         if mesh is not None:
 
-            def run(params: Any, batch: Any, mask: Any, scale: Any, offset: Any) -> EngineResult:
-                return dataclasses.replace(self, params=params, batch=batch).run(mask, scale, offset, clip)
+            def run(params: Any, batch: Any, mask: Any, scale: Any, offset: Any, held: Any) -> EngineResult:
+                loss = dataclasses.replace(self, params=params, batch=batch)
+                return loss.run(mask, scale, offset, clip if held is None else held)
 
             def places(result: EngineResult) -> EngineResult:
                 like, rows = _meshes.like_parameters(self.params, mesh), _meshes.by_row(self.batch, mesh)
                 each = jax.tree.map(lambda _: rows, result)
                 return each._replace(sum=like, remainder=None if result.remainder is None else like)
 
-            return _meshes.with_automatic_axes(run, args, places)
+            # A clip that is a pytree holds arrays, whose axes are explicit too.
+            held = None if jax.tree_util.all_leaves([clip]) else clip
+            return _meshes.with_automatic_axes(run, (*args, held), places)
         check_rows_are_independent(self._row_program)
         size, plan = self._choose(scale, offset, clip)
         if size == self.batch_size:

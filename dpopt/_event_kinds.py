@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dpopt._lazy import dp_accounting as dp
@@ -21,6 +23,11 @@ def _coded() -> dict[str, tuple[type, tuple[str, ...]]]:
             (dp.SelfComposedDpEvent, ("event", "count")),
             (dp.PoissonSampledDpEvent, ("sampling_probability", "event")),
             (dp.SampledWithoutReplacementDpEvent, ("source_dataset_size", "sample_size", "event")),
+            (
+                dp.TruncatedSubsampledGaussianDpEvent,
+                ("dataset_size", "sampling_probability", "truncated_batch_size", "noise_multiplier"),
+            ),
+            (dp.dp_event.RepeatAndSelectDpEvent, ("event", "mean", "shape")),
         )
     }
 
@@ -58,13 +65,41 @@ def check(event: Any) -> None:
             is_sound = 0 <= q <= 1
         case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
             is_sound = 0 <= b <= n
+        case dp.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=n, sampling_probability=q, truncated_batch_size=b, noise_multiplier=sigma
+        ):
+            is_sound = sigma >= 0 and 0 <= q <= 1 and all(x >= 0 and x == int(x) for x in (n, b))
+        case dp.dp_event.RepeatAndSelectDpEvent(mean=mean, shape=shape):
+            is_sound = 1 <= mean < math.inf and shape >= 0
         case _:
             is_sound = True
     if not is_sound:  # NaN compares false
         raise ValueError(f"this event cannot be accounted for, a number in it is out of range: {event!r}.")
-    for part in getattr(event, "events", [getattr(event, "event", None)]):
-        if part is not None:
-            check(part)
+    for part in _parts(event):
+        check(part)
+
+
+def _parts(event: Any) -> list[Any]:
+    return [part for part in getattr(event, "events", [getattr(event, "event", None)]) if part is not None]
+
+
+def everything_in(event: Any) -> Iterator[Any]:
+    """An event and all that it is made of, at any depth."""
+    yield event
+    for part in _parts(event):
+        yield from everything_in(part)
+
+
+def is_replace_one(steps: Iterable[Any]) -> bool:
+    """Whether these steps are accounted for under replace-one: those on samples of fixed size are."""
+    return any(isinstance(e, dp.SampledWithoutReplacementDpEvent) for step in steps for e in everything_in(step))
+
+
+def renyi_alone(steps: Iterable[Any]) -> str | None:
+    """What among these steps has a bound by Renyi divergences and no other, in words; None where nothing has."""
+    if any(isinstance(step, dp.dp_event.RepeatAndSelectDpEvent) for step in steps):
+        return "the selection of the best of several runs"
+    return "sampling without replacement" if is_replace_one(steps) else None
 
 
 def to_json(event: Any) -> Any:

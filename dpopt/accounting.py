@@ -139,9 +139,11 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
     at most 0.1%, or by as much as it takes to be left with 400.
 
     Args:
-        event: a ``dp_accounting`` event, made of Gaussian queries, Poisson samples and samples without replacement.
+        event: a ``dp_accounting`` event, made of Gaussian queries, Poisson samples, samples without replacement, and
+            selections of the best of several runs (`dpopt.tuning`).
         delta: target delta, in (0, 1).
-        accountant: see `epsilon`. Sampling without replacement has an RDP bound only: ask for it by name.
+        accountant: see `epsilon`. Sampling without replacement and selection have an RDP bound only: ask for it by
+            name.
 
     Raises:
         ValueError: if delta is out of range or the event is of a kind that no accountant here takes.
@@ -165,14 +167,17 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
 
 
 def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
-    sizes = {e.source_dataset_size for e in steps if isinstance(e, dp_accounting.SampledWithoutReplacementDpEvent)}
-    replaces = bool(sizes)
+    replaces = events.is_replace_one(steps)
     if replaces:
+        fixed = dp_accounting.SampledWithoutReplacementDpEvent
+        parts = [e for step in steps for e in events.everything_in(step)]
+        sizes = [e.source_dataset_size for e in parts if isinstance(e, fixed)]
         _validate.small_delta(delta, max(sizes), stacklevel=4)
-    if replaces and accountant == "pld":
+    alone = events.renyi_alone(steps)
+    if alone is not None and accountant == "pld":
+        instead = ", or sample with PoissonSampler" if alone.startswith("sampling") else ""
         raise ValueError(
-            "sampling without replacement has no privacy-loss-distribution bound in dp_accounting; pass "
-            "accountant='rdp', or sample with PoissonSampler."
+            f"{alone} has no privacy-loss-distribution bound in dp_accounting; pass accountant='rdp'{instead}."
         )
     steps = _bounds.rounded(steps)
     bound = _bounds.renyi(steps, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)(delta)

@@ -13,16 +13,17 @@ import optax
 
 from dpopt import _validate, accounting, events
 from dpopt._lazy import dp_accounting
+from dpopt._units import stated_for
 from dpopt.averaging import average_params
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import as_clip_function
+from dpopt.clipping import as_clip_function, is_adaptive
 from dpopt.correlated.strategies import Strategy
-from dpopt.federated import client_level
 from dpopt.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
 from dpopt.plan import Budget, Plan
 from dpopt.preconditioning import Preconditioner, precondition
 from dpopt.private_mean import privatize
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
+from dpopt.truncated import TruncatedPoissonSampler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Builder:
     Immutable: every method returns a new builder and checks its arguments at once.
 
     Args:
-        num_examples: size of the data set (or number of clients, for user-level privacy).
+        num_examples: size of the data set (or number of clients or users, for user-level privacy).
         expected_batch_size: expected number of examples in a batch.
         steps: number of steps of the whole run.
         key: PRNG key of the noise, for this run alone. `Plan.run` mixes fresh bits of the operating system into it each
@@ -40,12 +41,15 @@ class Builder:
             sampler's seed is derived from it unless one is given.
         seed: seed of the sampler, or None.
         sampling: ``"poisson"``, or ``"fixed_size"`` (distinct examples, drawn afresh each step; accounted replace-one);
-            or, as correlated noise needs, ``"cyclic_poisson"``, ``"epochs"`` or ``"balls_in_bins"`` (`dpopt.parts`).
+            or ``"truncated_poisson"``, whose batches all have ``max_batch_size`` rows (`dpopt.truncated`); or, as
+            correlated noise needs, ``"cyclic_poisson"``, ``"epochs"`` or ``"balls_in_bins"`` (`dpopt.parts`).
         parts: of how many parts of the data one after the other is sampled, under ``"cyclic_poisson"``; None for as
             many as the noise is correlated over steps.
         pad_to: batches are padded to a multiple of this; None for the sampler's default.
-        unit: ``"example"``, or ``"client"``: what one row of the data is. A plan for clients counts and samples them,
-            and runs on what `dpopt.federated.client_deltas` returns, in place of a loss.
+        max_batch_size: rows of a batch under ``"truncated_poisson"``, which needs it.
+        unit: ``"example"``, ``"client"`` or ``"user"``: what one row of the data is. A plan for clients or users counts
+            and samples them, and runs in place of a loss on what `dpopt.federated.client_deltas` or
+            `dpopt.users.per_user_grads` returns.
 
     Raises:
         ValueError, TypeError: here and in every method, for a bad argument or a call out of order.
@@ -71,6 +75,7 @@ class Builder:
     sampling: str = "poisson"
     parts: int | None = None
     pad_to: int | None = None
+    max_batch_size: int | None = None
     unit: str = "example"
 
     _preconditioners: tuple[Preconditioner, ...] = ()
@@ -85,10 +90,18 @@ class Builder:
     def __post_init__(self):
         _validate.positive_int(steps=self.steps)
         _validate.prng_key(self.key)
-        _validate.one_of(("poisson", "fixed_size", "cyclic_poisson", "epochs", "balls_in_bins"), sampling=self.sampling)
+        schemes = "poisson", "truncated_poisson", "fixed_size", "cyclic_poisson", "epochs", "balls_in_bins"
+        _validate.one_of(schemes, sampling=self.sampling)
         if self.parts is not None and self.sampling != "cyclic_poisson":
             raise ValueError(f"parts={self.parts} is for sampling='cyclic_poisson'; got sampling={self.sampling!r}.")
-        _validate.one_of(("example", "client"), unit=self.unit)
+        if (self.max_batch_size is not None) != (self.sampling == "truncated_poisson"):
+            raise ValueError(
+                f"sampling='truncated_poisson' and max_batch_size go together; got sampling={self.sampling!r} and "
+                f"max_batch_size={self.max_batch_size}."
+            )
+        if self.sampling == "truncated_poisson" and self.pad_to is not None:
+            raise ValueError(f"batches of max_batch_size rows are padded to no multiple; got pad_to={self.pad_to}.")
+        _validate.one_of(("example", "client", "user"), unit=self.unit)
         self._sampler()
 
     def precondition(self, preconditioner: Preconditioner) -> Builder:
@@ -99,10 +112,11 @@ class Builder:
         return dataclasses.replace(self, _preconditioners=(*self._preconditioners, preconditioner))
 
     def clip(self, l2_clip_norm: Any) -> Builder:
-        """Sets the clip norm, or a clip function of `dpopt.clipping`."""
+        """Sets the clip norm, or a clip function of `dpopt.clipping`, or `dpopt.adaptive.quantile_clip`."""
         if self._clip is not None:
             raise ValueError("clip(...) was called already: a run clips once.")
-        return dataclasses.replace(self, _clip=as_clip_function(l2_clip_norm))
+        clip = l2_clip_norm if is_adaptive(l2_clip_norm) else as_clip_function(l2_clip_norm)
+        return dataclasses.replace(self, _clip=clip)
 
     def correlate(self, strategy: Strategy) -> Builder:
         """Correlates the noise over steps, by a strategy of `dpopt.correlated` that covers all of them."""
@@ -222,7 +236,7 @@ class Builder:
         )
         last = () if self._average is None else (self._average,)
         optimizer = chain(core, *self._post, *last)
-        return client_level(optimizer) if self.unit == "client" else optimizer
+        return optimizer if self.unit == "example" else stated_for(self.unit, optimizer)
 
     def _sampler(self) -> Any:
         seed = self.seed
@@ -232,6 +246,9 @@ class Builder:
             seed = int.from_bytes(np.asarray(bits).tobytes(), "little")
         if self.sampling == "poisson":
             return PoissonSampler(self.num_examples, self.expected_batch_size, seed=seed, pad_to=self.pad_to)
+        if self.sampling == "truncated_poisson":
+            most = cast(int, self.max_batch_size)
+            return TruncatedPoissonSampler(self.num_examples, self.expected_batch_size, max_batch_size=most, seed=seed)
         if self.sampling == "cyclic_poisson":
             parts = self.parts or (1 if self._strategy is None else self._strategy.bands)
             batch = self.expected_batch_size

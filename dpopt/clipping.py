@@ -18,8 +18,22 @@ from dpopt.clip_functions import NormalizedClip as NormalizedClip
 from dpopt.gradients import PerExampleGrads, stacked_grads
 
 
+def is_adaptive(l2_clip_norm: Any) -> bool:
+    """Whether a clip norm moves from step to step by what a query of its own tells (`dpopt.adaptive`)."""
+    return hasattr(l2_clip_norm, "private_mean")
+
+
 def as_clip_function(l2_clip_norm: Any) -> _stacked.ClipFunction:
-    """A clip function as it is; a number C as ``FlatClip(C)``."""
+    """A clip function as it is; a number C as ``FlatClip(C)``.
+
+    Raises:
+        TypeError: for a clip norm that is adaptive (`dpopt.adaptive`).
+    """
+    if is_adaptive(l2_clip_norm):
+        raise TypeError(
+            "an adaptive clip norm asks a query of its own at every step, which this cannot ask. Give it to "
+            "dpopt.privatize, Builder.clip or an optimizer by name that has one clip norm for all steps."
+        )
     return l2_clip_norm if hasattr(l2_clip_norm, "coefficients") else FlatClip(l2_clip_norm)
 
 

@@ -8,9 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-from dpopt import _validate
+from dpopt import _bounds, _validate
 from dpopt._event_kinds import check as check
+from dpopt._event_kinds import everything_in as everything_in
 from dpopt._event_kinds import from_json as from_json
+from dpopt._event_kinds import is_replace_one as is_replace_one
+from dpopt._event_kinds import renyi_alone as renyi_alone
 from dpopt._event_kinds import to_json as to_json
 from dpopt._lazy import dp_accounting as dp
 from dpopt.inspection import privacy_of
@@ -60,8 +63,8 @@ def compose(privacy: Privacy, sampling: Any, steps: int, *, start: int = 0) -> d
 
     Args:
         privacy: what a step costs.
-        sampling: a scheme of `dpopt.sampling` or `dpopt.parts` (``Poisson``, ``WithoutReplacement``, ``InParts``), or
-            a sampler, which has one.
+        sampling: a scheme of `dpopt.sampling`, `dpopt.truncated` or `dpopt.parts` (``Poisson``,
+            ``WithoutReplacement``, ``TruncatedPoisson``, ``InParts``), or a sampler, which has one.
         steps: how many steps; 0 gives the event that costs nothing.
         start: the first step, for optimizers whose cost depends on the step.
 
@@ -204,14 +207,20 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             return _unless_trivial(merged(inner), lambda e: dp.PoissonSampledDpEvent(q, e))
         case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b, event=inner):
             return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
+        case dp.TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma):
+            query = merged(dp.GaussianDpEvent(sigma))
+            return _unless_trivial(query, lambda e: _bounds.with_noise(event, e.noise_multiplier))
+        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
+            # Whatever is selected from costs nothing.
+            return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
     return event
 
 
 def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
     """How often each step occurs in an event; equal steps are counted together, since order does not matter.
 
-    Steps are Gaussian queries, on everything or on a sample. What costs nothing is left out; all queries that read
-    everything are one.
+    Steps are Gaussian queries, on everything or on a sample, and selections of the best of several runs. What costs
+    nothing is left out; all queries that read everything are one.
 
     Raises:
         ValueError: for a sample on which something else is asked than Gaussian queries, or for Poisson samples and
@@ -224,7 +233,9 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
     """
     steps: Counter[dp.DpEvent] = Counter()
     _collect(merged(event), 1, steps)
-    if len({type(e) for e in steps} & {dp.PoissonSampledDpEvent, dp.SampledWithoutReplacementDpEvent}) > 1:
+    kinds = {type(e) for step in steps for e in everything_in(step)}
+    poisson = {dp.PoissonSampledDpEvent, dp.TruncatedSubsampledGaussianDpEvent}
+    if dp.SampledWithoutReplacementDpEvent in kinds and kinds & poisson:
         raise ValueError(
             "this event mixes Poisson samples, which are accounted for under add-or-remove-one, with samples of fixed "
             "size, which are accounted for under replace-one; no accountant takes both."
@@ -244,6 +255,12 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
             pass
         case dp.SampledWithoutReplacementDpEvent(sample_size=0):
             pass
+        case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
+            if min(event.dataset_size, event.truncated_batch_size, q) > 0:
+                if _bounds.cut_beside(event) > 0:
+                    steps[event] += count
+                else:
+                    _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps)
         case dp.ComposedDpEvent(events=parts):
             for part in parts:
                 _collect(part, count, steps)
@@ -259,6 +276,12 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
                     f"what is asked of a sample must be Gaussian queries for an accountant to take it; got {event!r}."
                 )
             steps[event] += count
+        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
+            parts = [dp.SelfComposedDpEvent(e, n) for e, n in flattened(inner).items()]
+            if parts:  # as a tuple, which has a hash
+                steps[dp.dp_event.RepeatAndSelectDpEvent(dp.ComposedDpEvent(cast(Any, tuple(parts))), mean, shape)] += (
+                    count
+                )
 
 
 def _unless_trivial(inner: dp.DpEvent, wrap: Any) -> dp.DpEvent:

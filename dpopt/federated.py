@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dpopt import _batches, _engines, _trees, _validate
+from dpopt._units import stated_for
 from dpopt.chain import PrivateOptimizer
 from dpopt.gradients import PerExampleGrads, stacked_grads
 from dpopt.optimizers._moments import at_step
@@ -152,10 +153,10 @@ def client_deltas(
                 raise ValueError("Clients hold an example_mask, and another was given.")
             client_batches, example_mask = client_batches
         client_batches = jax.tree.map(jnp.asarray, client_batches)
-        clients, examples = _round_shape(client_batches)
+        clients, examples = _batches.grouped_shape(client_batches, "client")
         mask = _batches.checked_mask(mask, clients)
         if example_mask is not None:
-            example_mask = _checked_example_mask(example_mask, (clients, examples))
+            example_mask = _batches.checked_example_mask(example_mask, (clients, examples), "client")
         all_examples = jax.tree.map(lambda x: x.reshape((clients * examples,) + x.shape[2:]), client_batches)
         _batches.check_loss(loss_fn, params, all_examples, has_aux=False)
         local_scale = None if scale is None else _trees.broadcast_prefix(scale, params, "scale")
@@ -195,16 +196,7 @@ def client_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
     >>> server.privacy.unit
     'client'
     """
-    if not isinstance(optimizer, PrivateOptimizer):
-        raise TypeError(
-            "client_level needs an optimizer made by dpopt (by name, dpopt.privatize or dpopt.chain); got "
-            f"{optimizer!r}."
-        )
-
-    privacy = dataclasses.replace(optimizer.privacy, unit="client")
-    stated = PrivateOptimizer(optimizer.init, optimizer.run, privacy, optimizer.stages, is_chained=optimizer.is_chained)
-    stated.noise_unknown = getattr(optimizer, "noise_unknown", False)
-    return stated
+    return stated_for("client", optimizer)
 
 
 def client_rows(changes: Any, *, mask: Any) -> PerExampleGrads:
@@ -267,31 +259,3 @@ def device_noise(noise_multiplier: Any, *, num_devices: int) -> Any:
         return lambda step: shares * at_step(noise_multiplier, step)
     _validate.non_negative(noise_multiplier=noise_multiplier)
     return shares * noise_multiplier
-
-
-def _round_shape(client_batches: Any) -> tuple[int, int]:
-    leaves = jax.tree_util.tree_leaves_with_path(client_batches)
-    if not leaves:
-        raise ValueError("client_batches has no arrays.")
-    shapes = {jax.tree_util.keystr(path) or "client_batches": leaf.shape for path, leaf in leaves}
-    for where, shape in shapes.items():
-        if len(shape) < 2:
-            raise ValueError(
-                f"every array of client_batches needs leading axes (clients, examples); {where} has shape {shape}."
-            )
-    if len({shape[:2] for shape in shapes.values()}) > 1:
-        found = ", ".join(f"{where}: {shape[:2]}" for where, shape in shapes.items())
-        raise ValueError(f"the arrays of client_batches disagree on (clients, examples): {found}.")
-    clients, examples = next(iter(shapes.values()))[:2]
-    if examples == 0:
-        raise ValueError("client_batches has room for no example: pad clients to at least one, and mask it out.")
-    return clients, examples
-
-
-def _checked_example_mask(example_mask: Any, shape: tuple[int, int]) -> jax.Array:
-    example_mask = jnp.asarray(example_mask)
-    if example_mask.dtype != bool:
-        raise TypeError(f"example_mask must be boolean, True for real examples; got dtype {example_mask.dtype}.")
-    if example_mask.shape != shape:
-        raise ValueError(f"example_mask must have shape (clients, examples) = {shape}; got {example_mask.shape}.")
-    return example_mask

@@ -36,6 +36,7 @@ class ClippedSum(NamedTuple):
     sum: Any  # like params, at least float32
     sensitive: SensitiveAux
     remainder: Any = None  # like sum: what rounding has lost, as secret as the sum: add it to the noise. None: nothing
+    leaf_norms: Any = None  # like params, (B,) or (B, layers) each: what the clip looked at. None: an empty batch
 
 
 _NOT_CLIPPED = (
@@ -75,8 +76,28 @@ class PerExampleGrads:
 
     @property
     def unit(self) -> str:
-        """What one row is: ``"example"``, or ``"client"`` where `dpopt.federated` made the promise."""
+        """What one row is: ``"example"``; ``"client"`` from `dpopt.federated`, ``"user"`` from `dpopt.users`."""
         return getattr(self._source, "unit", "example")
+
+    @property
+    def like(self) -> Any:
+        """Something shaped like one example's gradient."""
+        return self._source.like
+
+    def of_another_loss(self, loss_fn: Callable[..., Any], params: Any) -> "PerExampleGrads":
+        """The gradients of another function of parameters and an example, at the same rows: for a second query.
+
+        Raises:
+            TypeError: if these gradients came in already computed, without the examples that they are of.
+
+        *Privacy*: as private as the rows; a promise of its own, with a clip and noise of its own.
+        """
+        if not hasattr(self._source, "of_another_loss"):
+            raise TypeError(
+                "a second query needs the examples, and these gradients came without. Pass a promise: "
+                "dpopt.per_example_grads(loss_fn)(params, batch, mask=mask)."
+            )
+        return PerExampleGrads(self._source.of_another_loss(loss_fn, params), self._mask)
 
     def scale(self, diagonal: Any) -> "PerExampleGrads":
         """Multiplies every gradient by ``diagonal``, a pytree (prefix allowed) that broadcasts to the parameters.
@@ -134,7 +155,7 @@ class PerExampleGrads:
             coefficients = jax.tree.leaves(_stacked.row_coefficients(clip, ran.leaf_norms))
             was_clipped = jnp.any(jnp.stack([(c < 1).reshape(len(c), -1).any(1) for c in coefficients]), axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
-            result = ClippedSum(ran.sum, aux, ran.remainder)
+            result = ClippedSum(ran.sum, aux, ran.remainder, ran.leaf_norms)
         self._observed.append(result)
         return result
 

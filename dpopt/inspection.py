@@ -194,6 +194,11 @@ class _Shown:
         self.mask = mask
         self.batch_size = _ROWS
 
+    def of_another_loss(self, loss_fn: Callable, params: Any) -> "_Shown":
+        del loss_fn  # of private examples: its gradients are as private
+        flow.public(params, "the parameters of a second query")
+        return _Shown(params, self.unit, self.mask)
+
     def gradients(self) -> Any:
         rows = jax.tree.map(lambda x: jnp.zeros((_ROWS, *x.shape), x.dtype), _trees.zeros(self.like))
         return flow.private(rows, "per-example gradients")
@@ -205,8 +210,9 @@ class _Shown:
         flow.public(clip.sensitivity, "the clip norm")
         total = flow.private(_trees.zeros(self.like), "a sum of per-example gradients")
         per_row = jnp.zeros((_ROWS,), jnp.float32)
-        norms, losses = jax.tree.map(lambda _: per_row, self.like), per_row
-        norms, losses, is_finite = flow.private((norms, losses, per_row == 0), "per-example norms and losses")
+        axes = jax.tree.unflatten(jax.tree.structure(self.like), _stacked.layer_axes(clip, self.like))
+        norms = jax.tree.map(lambda x, n: jnp.zeros((_ROWS, *jnp.shape(x)[:n])), self.like, axes)
+        norms, losses, is_finite = flow.private((norms, per_row, per_row == 0), "per-example norms and losses")
         return _stacked.EngineResult(total, norms, losses, None, is_finite)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dpopt import _validate
-from dpopt._data import rows_of
+from dpopt._data import read, rows_of
 from dpopt.keys import example_keys
 from dpopt.sampling import Batch
 from dpopt.sharding import along_rows
@@ -72,7 +72,7 @@ class Steps(Sequence):
         batch: Batch = self.sampler.batch(step)
         if self.rows is None:
             return batch
-        rows = self.rows(batch.indices)
+        rows = read(self.rows, step, batch.indices)
         return rows if self.example_key is None else (
             rows,
             example_keys(self.example_key, step, batch.indices),
@@ -134,6 +134,10 @@ def sharded_rows(data: Any, num_examples: int, mesh: Mesh, axes: Any = None) -> 
     >>> rows(np.arange(4))["x"].shape
     (4, 2)
     """
+    if getattr(data, "at_step", None) is not None:
+        raise TypeError(
+            "these data are drawn anew at each step, whole batches of them: group(..., how='sample') is drawn once."
+        )
     rows = rows_of(data, num_examples)
 
     def fetch(indices: np.ndarray) -> Any:

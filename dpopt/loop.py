@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpopt import _program, _resume, _validate, entropy, events, identity, verification
-from dpopt._data import rows_of
+from dpopt._data import read, rows_of
 from dpopt._watch import Watch
 from dpopt.allowance import steps_within
 from dpopt.gradients import Engine
@@ -66,7 +66,8 @@ def train(
 
     Args:
         plan: a `dpopt.plan.Plan`.
-        loss_fn: ``loss_fn(params, example) -> scalar``; or, for clients, what `dpopt.federated.client_deltas` returns.
+        loss_fn: ``loss_fn(params, example) -> scalar``; or what `dpopt.federated.client_deltas` (for clients) or
+            `dpopt.users.per_user_grads` (for users) returns.
         params: the initial parameters (not changed), or a `TrainState`: a new one (say, sharded), in whose place a
             checkpoint is restored where there is one, or the ``state`` of an earlier result.
         fetch_batch: the data: a pytree of arrays ``(num_examples, ...)``; a source of examples, with a length and
@@ -143,10 +144,14 @@ def train(
             restored = None if checkpointer is None else checkpointer.restore(state, journal, run)
             state = state if restored is None else restored.state
         check = None
-        if verify and not getattr(loss_fn, "makes_promise", False):  # of clients' runs there is one engine
+        if verify:
             scale = verification.fixed_scale(plan.optimizer, state.params)
-            options = {"engine": engine, "microbatch_size": microbatch_size, "scale": scale}
-            check = functools.partial(verification.verify_once, loss_fn, **options)
+            if getattr(loss_fn, "makes_promise", False):
+                own = getattr(loss_fn, "verify", None)  # of clients' runs there is one engine
+                check = None if own is None else functools.partial(own, scale=scale)
+            else:
+                options = {"engine": engine, "microbatch_size": microbatch_size, "scale": scale}
+                check = functools.partial(verification.verify_once, loss_fn, **options)
         return _Run(
             plan,
             _compiled(step),
@@ -253,7 +258,7 @@ class _Run:
     def _read(self, sampler: Any, number: int) -> Any:
         """Indices, data and mask of the step that is charged under this number."""
         batch = sampler.batch(number)
-        return batch.indices, self.fetch_batch(batch.indices), batch.mask
+        return batch.indices, read(self.fetch_batch, number, batch.indices), batch.mask
 
     def _placed(self, sampler: Any, number: int, read: Any) -> Any:
         """The batch and the mask, with keys where the loss takes them, on their devices."""

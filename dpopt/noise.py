@@ -144,6 +144,20 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
     >>> bool(abs(noisy.std() - 2.0) < 0.05), int(state.count)
     (True, 1)
     """
+    return drawn_by(lambda key, total: standard_normal_like(key, total), noise_stddev, key)
+
+
+def drawn_by(
+    draw: Callable[[jax.Array, Any], Any], noise_stddev: Any, key: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+    """`add_gaussian_noise` of standard normals ``draw(key, total)``, where not every entry of a sum is to get noise.
+
+    *Privacy*: entries whose noise is 0 are released as they are: they must be 0 whatever the data (`dpopt.sparse`).
+
+    >>> rows = drawn_by(lambda key, total: jnp.zeros_like(total).at[:2].set(1.0), 3.0, jax.random.key(0))
+    >>> rows.update(jnp.zeros(3), rows.init(None))[0].tolist()
+    [3.0, 3.0, 0.0]
+    """
     check(noise_stddev, key)
     stage = _stages.Noise(noise_stddev=noise_stddev)
     is_off = not callable(noise_stddev) and _validate.concrete(noise_stddev) == 0
@@ -158,8 +172,8 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
         stddev = flow.public(stage.stddev(state.count), "the noise's standard deviation")
 
         def noise(total):
-            draw = standard_normal_like(_threefry.fold_in(state.key, state.count), total)
-            return scaled(draw, stddev, zero_is_meant=not callable(noise_stddev))
+            drawn = draw(_threefry.fold_in(state.key, state.count), total)
+            return scaled(drawn, stddev, zero_is_meant=not callable(noise_stddev))
 
         count = flow.advanced(state.count, _trees.next_count(state.count))
         return released(updates, None if is_off else noise), AddGaussianNoiseState(state.key, count)

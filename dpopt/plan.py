@@ -25,6 +25,16 @@ from dpopt.results import TrainResult
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
 from dpopt.statement import Statement, state
 from dpopt.training import TrainStep, make_train_step
+from dpopt.truncated import TruncatedPoissonSampler
+
+Sampler = (
+    PoissonSampler
+    | TruncatedPoissonSampler
+    | FixedSizeSampler
+    | CyclicPoissonSampler
+    | EpochSampler
+    | BallsInBinsSampler
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +86,7 @@ class Plan:
     """
 
     optimizer: PrivateOptimizer
-    sampler: PoissonSampler | FixedSizeSampler | CyclicPoissonSampler | EpochSampler | BallsInBinsSampler
+    sampler: Sampler
     steps: int
     noise_multiplier: Any
     sensitivity: Any

@@ -70,7 +70,8 @@ class Privacy:
 
     Args:
         queries: the Gaussian queries of a step. All read the same batch.
-        unit: what one record is: ``"example"``, or ``"client"`` for user-level privacy.
+        unit: what one record is: ``"example"``, or for user-level privacy ``"client"`` (`dpopt.federated`) or
+            ``"user"`` (`dpopt.users`).
 
     *Privacy*: `step_event` is exact for the queries listed; `dpopt.accounting` composes it over steps and sampling.
 
@@ -187,19 +188,27 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
     return Privacy((query,), unit=clip.unit)
 
 
+_MADE_BY = {
+    "client": "what dpopt.federated.client_deltas(...) promises, or dpopt.federated.client_rows(rows, mask=mask) for "
+    "changes that were computed elsewhere",
+    "user": "what dpopt.users.per_user_grads(...) promises",
+}
+
+
 def check_unit(rows: str, stated: str) -> None:
     """Raises, or warns, unless the rows that are clipped are what the stated privacy is about."""
-    if stated == "client" and rows != "client":
+    if rows == stated:
+        return
+    if stated != "example":
         raise TypeError(
-            "this optimizer states its privacy for clients and got gradients of single examples, or rows of which it "
-            "does not know whose they are: a bound on one example's is none on a client's. Pass what "
-            "dpopt.federated.client_deltas(...) promises, or dpopt.federated.client_rows(rows, mask=mask) for changes "
-            "that were computed elsewhere."
+            f"this optimizer states its privacy for {stated}s and got gradients of single examples, or rows of which "
+            f"it does not know whose they are: a bound on one {rows}'s is none on a {stated}'s. Pass "
+            f"{_MADE_BY.get(stated, f'rows that are {stated}s')}."
         )
-    if stated == "example" and rows == "client":
-        warnings.warn(
-            "the rows are whole clients, and the optimizer states its privacy for single examples: the guarantee is "
-            "for adding or removing a client. Wrap it in dpopt.federated.client_level(...) so that it says so.",
-            FutureWarning,
-            stacklevel=3,
-        )
+    module = {"client": "federated", "user": "users"}.get(rows, "")
+    warnings.warn(
+        f"the rows are whole {rows}s, and the optimizer states its privacy for single examples: the guarantee is for "
+        f"adding or removing a {rows}. Wrap it in dpopt.{module}.{rows}_level(...) so that it says so.",
+        FutureWarning,
+        stacklevel=3,
+    )

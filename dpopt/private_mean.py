@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from dpopt import _validate
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import as_clip_function, clip_and_sum
+from dpopt.clipping import as_clip_function, clip_and_sum, is_adaptive
 from dpopt.correlated.noise import add_correlated_noise
 from dpopt.correlated.strategies import Strategy
 from dpopt.noise import add_gaussian_noise, normalize_by
@@ -28,7 +28,7 @@ def privatize(
     r"""The private mean gradient: :math:`(\sum_i \mathrm{clip}(S g_i) + \sigma C z) / B`.
 
     Args:
-        l2_clip_norm: C, or a clip function of `dpopt.clipping`.
+        l2_clip_norm: C, or a clip function of `dpopt.clipping`, or `dpopt.adaptive.quantile_clip`.
         noise_multiplier: sigma: the noise's standard deviation over the sensitivity. A number, or a schedule
             ``step -> number``. 0 switches noise, and privacy, off.
         expected_batch_size: B, a public constant.
@@ -47,12 +47,20 @@ def privatize(
     >>> [round(x, 3) for x in mean.tolist()]
     [0.3, 0.65]
     """
-    clip = as_clip_function(l2_clip_norm)
     if not callable(noise_multiplier):
         _validate.non_negative(noise_multiplier=noise_multiplier)
     _validate.positive(expected_batch_size=expected_batch_size)
     if not isinstance(preconditioner, tuple):
         preconditioner = () if preconditioner is None else (preconditioner,)
+    if is_adaptive(l2_clip_norm):
+        return l2_clip_norm.private_mean(
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            key=key,
+            preconditioner=preconditioner,
+            noise=noise,
+        )
+    clip = as_clip_function(l2_clip_norm)
     stages = tuple(precondition(p) for p in preconditioner)
     stddev = noise_stddev(noise_multiplier, clip.sensitivity)
     added = add_gaussian_noise(stddev, key) if noise is None else add_correlated_noise(noise, stddev, key)

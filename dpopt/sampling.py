@@ -135,7 +135,8 @@ class _Sampler:
         if len(drawn) > size:
             raise ValueError(
                 f"step {step} drew {len(drawn)} examples, which do not fit in {size}. A sample cannot be cut without "
-                "changing the privacy guarantee: give it more room (batches(...) finds how much)."
+                "changing the privacy guarantee: give it more room (batches(...) finds how much), or have the cut "
+                "accounted for (dpopt.truncated)."
             )
         self.hand_out(step + 1)
         others = rng.choice(self.num_examples, min(size, self.num_examples), replace=False, shuffle=False)
@@ -254,7 +255,7 @@ class FixedSizeSampler(_Sampler):
 
 
 def sampling_prob(sampling: Any) -> float:
-    """Probability that a given example is in a given batch.
+    """Probability that a given example is in a given batch (of `dpopt.truncated`: before it is cut).
 
     *Privacy*: arithmetic on public constants.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -20,8 +21,10 @@ PUBLIC = (
     "side information and public gradients, where an optimizer is given any",
     "bounds, vocabularies and other constants by which the data were prepared",
 )
+TRIALS = "choosing settings by trials on the same data: each trial is a run with a cost of its own"
+SELECTED = "trials beside those of the search, anything of its trials but the best one, and how many there were"
 NOT_COVERED = (
-    "choosing settings by trials on the same data: each trial is a run with a cost of its own",
+    TRIALS,
     "losses, norms, accuracies and other figures computed from the training data",
     "which examples were drawn, the noise key, and the optimizer's state, which holds the key: keep them secret",
     "people with several records, unless the unit above is what holds all of theirs",
@@ -115,6 +118,19 @@ class Statement:
             f"most steps it costs what these would: {steps}"
         )
 
+    @property
+    def _selects(self) -> bool:
+        selection = dp_accounting.dp_event.RepeatAndSelectDpEvent
+        return any(isinstance(e, selection) for e in events.everything_in(self.event))
+
+    @property
+    def _released(self) -> str:
+        return "all that was let out" if self._selects else "the parameters after every step"
+
+    @property
+    def _not_covered(self) -> tuple[str, ...]:
+        return tuple(SELECTED if self._selects and what == TRIALS else what for what in NOT_COVERED)
+
     def __str__(self) -> str:
         replaces = self.relation is Relation.REPLACE_ONE
         neighbours = f"{'replacing' if replaces else 'adding or removing'} one {self.unit}"
@@ -128,13 +144,13 @@ class Statement:
             ("accountant", _accountant(self.accountant)),
             ("best attack", ", ".join(f"detects {tpr:.1%} at {fpr:.1%} false alarms" for fpr, tpr in found)),
             ("assumed public", "; ".join(PUBLIC)),
-            ("not covered", "; ".join(NOT_COVERED)),
+            ("not covered", "; ".join(self._not_covered)),
             ("software", ", ".join(f"{name} {version}" for name, version in _software().items())),
         ]
         table = "\n".join(f"| {name} | {value} |" for name, value in rows)
         return (
             f"The training is (epsilon = {self.epsilon:.2f}, delta = {self.delta:.3g})-differentially private for "
-            f"{neighbours}.\nWhatever is concluded from the parameters after every step, by someone who may know all "
+            f"{neighbours}.\nWhatever is concluded from {self._released}, by someone who may know all "
             f"other records, is at most e^{self.epsilon:.2f} times as probable with one {self.unit} as with "
             f"{otherwise}, or the other way round, but for a probability of {self.delta:.3g}.\n\n| | |\n| --- | --- |\n"
             f"{table}"
@@ -155,7 +171,7 @@ def state(
         event: a ledger's ``event``, a plan's, or what `dpopt.privacy_event` returns.
         delta: below one over the number of records.
         unit: what one record is, such as ``"example"`` or ``"client"``.
-        accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size ``"rdp"``.
+        accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size and selections ``"rdp"``.
         correlation: how noise is correlated over steps, such as the name of a `dpopt.correlated` strategy.
 
     Raises:
@@ -169,8 +185,9 @@ def state(
     _validate.positive(delta=delta)
     if delta >= 1:
         raise ValueError(f"delta must be below 1; got {delta}.")
+    events.check(event)
     if accountant is None:
-        accountant = "rdp" if _relation(event) is Relation.REPLACE_ONE else "pld"
+        accountant = "pld" if events.renyi_alone(events.flattened(event)) is None else "rdp"
     _validate.one_of(("pld", "rdp"), accountant=accountant)
     statement = Statement(event=event, delta=float(delta), unit=unit, accountant=accountant, correlation=correlation)
     statement.epsilon  # noqa: B018  what cannot be accounted for fails here
@@ -179,9 +196,7 @@ def state(
 
 def _relation(event: dp_accounting.DpEvent) -> Relation:
     events.check(event)
-    fixed = dp_accounting.SampledWithoutReplacementDpEvent
-    replaces = any(isinstance(e, fixed) for e in events.flattened(event))
-    return Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE
+    return Relation.REPLACE_ONE if events.is_replace_one(events.flattened(event)) else Relation.ADD_OR_REMOVE_ONE
 
 
 def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
@@ -190,11 +205,19 @@ def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
         if isinstance(step, dp_accounting.NonPrivateDpEvent):
             parts.append("steps without noise")
             continue
+        if isinstance(step, dp_accounting.dp_event.RepeatAndSelectDpEvent):
+            parts.append(_selection(step, count, _mechanism(step.event, unit, neighbours)))
+            continue
         _, sigma = _bounds.sampled_gaussian(step)
         noise = f"{count} x Gaussian noise of {sigma:.4g} times what {neighbours} can change, "
         match step:
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=q):
                 parts.append(f"{noise}on Poisson samples, each {unit} with probability {q:.4g}")
+            case dp_accounting.TruncatedSubsampledGaussianDpEvent(
+                dataset_size=n, sampling_probability=q, truncated_batch_size=b
+            ):
+                sampled = f"on Poisson samples, each {unit} of {n} with probability {q:.4g}"
+                parts.append(f"{noise}{sampled}, of which a random {b} are kept where there are more")
             case dp_accounting.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
                 parts.append(f"{noise}on samples of {b} out of {n}")
             case _:
@@ -202,6 +225,13 @@ def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
     if len(parts) > 4:
         parts = [*parts[:2], f"... {len(parts) - 3} more kinds of steps ...", parts[-1]]
     return "; ".join(parts) or "nothing was released"
+
+
+def _selection(event: dp_accounting.dp_event.RepeatAndSelectDpEvent, count: int, run: str) -> str:
+    names = {0: "logarithmic", 1: "geometric", math.inf: "Poisson"}
+    name = names.get(event.shape, f"truncated negative binomial of shape {event.shape:g}")
+    often = "" if count == 1 else f"{count} x "
+    return f"{often}the best of a random number of runs ({name}, mean {event.mean:g}), of which each has {run}"
 
 
 def _accountant(accountant: str) -> str:

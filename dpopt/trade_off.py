@@ -70,11 +70,11 @@ def true_positive_rates(
 
 
 def _deltas(steps: Any, epsilons: np.ndarray, accountant: str) -> np.ndarray:
-    replaces = any(isinstance(e, dp_accounting.SampledWithoutReplacementDpEvent) for e in steps)
-    if replaces and accountant == "pld":
-        raise ValueError("samples of fixed size have an RDP bound only: pass accountant='rdp'.")
+    alone = events.renyi_alone(steps)
+    if alone is not None and accountant == "pld":
+        raise ValueError(f"{alone} has an RDP bound only: pass accountant='rdp'.")
+    relation = Relation.REPLACE_ONE if events.is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
     steps = _bounds.rounded(steps)
-    relation = Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE
     bound = _bounds.renyi(steps, relation)(1e-5)
     if accountant == "rdp" or bound == np.inf:
         return _bounds.renyi_deltas(steps, epsilons, relation)

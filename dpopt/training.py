@@ -90,7 +90,7 @@ def make_train_step(
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``; see `dpopt.per_example_grads`, and `dpopt.flax` for making one
-            from a Flax model. Or what `dpopt.federated.client_deltas` returns, for clients.
+            from a Flax model. Or what `dpopt.federated.client_deltas` or `dpopt.users.per_user_grads` returns.
         optimizer: a private optimizer: by name, by `dpopt.chain`, or by ``optax.chain`` around dpopt's stages.
         microbatch_size: see `dpopt.per_example_grads`.
         engine: see `dpopt.per_example_grads`.
@@ -117,8 +117,8 @@ def make_train_step(
     if getattr(loss_fn, "makes_promise", False):
         if microbatch_size is not None or has_aux or engine != "auto":
             raise ValueError(
-                "this loss_fn makes promises of its own (dpopt.federated.client_deltas): give it the microbatch_size; "
-                "it takes no engine and no has_aux."
+                "this loss_fn makes promises of its own (dpopt.federated.client_deltas, dpopt.users.per_user_grads): "
+                "give it the microbatch_size, and per_user_grads the engine; it takes no has_aux."
             )
         return TrainStep(optimizer, loss_fn)
     grads_fn = per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size, has_aux=has_aux)

@@ -22,6 +22,7 @@ from benchmarks import (
     synthetic_task,
     tasks,
     text_task,
+    utility_epochs,
     utility_networks,
     utility_papers,
     utility_synthetic,
@@ -65,6 +66,26 @@ def test_the_lstm_learns_from_reviews_and_says_that_its_vocabulary_was_free(few_
     assert network_tasks.ImdbLSTM(few_reviews, length=4, vocabulary="shipped").taken_for_free == ()
 
     quiet = dataclasses.replace(setting, epsilon=None, noise_multiplier=1e-3, steps=6, expected_batch_size=None)
+    program = runs.Program(quiet, where=few_reviews)
+    program.train([0])
+    trained = jax.tree.map(lambda x: x[0], program.trained)
+    assert mean_loss(program.task, trained) < mean_loss(program.task, program.task.init(0)) - 0.01
+
+
+def test_the_transformer_learns_from_reviews_by_the_vocabulary_that_was_published(few_reviews):  # noqa: F811
+    contests = [c for c in utility_epochs.contests() if c.task.startswith("Transformer") and c.is_correlated]
+    setting = contests[0].candidates(8.0, validate=False)[0]
+    setting = dataclasses.replace(
+        setting, task_options={"length": 8}, noise={"bands": 2, "momentum": 0.9}, expected_batch_size=10, steps=4
+    )
+    (record,) = runs.Program(setting, where=few_reviews).train([0])
+    assert record["not_covered_by_epsilon"] == () and record["sampling"]["kind"] == "cyclic Poisson in 2 parts"
+
+    quiet = dataclasses.replace(
+        setting, epsilon=None, noise=None, noise_multiplier=1e-3, steps=6, expected_batch_size=None
+    )
+    # These reviews come without a published vocabulary, so all of their words would be unknown.
+    quiet = dataclasses.replace(quiet, task_options={"length": 8, "vocabulary": "train"})
     program = runs.Program(quiet, where=few_reviews)
     program.train([0])
     trained = jax.tree.map(lambda x: x[0], program.trained)

@@ -13,6 +13,7 @@ import pytest
 from helpers import paid, slow_unless
 
 import dpopt
+from dpopt import events
 
 STEPS, BATCH = 40, 16
 RNG = np.random.default_rng(0)
@@ -47,14 +48,23 @@ def mean_loss(params, x, y):
 
 PAIRS = [(diagonal, rule, "float32") for diagonal in DIAGONALS for rule in RULES]
 PAIRS += [("delayed_moments", "adam_bc", "bfloat16"), ("last_moments", "micro_adam", "bfloat16")]
+ADAPTIVE = [(diagonal, "adam_bc", "float32") for diagonal in DIAGONALS] + [("none", "micro_adam", "bfloat16")]
 
 
 @pytest.mark.parametrize("pair", slow_unless(PAIRS[::2], PAIRS), ids="-".join)
 def test_a_diagonal_and_a_rule_train_together(pair):
-    diagonal, rule, dtype = pair
+    train_together(*pair, clip=1.0)
+
+
+@pytest.mark.parametrize("pair", slow_unless(ADAPTIVE[:1], ADAPTIVE), ids="-".join)
+def test_they_do_with_an_adaptive_clip_norm(pair):
+    train_together(*pair, clip=dpopt.adaptive.quantile_clip({"w": 0.3, "b": 0.1}, count_share=0.1))
+
+
+def train_together(diagonal, rule, dtype, *, clip):
     optimizer = dpopt.chain(
         dpopt.privatize(
-            l2_clip_norm=1.0,
+            l2_clip_norm=clip,
             noise_multiplier=0.3,
             expected_batch_size=BATCH,
             key=jax.random.key(1),
@@ -85,6 +95,6 @@ def test_a_diagonal_and_a_rule_train_together(pair):
     new_params, new_state = train(params, state)
     jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), new_params, params)
     assert jax.tree.map(jnp.shape, new_state) == jax.tree.map(jnp.shape, state)
-    assert optimizer.privacy.step_event().noise_multiplier == pytest.approx(paid(0.3))
+    assert events.merged(optimizer.privacy.step_event()).noise_multiplier == pytest.approx(paid(0.3))
     before, after = (float(mean_loss(p, X.reshape(-1, 6), Y.reshape(-1))) for p in (params, new_params))
     assert after < 0.9 * before, (before, after)

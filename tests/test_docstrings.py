@@ -27,6 +27,7 @@ INTERNAL = {
     "apply_diagonal",
     "as_promise",
     "as_clip_function",
+    "is_adaptive",
     "fixed_scale",
     "verify_once",
 }

@@ -17,7 +17,7 @@ import pytest
 from helpers import assert_identical, assert_near, enable_x64, mlp_batch, paid, privacy_four, slow_unless
 
 import dpopt
-from dpopt import noise
+from dpopt import events, noise
 
 
 def loss_fn(params, example):
@@ -39,6 +39,12 @@ class Row(NamedTuple):
 def row(make: Callable, rate: float, twin: Any = None, extra: dict | None = None, **settings: Any) -> Row:
     """``make(rate, **settings, **privacy_four)``, and its twin."""
     return Row(lambda **four: make(rate, **settings, **four), twin, extra or {})
+
+
+def adaptive(*, l2_clip_norm: Any, by_leaf: bool = False, **three: Any) -> dict[str, Any]:
+    """The privacy four with a clip norm that moves."""
+    initial = {"w": l2_clip_norm, "b": l2_clip_norm} if by_leaf else l2_clip_norm
+    return {"l2_clip_norm": dpopt.adaptive.quantile_clip(initial, count_share=0.1), **three}
 
 
 ROWS = {
@@ -74,6 +80,8 @@ ROWS = {
     "recurrent noise": row(
         dpopt.scale_then_privatize, 0.1, noise=dpopt.correlated.blt([0.3, 0.1], [0.9, 0.5], steps=100)
     ),
+    "adaptive clip": Row(lambda **four: dpopt.dp_adam_bc(0.1, gamma=1e-4, **adaptive(**four)), None, {}),
+    "adaptive groups": Row(lambda **four: dpopt.dp_sgd(0.1, **adaptive(by_leaf=True, **four)), None, {}),
     "extra query": row(dpopt.baselines.dp2_extra_query, 0.1, adaptive_l2_clip_norm=1.0, delay=2, eps=0.1),
 }
 # Settings of a row that is here already are compared with its twin only: compiling is what these tests spend time on.
@@ -152,7 +160,7 @@ def test_a_step_states_the_multiplier_it_was_given(name):
         event = dpopt.privacy_event(opt, sampling=dpopt.parts.InParts(100), steps=100)
         assert event.noise_multiplier == pytest.approx(paid(1.7), rel=1e-12)
         return
-    assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.7), rel=1e-12)
+    assert events.merged(opt.privacy.step_event()).noise_multiplier == pytest.approx(paid(1.7), rel=1e-12)
 
 
 @EVERY

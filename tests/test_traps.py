@@ -146,6 +146,29 @@ def test_a_second_query_not_paid_for():
         for p in (two, one)
     ]
     assert costs[0] > costs[1]
+    clip = dpopt.adaptive.quantile_clip(1.0, count_share=0.1)
+    queries = dpopt.dp_sgd(1.0, **privacy_four(l2_clip_norm=clip, noise_multiplier=2.0)).privacy.queries
+    assert [q.multiplier(0) for q in queries] == pytest.approx([2.0 * 0.9**-0.5, 2.0 * 0.1**-0.5])
+
+
+def test_sigma_adjusted_on_one_side_only():
+    """The noise was made larger for the counts' sake and the account had it too, or neither (opacus 807)."""
+    clip = dpopt.adaptive.quantile_clip(1.0, count_share=0.19, learning_rate=0.0)
+    opt = dpopt.dp_sgd(1.0, **privacy_four(noise_multiplier=3.0, l2_clip_norm=clip, expected_batch_size=50))
+    params = jnp.zeros(20_000)
+    updates, _ = opt.update(jnp.zeros((1, 20_000)), opt.init(params), params)
+    assert float(updates.std()) == pytest.approx(3.0 / 0.9 / 50, rel=0.03)  # six standard errors
+    assert dpopt.events.merged(opt.privacy.step_event()).noise_multiplier == pytest.approx(paid(3.0))
+
+
+@pytest.mark.parametrize("z", [1e-3, 1.0, 1e3])
+def test_the_counts_leave_nothing_for_the_gradients(z):
+    """A count noise that was too small for the budget gave a complex standard deviation (opacus 757)."""
+    multiplier, count_stddev = dpopt.adaptive.quantile_clip({"a": 1.0, "b": 1.0}, count_share=0.999).split(z)
+    assert z < multiplier < np.inf and z / np.sqrt(2) < count_stddev < np.inf
+    for share in (0.0, 1.0, 1.5):
+        with pytest.raises(ValueError, match="count_share"):
+            dpopt.adaptive.quantile_clip(1.0, count_share=share)
 
 
 def test_a_poisson_sample_of_a_fixed_size():
@@ -161,6 +184,28 @@ def test_poisson_epsilon_for_batches_that_are_not_poisson():
     assert isinstance(event.event, dp.SampledWithoutReplacementDpEvent)
     with pytest.raises(ValueError, match="sampling without replacement"):
         dpopt.epsilon_of_event(event, delta=1e-5)
+
+
+def test_a_sample_cut_to_fit_is_reported_as_poisson():
+    """Fixed shapes were had by dropping what did not fit, under the epsilon of Poisson samples (jax_privacy 121)."""
+    with pytest.raises(ValueError, match=r"cannot be cut .*dpopt\.truncated"):
+        dpopt.PoissonSampler(20, 19, seed=0).batch(0, size=10)
+    cut = dpopt.truncated.TruncatedPoissonSampler(20, 10, max_batch_size=10, seed=0)
+    costs = [
+        dpopt.epsilon_of_event(
+            dpopt.privacy_event(dpopt.dp_sgd(1.0, **privacy_four()), sampling=scheme, steps=5), delta=1e-5
+        )
+        for scheme in (cut.scheme, dpopt.sampling.Poisson(0.5))
+    ]
+    assert costs[0] > 1.2 * costs[1]
+
+
+def test_a_clip_of_examples_passes_for_one_of_users():
+    """User-level epsilon was stated for examples clipped one by one (seen in published research code)."""
+    server = dpopt.users.user_level(dpopt.dp_sgd(1.0, **privacy_four()))
+    single = dpopt.per_example_grads(dot_loss)(W, jnp.ones((4, 2)), mask=None)
+    with pytest.raises(TypeError, match="states its privacy for users"):
+        server.update(single, server.init(W), W)
 
 
 def test_an_empty_batch_crashes_or_is_free():
@@ -214,6 +259,22 @@ def test_epsilon_is_negative_or_zero_at_extreme_orders(accountant):
     for sigma, q in ((0.1, 1e-4), (0.4, 1e-6), (20.0, 0.5)):
         run = dict(noise_multiplier=sigma, sampling_prob=q, steps=100, delta=1e-8)
         assert dpopt.epsilon(**run, accountant=accountant) > 0
+
+
+def test_the_best_of_several_runs_at_the_price_of_one():
+    """Settings were chosen by trials on private data, and the last run's epsilon was reported (most research code)."""
+    run = dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(2.0)), 50)
+    found = dpopt.tuning.repeat_and_select(
+        lambda setting, key: setting,
+        [1, 2],
+        event=run,
+        score=dpopt.tuning.PublicScore(float, data="none"),
+        num_trials=dpopt.tuning.NumTrials(4.0),
+        key=jax.random.key(0),
+        num_examples=1_000,
+    )
+    one = dpopt.epsilon_of_event(run, delta=1e-4, accountant="rdp")
+    assert 1.3 * one < found.epsilon(delta=1e-4) < 4 * one
 
 
 def test_no_noise_crashes_the_accountant():

@@ -38,7 +38,7 @@ from benchmarks import (
     utility_frontier,
     utility_papers,
 )
-from dpopt import events
+from dpopt import _unit_clip, events
 
 SETTING = runs.Setting(
     label="tiny",
@@ -89,7 +89,12 @@ def logistic_problem():
     return dense.astype(np.float32), rows, labels, params
 
 
-CLIPS = (dpopt.FlatClip(0.7), dpopt.GroupClip({"weights": 0.5, "bias": 0.2}), dpopt.NormalizedClip(1.0))
+CLIPS = (
+    dpopt.FlatClip(0.7),
+    dpopt.GroupClip({"weights": 0.5, "bias": 0.2}),
+    dpopt.NormalizedClip(1.0),
+    _unit_clip.UnitClip({"weights": jnp.array(0.8), "bias": jnp.array(0.6)}),
+)
 
 
 @pytest.mark.slow
@@ -165,6 +170,20 @@ def test_a_record_is_complete_and_its_epsilon_is_the_chains(few_ratings, tmp_pat
     event = events.from_json(record["event"])
     assert dpopt.epsilon_of_event(event, delta=1e-3) == pytest.approx(spent)
     json.dumps(record)
+
+
+def test_a_contender_with_an_adaptive_clip_costs_what_its_noise_multiplier_says(few_ratings, tmp_path):
+    clip = {"adaptive": 0.1, "quantile": 0.5}
+    setting = dataclasses.replace(SETTING, l2_clip_norm=clip)
+    (record,) = sweeps.sweep([setting], [3], out=tmp_path / "out", where=few_ratings)
+    spent = dpopt.epsilon(noise_multiplier=1.0, sampling_prob=16 / 240, steps=20, delta=1e-3)
+    assert record["epsilon"]["pld"] == pytest.approx(spent) and math.isfinite(record["score"])
+    assert setting.name(3) != SETTING.name(3)
+    adaptive = [
+        s for c in utility_frontier.contests() for s in c.candidates(3.04, validate=True) if "adaptive" in s.label
+    ]
+    assert {s.task for s in adaptive} == {"imdb", "movielens", "digits"}
+    assert all(s.l2_clip_norm == clip for s in adaptive)
 
 
 def test_seeds_together_or_apart_give_the_same_runs(few_ratings, tmp_path):
