@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
@@ -11,6 +12,9 @@ import numpy as np
 
 from dpopt import _validate
 from dpopt._data import rows_of
+
+
+_DRAWS = 0x75736572  # so that a sampler of the same seed, which draws from [seed, step], is independent of these
 
 
 class Users(NamedTuple):
@@ -43,29 +47,40 @@ class Groups:
     resample: bool
     _order: np.ndarray = dataclasses.field(repr=False)  # (examples,): row numbers, user by user
     _first: np.ndarray = dataclasses.field(repr=False)  # (users + 1,): where each user's begin
-    _seed: int | None = dataclasses.field(repr=False)
+    _ids: np.ndarray = dataclasses.field(repr=False)  # (users,), sorted
+    _seed: int | None = dataclasses.field(repr=False)  # None: the first ones are taken
 
-    def rows(self, users: np.ndarray, step: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def rows(self, users: np.ndarray, step: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Row numbers of some users' examples, ``(users, max_examples)`` int64, and the mask of those that count.
 
         Args:
             users: ``(n,)`` integers below `num_users`.
-            step: which draw, where examples are drawn anew for every batch.
+            step: of the run, where examples are drawn anew for every batch (`resample`).
+
+        Raises:
+            ValueError: if examples are drawn anew, and no step says which draw.
         """
+        if self.resample and step is None:
+            raise ValueError(
+                "these groups draw each user's examples anew at every step (how='resample'), and no step was given: the "
+                "same few would be taken every time. Pass step=t to rows; read batches by at_step(t, users), or let "
+                "dpopt.Steps or dpopt.train do it."
+            )
         users = np.asarray(users)
         start, counts = self._first[users], self._first[users + 1] - self._first[users]
         place = np.broadcast_to(np.arange(self.max_examples), (len(users), self.max_examples))
         mask = place < counts[:, None]
         place = np.where(mask, place, 0)  # padding repeats an example of the user's own
-        if self.resample and (many := np.flatnonzero(counts > self.max_examples)).size:
-            place[many] = self._drawn(counts[many], step)
+        if self._seed is not None:
+            for i in np.flatnonzero(counts > self.max_examples):
+                draws = self._draws(users[i], step if self.resample else None)
+                place[i] = draws.choice(counts[i], self.max_examples, replace=False)
         return self._order[start[:, None] + place], mask
 
-    def _drawn(self, counts: np.ndarray, step: int) -> np.ndarray:
-        """Without replacement, for each user by itself: the examples with the smallest of independent numbers."""
-        numbers = np.random.default_rng([cast(int, self._seed), step]).random((len(counts), counts.max()))
-        numbers[np.arange(counts.max()) >= counts[:, None]] = np.inf
-        return np.argpartition(numbers, self.max_examples - 1, axis=1)[:, : self.max_examples]
+    def _draws(self, user: int, step: int | None) -> np.random.Generator:
+        """The user's own, by their id: whoever else takes part, they are the same."""
+        name = int.from_bytes(hashlib.blake2b(str(self._ids[user]).encode(), digest_size=16).digest())
+        return np.random.default_rng([cast(int, self._seed), _DRAWS, name] + ([] if step is None else [1, step]))
 
     def batches(self, data: Any) -> UserBatches:
         """The data as `dpopt.train`, ``Plan.run`` and `dpopt.Steps` take them: users' numbers in, `Users` out.
@@ -80,6 +95,8 @@ class Groups:
 class UserBatches:
     """A function from users' numbers ``(n,)`` to a batch of `Users`; made by `Groups.batches`.
 
+    Where examples are drawn anew for every batch, ``at_step(step, users)`` reads one, and a call raises a ValueError.
+
     *Privacy*: reads private data, and returns it.
     """
 
@@ -90,14 +107,14 @@ class UserBatches:
         return self.groups.num_users
 
     def __call__(self, users: np.ndarray) -> Users:
-        return self._read(0, users)
+        return self._read(None, users)
 
     @property
     def at_step(self) -> Callable[[int, np.ndarray], Users] | None:
         """The same with the number of the step before the users', where examples are drawn anew; else None."""
         return self._read if self.groups.resample else None
 
-    def _read(self, step: int, users: np.ndarray) -> Users:
+    def _read(self, step: int | None, users: np.ndarray) -> Users:
         rows, mask = self.groups.rows(users, step)
         flat = self.fetch(rows.reshape(-1))
         return Users(jax.tree.map(lambda x: x.reshape(rows.shape + x.shape[1:]), flat), mask)
@@ -115,7 +132,7 @@ def group(
             privacy is bounded by the clip, whatever it is.
         how: ``"first"``: the first ones in the data's order (greedy). ``"sample"``: a uniform subset, drawn once.
             ``"resample"``: a uniform subset, drawn anew for every batch, so that in time all examples are used.
-        seed: of the draws: non-negative, and as secret as the data, like a sampler's.
+        seed: of the draws: non-negative, and as secret as the data, like a sampler's, which may be the same.
 
     Returns:
         `Groups`. User i has the i-th of the sorted ids.
@@ -124,7 +141,7 @@ def group(
         ValueError, TypeError: for ids that are not one an example, or another bad argument.
 
     *Privacy*: which of a user's examples are taken depends on nothing but these examples, their order, and draws of the
-    user's own. So one user more changes no other's row, and the clip bounds what all of the user's examples add. That
+    user's own (by seed, id and step). So one user more changes no other's row, and the clip bounds what all of the user's examples add. That
     an example is its user's alone is your word for it.
 
     >>> groups = group(["ann", "bob", "ann", "ann"], max_examples=2)
@@ -152,6 +169,6 @@ def group(
     if seed is not None:
         _validate.non_negative_int(seed=seed)
     names, user = np.unique(ids, return_inverse=True)
-    rank = np.random.default_rng(cast(int, seed)).random(len(user)) if how == "sample" else np.arange(len(user))
     first = np.concatenate([[0], np.cumsum(np.bincount(user))])
-    return Groups(len(names), int(max_examples), how == "resample", np.lexsort((rank, user)), first, seed)
+    by_user = np.argsort(user, kind="stable")
+    return Groups(len(names), int(max_examples), how == "resample", by_user, first, names, seed)

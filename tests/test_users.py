@@ -61,16 +61,27 @@ def test_everyone_contributes_at_most_so_many_of_their_own(how, seed, most, step
     np.testing.assert_array_equal(rows, again)
 
 
-def test_the_first_examples_of_a_user_do_not_depend_on_others():
-    ids = ragged(3, num_users=6)
-    whole = group(ids, max_examples=3)
+@pytest.mark.parametrize("how", ["first", "sample", "resample"])
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(seed=st.integers(0, 10**6), step=st.integers(0, 50))
+def test_a_user_more_changes_nobody_elses_row(how, seed, step):
+    ids = ragged(seed, num_users=5)
+    options = {"max_examples": 3, "how": how, "seed": None if how == "first" else seed}
+    whole = group(ids, **options)
     for left_out in np.unique(ids):
         kept = np.flatnonzero(ids != left_out)
-        fewer = group(ids[kept], max_examples=3)
+        fewer = group(ids[kept], **options)
         others = np.flatnonzero(np.unique(ids) != left_out)
-        rows, mask = fewer.rows(np.arange(fewer.num_users))
-        np.testing.assert_array_equal(kept[rows], whole.rows(others)[0])
-        np.testing.assert_array_equal(mask, whole.rows(others)[1])
+        rows, mask = fewer.rows(np.arange(fewer.num_users), step)
+        np.testing.assert_array_equal(kept[rows], whole.rows(others, step)[0])
+        np.testing.assert_array_equal(mask, whole.rows(others, step)[1])
+
+
+def test_what_is_drawn_anew_needs_the_step():
+    groups = group(np.repeat([1, 2], 5), max_examples=2, how="resample", seed=0)
+    for read in (groups.rows, groups.batches(np.arange(10))):
+        with pytest.raises(ValueError, match="no step was given"):
+            read(np.arange(2))
 
 
 def subsets_p_value(draw, count=4_000):
