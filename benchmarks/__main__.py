@@ -65,7 +65,7 @@ def main() -> None:
     scaling.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     audit = commands.add_parser("audit", help="lower bounds on epsilon by attack, of sound and broken builds (minutes)")
     audit.add_argument("--only", help="part of an optimizer's name")
-    parts = ("optimizers", "pipeline", "correlated", "adaptive", "rows", "tuning")
+    parts = ("optimizers", "pipeline", "correlated", "adaptive", "sparse", "rows", "tuning")
     audit.add_argument("--part", action="append", choices=parts, help="(repeatable)")
     audit.add_argument("--canaries", type=int, default=2_000, help="canaries of the one large run (default 2000)")
     audit.add_argument("--runs", type=int, default=8_000, help="small runs with one canary each (default 8000)")

@@ -17,8 +17,9 @@ Canaries point up and down in turn, so that noise that repeats from step to step
 The bounds are those of `dpopt.audit`. The same audit is run against three broken builds: half the noise, no clip, one
 key for all steps. It must catch them.
 What lies before and between the steps of an optimizer is attacked in `benchmarks.audit_pipeline`, noise that is
-correlated over steps in `benchmarks.audit_correlated`, an adaptive clip norm in `benchmarks.audit_adaptive`, batches
-that are cut and rows that are users in `benchmarks.audit_rows`, private search in `benchmarks.audit_tuning`.
+correlated over steps in `benchmarks.audit_correlated`, an adaptive clip norm in `benchmarks.audit_adaptive`, sparse
+noise in `benchmarks.audit_sparse`, batches that are cut and rows that are users in `benchmarks.audit_rows`, private
+search in `benchmarks.audit_tuning`.
 """
 
 import contextlib
@@ -35,11 +36,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpopt
-from benchmarks import audit_adaptive, audit_correlated, audit_pipeline, audit_rows, audit_tuning, records
+from benchmarks import audit_adaptive, audit_correlated, audit_pipeline, audit_rows, audit_sparse, audit_tuning, records
 from dpopt.audit import epsilon_of_mu, many_runs_mu, one_run_mu, right_guesses
 from dpopt.sampling import Poisson
 
-PARTS = "optimizers", "pipeline", "correlated", "adaptive", "rows", "tuning"
+MODULES = {
+    "pipeline": audit_pipeline,
+    "correlated": audit_correlated,
+    "adaptive": audit_adaptive,
+    "sparse": audit_sparse,
+    "rows": audit_rows,
+    "tuning": audit_tuning,
+}
+PARTS = "optimizers", *MODULES
 DELTA = 1e-5
 SIGNIFICANCE = 0.001  # probability with which a sound optimizer's bound is allowed to be wrong
 GUESSED = (0.02, 0.1, 0.3)  # shares of the canaries that the attacker guesses on; fixed before the run
@@ -176,7 +185,7 @@ def main(
     out: Path, canaries: int, runs: int, pipeline_runs: int, only: str | None = None, parts: Sequence[str] = PARTS
 ) -> dict[str, Any]:
     """Audits every optimizer, sound and broken in three ways; the pipeline with eleven mistakes, correlated noise with
-    five, adaptive clip norms with three, rows and cuts with three, private search with two.
+    five, adaptive clip norms and sparse noise with three each, rows and cuts with three, private search with two.
 
     Prints tables and writes ``audit.json`` to ``out``; of ``parts`` that are not asked for, what it held stays.
     """
@@ -186,16 +195,9 @@ def main(
     record |= {"environment": records.environment(), "settings": settings}
     if "optimizers" in parts:
         record["audits"] = optimizers(canaries, runs, only)
-    if "pipeline" in parts:
-        record["pipeline"] = audit_pipeline.main(pipeline_runs, SIGNIFICANCE)
-    if "correlated" in parts:
-        record["correlated"] = audit_correlated.main(pipeline_runs, SIGNIFICANCE)
-    if "adaptive" in parts:
-        record["adaptive"] = audit_adaptive.main(pipeline_runs, SIGNIFICANCE)
-    if "rows" in parts:
-        record["rows"] = audit_rows.main(pipeline_runs, SIGNIFICANCE)
-    if "tuning" in parts:
-        record["tuning"] = audit_tuning.main(pipeline_runs, SIGNIFICANCE)
+    for name, module in MODULES.items():
+        if name in parts:
+            record[name] = module.main(pipeline_runs, SIGNIFICANCE)
     records.write_json(path, record)
     print(f"Wrote {path}.")
     return record

@@ -19,10 +19,10 @@ import numpy as np
 import optax
 
 import dpopt
-from benchmarks.audit_pipeline import DELTAS, attack, audit_all
 from benchmarks.audit_pipeline import MISTAKES as MISTAKES_OF_PIPELINES
+from benchmarks.audit_pipeline import budget_spent_twice
+from benchmarks.audit_runs import audit_all, audit_sampled
 from dpopt import adaptive
-from dpopt.sampling import Poisson
 
 WIDTH = 8  # of the parameters; the canary's gradient has the same size in all entries
 LENGTH = 1e6  # of the canary's gradient: only the clip bounds it
@@ -64,26 +64,11 @@ def _unnoised_counts() -> Any:
     return mock.patch.object(dpopt.noise, "standard_normal_like", without)
 
 
-_uncharged = MISTAKES_OF_PIPELINES["second query unpaid"][1]
-
-
-@contextlib.contextmanager
-def _budget_spent_twice() -> Iterator[None]:
-    """The gradients' noise is not made larger for the counts' sake, and the account is that of the whole multiplier."""
-    split = adaptive.QuantileClip.split
-
-    def unsplit(self: adaptive.QuantileClip, noise_multiplier: Any) -> tuple[Any, Any]:
-        return noise_multiplier, split(self, noise_multiplier)[1]
-
-    with mock.patch.object(adaptive.QuantileClip, "split", unsplit), _uncharged():
-        yield
-
-
 # Each mistake, the run in which it shows, and how it is planted in the function that does the work.
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     "count not noised": ("adaptive, few counts", _unnoised_counts),
-    "count not charged": ("adaptive clip", _uncharged),
-    "budget spent twice": ("adaptive clip", _budget_spent_twice),
+    "count not charged": ("adaptive clip", MISTAKES_OF_PIPELINES["second query unpaid"][1]),
+    "budget spent twice": ("adaptive clip", lambda: budget_spent_twice(adaptive.QuantileClip)),
 }
 
 
@@ -139,14 +124,14 @@ def scores(scene: Scene, sums: np.ndarray, counts: np.ndarray) -> dict[str, np.n
 def audit(scene_name: str, planted: str, *, runs: int, significance: float, seed: int = 0) -> dict[str, Any]:
     """Audits one kind of run, sound (``"none"``) or with a mistake."""
     scene = SCENES[scene_name]
-    coins = np.random.default_rng([seed, 0]).random(runs) < 0.5
     with mistake(planted):
-        optimizer = scene.optimizer(jax.random.key(0))
-        event = dpopt.privacy_event(optimizer, sampling=Poisson(scene.sampling_prob), steps=scene.steps)
-        found = scores(scene, *releases(scene, coins, seed))
-    claims = {delta: dpopt.epsilon_of_event(event, delta=delta) for delta in DELTAS}
-    row = attack(found, coins, claims, significance)
-    return row | dict(runs=runs, steps=scene.steps, sigma=scene.sigma, significance=significance, seed=seed)
+        return audit_sampled(
+            scene,
+            lambda coins: scores(scene, *releases(scene, coins, seed)),
+            runs=runs,
+            significance=significance,
+            seed=seed,
+        )
 
 
 def main(runs: int, significance: float) -> list[dict[str, Any]]:

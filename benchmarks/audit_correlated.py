@@ -19,7 +19,7 @@ import numpy as np
 from scipy import linalg
 
 import dpopt
-from benchmarks.audit_pipeline import DELTAS, attack, audit_all
+from benchmarks.audit_runs import DELTAS, attack, audit_all
 from dpopt import correlated, entropy, events
 from dpopt.correlated import strategies
 from dpopt.parts import CyclicPoissonSampler, EpochSampler

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,8 +27,8 @@ import optax
 from scipy import special
 
 import dpopt
+from benchmarks.audit_runs import DELTAS, attack, audit_all
 from dpopt import entropy
-from dpopt.audit import epsilon_of_rates, many_runs
 from dpopt.clipping import FlatClip
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import Privacy, Relation
@@ -38,7 +38,6 @@ EXAMPLES, BATCH, ROWS = 100, 10, 40  # sampling probability 0.1; rows of a padde
 Q = BATCH / EXAMPLES
 LEAVES = 16  # of two entries each, on which the canary's gradient points up and down
 CLIP_NORM, LENGTH = 1.0, 1e6  # only the clip bounds the canary's gradient
-DELTAS = (1e-5, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +108,19 @@ def _without_second_query(self: Privacy, step: int = 0, relation: Relation = Rel
 
 
 _STEP_EVENT = Privacy.step_event
+
+
+@contextlib.contextmanager
+def budget_spent_twice(clip: Any) -> Iterator[None]:
+    """Of a clip that asks a second query: the first one's noise does not grow for its sake, and nothing is charged."""
+    split = clip.split
+
+    def unsplit(self: Any, noise_multiplier: Any) -> tuple[Any, Any]:
+        return noise_multiplier, split(self, noise_multiplier)[1]
+
+    with mock.patch.object(clip, "split", unsplit), MISTAKES["second query unpaid"][1]():
+        yield
+
 
 # Each mistake, the run in which it shows, and how it is planted in the function that does the work.
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -236,37 +248,6 @@ def scores(seen: np.ndarray, sigma: float) -> dict[str, np.ndarray]:
     }
 
 
-def attack(found: dict[str, np.ndarray], coins: np.ndarray, claims: dict[float, float], significance: float) -> dict:
-    """Chooses score, threshold, direction and delta on half of the runs; bounds epsilon on the other half."""
-    half = len(coins) // 2
-
-    def seen(choice, runs):
-        name, threshold, sign = choice
-        present = coins[runs] if sign > 0 else ~coins[runs]
-        return many_runs.counted(sign * found[name][runs], present, sign * threshold, significance)
-
-    choices = [
-        (name, threshold, sign)
-        for name, score in found.items()
-        for threshold in np.quantile(score[:half], many_runs.THRESHOLDS)
-        for sign in (1, -1)
-    ]
-    first, second = slice(half), slice(half, None)
-    measured = {choice: seen(choice, first) for choice in choices}
-    expected = {(c, delta): epsilon_of_rates(*r, delta) for c, r in measured.items() for delta in claims}
-    best = max(expected, key=lambda e: expected[e] - claims[e[1]])
-    if expected[best] <= claims[best[1]]:  # nothing stands out: what comes nearest to its claim
-        best = max((e for e in expected if claims[e[1]] > 0), key=lambda e: expected[e] / claims[e[1]])
-    choice, delta = best
-    return {
-        "attack": choice[0],
-        "guesses": "in" if choice[2] > 0 else "out",
-        "delta": delta,
-        "claimed_epsilon": claims[delta],
-        "lower_bound": epsilon_of_rates(*seen(choice, second), delta),
-    }
-
-
 def audit(scene_name: str, planted: str, *, runs: int, significance: float, seed: int = 0) -> dict[str, Any]:
     """Audits one kind of run, sound (``"none"``) or with a mistake."""
     scene = SCENES[scene_name]
@@ -278,33 +259,6 @@ def audit(scene_name: str, planted: str, *, runs: int, significance: float, seed
     claims = {delta: dpopt.epsilon_of_event(event, delta=delta) for delta in DELTAS}
     row = attack(scores(seen, scene.sigma), coins, claims, significance)
     return row | dict(runs=runs, steps=scene.steps, sigma=scene.sigma, significance=significance, seed=seed)
-
-
-def audit_all(
-    audit: Callable[..., dict[str, Any]],
-    scenes: Iterable[str],
-    mistakes: Mapping[str, tuple[str, Any]],
-    runs: int,
-    significance: float,
-) -> list[dict[str, Any]]:
-    """Audits every kind of run, sound and with each mistake; ``significance`` is for all of them together."""
-    rows = []
-    cases = [(scene, "none") for scene in scenes] + [(scene, name) for name, (scene, _) in mistakes.items()]
-    print(f"\n{'mistake':<34}{'run':<25}{'attack':<28}{'delta':>8}{'claimed':>9}{'at least':>9}")
-    for scene, name in cases:
-        found = audit(scene, name, runs=runs, significance=significance / len(cases))
-        exceeds = found["lower_bound"] > found["claimed_epsilon"]
-        verdicts = {"exceeds_claim": exceeds, "as_expected": exceeds == (name != "none")}
-        row = {"run": scene, "mistake": name, **found, **verdicts}
-        rows.append(row)
-        surprise = "" if row["as_expected"] else "  UNEXPECTED"
-        verdict = "exceeds the claim" if row["exceeds_claim"] else ""
-        print(
-            f"{name:<34}{scene:<25}{row['attack']:<28}{row['delta']:>8g}{row['claimed_epsilon']:>9.2f}"
-            f"{row['lower_bound']:>9.2f}   {verdict}{surprise}",
-            flush=True,
-        )
-    return rows
 
 
 def main(runs: int, significance: float) -> list[dict[str, Any]]:

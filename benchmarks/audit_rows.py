@@ -19,7 +19,8 @@ import numpy as np
 from scipy import stats
 
 import dpopt
-from benchmarks.audit_pipeline import DELTAS, LENGTH, attack, audit_all
+from benchmarks.audit_pipeline import LENGTH
+from benchmarks.audit_runs import DELTAS, attack, audit_all
 from dpopt import _engines, grouping, users
 from dpopt.truncated import TruncatedPoisson, TruncatedPoissonSampler
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpopt
-from benchmarks.audit_pipeline import DELTAS, attack, audit_all
+from benchmarks.audit_runs import DELTAS, attack, audit_all
 from dpopt import tuning
 from dpopt.sampling import Poisson
 

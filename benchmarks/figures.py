@@ -84,7 +84,7 @@ def _digits(runs: Sequence[Row]) -> str:
     return "; ".join(said)
 
 
-RUNS_AUDITED = "pipeline", "correlated", "adaptive", "rows", "tuning"
+RUNS_AUDITED = "pipeline", "correlated", "adaptive", "sparse", "rows", "tuning"
 
 
 def _attacks(results: Path) -> str:

@@ -41,8 +41,8 @@ class SparseRows:
     *Privacy*: see `sparse_rows`.
 
     >>> clip = sparse_rows(1.0, tables=lambda p: p, rows=lambda x: x, most_rows=10, touch_share=0.36)
-    >>> clip.split(2.4)
-    (3.0, 4.0)
+    >>> [round(multiplier, 3) for multiplier in clip.split(2.4)]
+    [3.0, 4.0]
     """
 
     clip: Any  # clip function of the gradients

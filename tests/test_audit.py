@@ -14,7 +14,15 @@ pytest.importorskip("scipy")
 
 from runs import ROOT
 
-from benchmarks import audit, audit_adaptive, audit_correlated, audit_pipeline, audit_rows, audit_tuning
+from benchmarks import (
+    audit,
+    audit_adaptive,
+    audit_correlated,
+    audit_pipeline,
+    audit_rows,
+    audit_sparse,
+    audit_tuning,
+)
 
 FAULTS = ("half the noise", "no clip", "one key")
 
@@ -117,6 +125,23 @@ def test_sound_adaptive_clipping_is_not_accused(scene):
     assert 0.3 * row["claimed_epsilon"] < row["lower_bound"] <= row["claimed_epsilon"], row
 
 
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "touches not charged" else pytest.param(n, marks=pytest.mark.slow) for n in audit_sparse.MISTAKES],
+)
+def test_a_mistake_in_sparse_noise_is_caught(name):
+    scene, _ = audit_sparse.MISTAKES[name]
+    row = audit_sparse.audit(scene, name, runs=6_000, significance=1e-3, seed=5)
+    assert row["lower_bound"] > row["claimed_epsilon"], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", audit_sparse.SCENES)
+def test_sound_sparse_noise_is_not_accused(scene):
+    row = audit_sparse.audit(scene, "none", runs=6_000, significance=1e-3, seed=5)
+    assert 0.2 * row["claimed_epsilon"] < row["lower_bound"] <= row["claimed_epsilon"], row
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", audit_rows.MISTAKES)
 def test_a_mistake_about_rows_is_caught(name):
@@ -160,6 +185,7 @@ def test_mistakes_are_undone():
             dpopt._threefry.fold_in,
             dpopt.events.step_event,
             dpopt.adaptive.QuantileClip.split,
+            dpopt.sparse.SparseRows.split,
             dpopt.truncated.TruncatedPoisson.event,
             dpopt.users._UserLoss.run,
             dpopt.grouping.group,
@@ -168,7 +194,7 @@ def test_mistakes_are_undone():
         )
 
     before = in_place()
-    for module in (audit_pipeline, audit_correlated, audit_adaptive, audit_rows, audit_tuning):
+    for module in audit.MODULES.values():
         for name in module.MISTAKES:
             with module.mistake(name):
                 assert in_place() != before, name
@@ -177,13 +203,7 @@ def test_mistakes_are_undone():
 
 def test_the_recorded_audit_covers_all_and_holds():
     record = json.loads((ROOT / "benchmarks" / "results" / "audit.json").read_text())
-    for part, module in (
-        ("pipeline", audit_pipeline),
-        ("correlated", audit_correlated),
-        ("adaptive", audit_adaptive),
-        ("rows", audit_rows),
-        ("tuning", audit_tuning),
-    ):
+    for part, module in audit.MODULES.items():
         seen = {(r["run"], r["mistake"]) for r in record[part]}
         planted = {(scene, name) for name, (scene, _) in module.MISTAKES.items()}
         assert seen == planted | {(scene, "none") for scene in module.SCENES}

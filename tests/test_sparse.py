@@ -129,8 +129,9 @@ def test_with_every_row_kept_and_no_noise_it_is_an_ordinary_optimizer():
 # What it costs.
 
 
-@pytest.mark.parametrize("z, share", slow_unless([(1.0, 0.1)], [(1.0, 0.1), (0.6, 0.5), (3.0, 0.9)]))
-def test_the_event_is_that_of_both_queries_and_of_one_gaussian(z, share):
+@pytest.mark.parametrize("setting", slow_unless([(1.0, 0.1)], [(1.0, 0.1), (0.6, 0.5), (3.0, 0.9)]))
+def test_the_event_is_that_of_both_queries_and_of_one_gaussian(setting):
+    z, share = setting
     optimizer = dpopt.dp_sgd(0.1, **privacy_four(l2_clip_norm=rule(0.3, touch_share=share), noise_multiplier=z))
     of_gradients, of_touches = (q.multiplier(0) for q in optimizer.privacy.queries)
     assert of_gradients == pytest.approx(z / math.sqrt(1 - share)) and of_touches == pytest.approx(z / share**0.5)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dp_accounting import rdp
 from scipy import sparse
 from test_benchmark_data import mnist_files, ratings_file
 
@@ -372,10 +373,17 @@ def test_the_report_says_in_words_what_a_papers_ordering_became(tmp_path, monkey
     lower = [row("a", 2.0, 3.0, metric="MSE", higher_is_better=False)]
     assert "1 of 1" in report.against_published(lower)
 
-    frontier = [row(n, m, None, target_epsilon=e, contender=n) for n, m, e in (("x", 0.8, 1.0), ("y", 0.9, 1.0))]
-    frontier.append(row("x", 0.95, None, target_epsilon=2.0, contender="x"))
+    event = dp_accounting.GaussianDpEvent(2.0)
+    more = {"tried": 4, "event": dpopt.events.to_json(event)}
+    frontier = [
+        row(n, m, None, target_epsilon=e, contender=n, **more)
+        for n, m, e in (("x", 0.8, 1.0), ("y", 0.9, 1.0), ("x", 0.95, 2.0))
+    ]
+    accountant = rdp.RdpAccountant()
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(event, mean=4.0, shape=0.0))
+    with_tuning = accountant.get_epsilon(1e-5)
     said = report.frontier(frontier)
-    assert "|  | epsilon 1 | epsilon 2 |" in said and "2 (3.00; 1; 2)" in said
+    assert "|  | epsilon 1 | epsilon 2 |" in said and f"2 (3.00; 1; 2; {with_tuning:.2f})" in said
     assert "| x | 0.800 ± 0.001 | **0.950 ± 0.001** |" in said and "| y | **0.900 ± 0.001** |  |" in said
     assert "published" not in report.papers([row("c", 0.7, None)])
     kinds = (("Poisson", ""), ("cyclic Poisson in 8 parts", ", correlated noise"))
