@@ -75,12 +75,15 @@ class Classifier(Network):
     def __init__(self, model: nn.Module, split: data.Split, **options: Any):
         super().__init__(model, split, optax.softmax_cross_entropy_with_integer_labels, **options)
 
-    def score(self, params: Any) -> jax.Array:
+    def each_score(self, params: Any) -> jax.Array:
         def is_right(example):
             x, y = example
             return jnp.argmax(self._output(params, x), -1) == y
 
-        return jnp.mean(jax.lax.map(is_right, self._test, batch_size=SCORED_TOGETHER))
+        return jax.lax.map(is_right, self._test, batch_size=SCORED_TOGETHER)
+
+    def score(self, params: Any) -> jax.Array:
+        return jnp.mean(self.each_score(params))
 
 
 class MnistClassification(Classifier):

@@ -117,6 +117,8 @@ def frontier(rows: Sequence[dict[str, Any]]) -> str:
 
 def _with_tuning(row: dict[str, Any]) -> float:
     """Epsilon of the best of as many runs as there were candidates, on average."""
+    if row.get("tuning_is_paid"):
+        return row["epsilon"]["rdp"]
     trials = tuning.NumTrials(mean=float(row["tried"]), shape=0.0)
     event = trials.event(events.from_json(row["event"]))
     return accounting.epsilon_of_event(event, delta=row["delta"], accountant="rdp")

@@ -281,7 +281,7 @@ class Program:
         self.trained = carry[0]
         last = self._score(carry[0])
         return [
-            self._common(s)
+            self.common(s)
             | timing
             | {
                 "seed": seed,
@@ -292,8 +292,9 @@ class Program:
             for i, seed in enumerate(seeds)
         ]
 
-    def _common(self, s: Setting) -> dict[str, Any]:
-        task = self.task
+    def common(self, setting: Setting | None = None) -> dict[str, Any]:
+        """What the records of all seeds share."""
+        s, task = setting or self.setting, self.task
         event = events.to_json(event_of(s, task, self.noise_multiplier))
         params = task.init(0)
         optimizer = self._optimizer(jax.random.key(0), task.side_information(0))

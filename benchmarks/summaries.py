@@ -70,7 +70,7 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         published = row.get("published")
         view.add_row(
             row["label"],
-            f"{row['epsilon']['pld']:.2f}",
+            "" if row["epsilon"]["pld"] is None else f"{row['epsilon']['pld']:.2f}",  # a search has none
             f"{row['epsilon']['rdp']:.2f}",
             spread(row),
             "" if published is None else f"{published:g}",

@@ -34,7 +34,7 @@ def missing(settings: Iterable[runs.Setting], seeds: Sequence[int], out: Path) -
 _PROGRAMS: dict[tuple[str, Path | None], runs.Program] = {}
 
 
-def _program(setting: runs.Setting, where: Path | None) -> runs.Program:
+def program(setting: runs.Setting, where: Path | None) -> runs.Program:
     """The compiled program of a setting: that of the run before, if only the learning rate has changed."""
     code = setting.program(), where
     if code not in _PROGRAMS:
@@ -46,10 +46,10 @@ def _program(setting: runs.Setting, where: Path | None) -> runs.Program:
 def _run(
     setting: runs.Setting, seeds: Sequence[int], out: Path, where: Path | None, together: int, advance=None
 ) -> None:
-    program = _program(setting, where)
+    made = program(setting, where)
     for i in range(0, len(seeds), together):
         group = list(seeds[i : i + together])
-        for record in program.train(group, advance or (lambda steps: None), setting):
+        for record in made.train(group, advance or (lambda steps: None), setting):
             records.write_json(out / setting.name(record["seed"]), record)
 
 

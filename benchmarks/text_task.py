@@ -184,8 +184,11 @@ class Imdb:
             "bias": self._one * jnp.sum(r),
         }
 
+    def each_score(self, params: Any) -> jax.Array:
+        return (closed_forms.logits(params, self._test, self._one) > 0) == (self._test.labels > 0.5)
+
     def score(self, params: Any) -> jax.Array:
-        return jnp.mean((closed_forms.logits(params, self._test, self._one) > 0) == (self._test.labels > 0.5))
+        return jnp.mean(self.each_score(params))
 
 
 def whole(rows: closed_forms.Segments, labels: Any) -> closed_forms.SparseRows:

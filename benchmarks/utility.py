@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import plots, records, summaries, sweeps, utility_epochs, utility_frontier, utility_papers
+from benchmarks import paid_tuning, plots, records, summaries, sweeps, utility_epochs, utility_frontier, utility_papers
 
 
 def papers(options: Any, console: Console) -> list[dict[str, Any]]:
@@ -46,14 +46,25 @@ def _tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict
             if options.epsilon and epsilon not in options.epsilon:
                 continue
             tried = contest.candidates(epsilon, validate=True)
+            names = {"table": contest.table, "contender": contest.contender, "label": contest.contender}
+            names |= {"target_epsilon": epsilon, "tried": len(tried)}
+            if getattr(contest, "is_paid", False):
+                seeds = range(options.seeds)
+                runs = paid_tuning.sweep(contest, epsilon, seeds, out=options.out / "runs", where=options.data)
+                out.append(summaries.summarize(runs, tuning_is_paid=True, **names))
+                _say(out[-1], console)
+                continue
             found = _sweep(tried, [0], options, console)  # one seed each: the budget of tuning
             best = utility_frontier.best(found)
             final = contest.candidates(epsilon, validate=False)[best]
             runs = _sweep([final], range(options.seeds), options, console)
-            names = {"table": contest.table, "contender": contest.contender, "label": contest.contender}
-            out.append(summaries.summarize(runs, target_epsilon=epsilon, tried=len(tried), **names))
-            console.print(f"{contest.table}, epsilon {epsilon:g}, {contest.contender}: {summaries.spread(out[-1])}")
+            out.append(summaries.summarize(runs, **names))
+            _say(out[-1], console)
     return out
+
+
+def _say(row: dict[str, Any], console: Console) -> None:
+    console.print(f"{row['table']}, epsilon {row['target_epsilon']:g}, {row['contender']}: {summaries.spread(row)}")
 
 
 SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs}
