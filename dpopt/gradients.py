@@ -92,12 +92,13 @@ class PerExampleGrads:
 
         *Privacy*: as private as the rows; a promise of its own, with a clip and noise of its own.
         """
-        if not hasattr(self._source, "of_another_loss"):
+        of_another_loss = getattr(self._source, "of_another_loss", None)
+        if of_another_loss is None:
             raise TypeError(
                 "a second query needs the examples, and these gradients came without. Pass a promise: "
                 "dpopt.per_example_grads(loss_fn)(params, batch, mask=mask)."
             )
-        return PerExampleGrads(self._source.of_another_loss(loss_fn, params), self._mask)
+        return PerExampleGrads(of_another_loss(loss_fn, params), self._mask)
 
     def scale(self, diagonal: Any) -> "PerExampleGrads":
         """Multiplies every gradient by ``diagonal``, a pytree (prefix allowed) that broadcasts to the parameters.

@@ -13,7 +13,6 @@ import numpy as np
 from dpopt import _validate
 from dpopt._data import rows_of
 
-
 _DRAWS = 0x75736572  # so that a sampler of the same seed, which draws from [seed, step], is independent of these
 
 
@@ -62,9 +61,9 @@ class Groups:
         """
         if self.resample and step is None:
             raise ValueError(
-                "these groups draw each user's examples anew at every step (how='resample'), and no step was given: the "
-                "same few would be taken every time. Pass step=t to rows; read batches by at_step(t, users), or let "
-                "dpopt.Steps or dpopt.train do it."
+                "these groups draw each user's examples anew at every step (how='resample'), and no step was given: "
+                "the same few would be taken every time. Pass step=t to rows; read batches by at_step(t, users), or "
+                "let dpopt.Steps or dpopt.train do it."
             )
         users = np.asarray(users)
         start, counts = self._first[users], self._first[users + 1] - self._first[users]
@@ -140,9 +139,9 @@ def group(
     Raises:
         ValueError, TypeError: for ids that are not one an example, or another bad argument.
 
-    *Privacy*: which of a user's examples are taken depends on nothing but these examples, their order, and draws of the
-    user's own (by seed, id and step). So one user more changes no other's row, and the clip bounds what all of the user's examples add. That
-    an example is its user's alone is your word for it.
+    *Privacy*: which of a user's examples are taken depends on nothing but these examples, their order, and draws of
+    the user's own (by seed, id and step). So one user more changes no other's row, and the clip bounds what all of the
+    user's examples add. That an example is its user's alone is your word for it.
 
     >>> groups = group(["ann", "bob", "ann", "ann"], max_examples=2)
     >>> groups.num_users, groups.rows(np.array([0, 1]))[0].tolist()

@@ -342,13 +342,15 @@ def test_paid_tuning_stays_within_its_epsilon_and_resumes(tmp_path):
     (contest,) = (c for c in utility_frontier.contests() if c.table == "Digits" and c.label == "DP-Adam, tuning paid")
     (record,) = paid_tuning.sweep(contest, 8.0, range(1), out=tmp_path, where=None)
     whole = dpopt.events.from_json(record["event"])
-    assert isinstance(whole, dp_accounting.dp_event.RepeatAndSelectDpEvent) and (whole.mean, whole.shape) == (4.0, 0.0)
+    search = whole.events[0].event
+    assert isinstance(search, dp_accounting.dp_event.RepeatAndSelectDpEvent)
+    assert (search.mean, search.shape) == (4.0, 0.0) and len(whole.events) == whole.events[0].count == 1
     accountant = rdp.RdpAccountant()
     accountant.compose(whole)
     assert record["epsilon"]["rdp"] == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-2)
     assert 7.9 < record["epsilon"]["rdp"] <= 8.0 and record["trials"] >= 1 and record["score"] > 0.7
     # A trial: the training at the noise that is stated, and a score that costs a tenth of it.
-    training, score = whole.event.events
+    _, score = search.event.events
     sigma = record["noise_multiplier"]
     assert score.noise_multiplier == pytest.approx(sigma / math.sqrt(utility_frontier.STEPS / 9), rel=1e-3)
     (file,) = tmp_path.iterdir()

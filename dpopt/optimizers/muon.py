@@ -76,7 +76,7 @@ def scale_by_muon_bc(
     orthogonal = contrib.muon(-1.0, ns_steps=ns_steps, beta=0.0, nesterov=False)
     rest = scale_by_adam_bc(b1=b1, b2=b2, gamma=gamma)
 
-    def f(matrices: list[jax.Array]) -> list[jax.Array]:
+    def f(matrices: list[jax.Array]) -> Any:
         return orthogonal.update(matrices, orthogonal.init(matrices), matrices)[0]
 
     def init_fn(params):
@@ -120,8 +120,8 @@ def _split(tree: Any, like: Any = None) -> tuple[list, list, Any]:
     is_matrix = [jnp.ndim(x) == 2 for x in shapes]
 
     def join(matrices: list, others: list) -> Any:
-        matrices, others = iter(matrices), iter(others)
-        return jax.tree.unflatten(structure, [next(matrices if m else others) for m in is_matrix])
+        left = {True: iter(matrices), False: iter(others)}
+        return jax.tree.unflatten(structure, [next(left[m]) for m in is_matrix])
 
     matrices = [x for x, m in zip(leaves, is_matrix, strict=True) if m]
     return matrices, [x for x, m in zip(leaves, is_matrix, strict=True) if not m], join
