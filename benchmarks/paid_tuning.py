@@ -50,21 +50,22 @@ class Search:
         def event_of(sigma: float) -> dp_accounting.DpEvent:
             return runs.event_of(probe, self._task, sigma)
 
-        def trial(sigma: float) -> dp_accounting.DpEvent:
-            return dp_accounting.ComposedDpEvent([event_of(sigma), dp_accounting.GaussianDpEvent(self._score(sigma))])
-
         self._steps = probe.steps
-        sigma = accounting.calibrate_event(
-            lambda sigma: TRIALS.event(trial(sigma)), epsilon=epsilon, delta=probe.delta, accountant="rdp"
-        )
-        self._event, self._score_noise = event_of(sigma), self._score(sigma)
+        self._held_out = len(self._quality(self._task.init(0)))
+
+        def whole(sigma: float) -> dp_accounting.DpEvent:
+            return TRIALS.event(dp_accounting.ComposedDpEvent([event_of(sigma), self._score(sigma).event]))
+
+        sigma = accounting.calibrate_event(whole, epsilon=epsilon, delta=probe.delta, accountant="rdp")
+        self._event, self._scored = event_of(sigma), self._score(sigma)
         self._candidates = [dataclasses.replace(c, epsilon=None, noise_multiplier=sigma) for c in candidates]
         final = contest.candidates(epsilon, validate=False)[0]
         self._judge = runs.Program(dataclasses.replace(final, epsilon=None, noise_multiplier=sigma), where=where)
 
-    def _score(self, sigma: float) -> float:
-        """The noise multiplier of a score, from that of a step, of which each reads all examples."""
-        return sigma / (self._steps * SCORE_SHARE / (1 - SCORE_SHARE)) ** 0.5
+    def _score(self, sigma: float) -> tuning.PrivateScore:
+        """How trials are scored, from the noise multiplier of their steps, of which each reads all examples."""
+        noise = sigma / (self._steps * SCORE_SHARE / (1 - SCORE_SHARE)) ** 0.5
+        return tuning.PrivateScore(per_example=self._quality, num_examples=self._held_out, noise_multiplier=noise)
 
     def _quality(self, params: Any) -> np.ndarray:
         each = np.asarray(self._task.each_score(params), np.float64)
@@ -81,14 +82,11 @@ class Search:
             seconds.append(record["seconds"])
             return jax.tree.map(lambda x: x[0], program.trained)
 
-        held_out = len(self._quality(self._task.init(0)))
         found = tuning.repeat_and_select(
             train,
             range(len(self._candidates)),
             event=self._event,
-            score=tuning.PrivateScore(
-                per_example=self._quality, num_examples=held_out, noise_multiplier=self._score_noise
-            ),
+            score=self._scored,
             num_trials=TRIALS,
             key=jax.random.fold_in(jax.random.key(3_000), seed),
             num_examples=self._task.num_examples,
