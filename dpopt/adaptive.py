@@ -29,6 +29,12 @@ from dpopt.private_mean import privatize
 
 # Gradients are divided by the clip norm before they are clipped: within these bounds nothing over- or underflows.
 LEAST, MOST = 2.0**-60, 2.0**60
+# A vote falls while a norm grows from 15/16 to 17/16 of the clip norm, and not all at once there: rows that are alike
+# would all change their votes with the last bit of their norms, which may hang on one row more in the batch.
+HALF_WIDTH = 2.0**-4
+# What such bits move the sum of votes by, over the 1/2 of the row that is there or not: norms are taken to be the same
+# to 2^-20, a vote moves by 1 / (2 * HALF_WIDTH) times that, and a batch may be twice as large as is expected.
+_SLACK = 2 * 2.0**-20 / HALF_WIDTH
 _COUNT_KEY = 2**31 - 2  # as far from the numbers of steps as what the sampler's seed is made of
 
 
@@ -109,6 +115,7 @@ class QuantileClip:
                 "l2_clip_norm, or noise=None."
             )
         gradient_multiplier, count_stddev = self.split(noise_multiplier)
+        drawn_stddev = _times(1 + _SLACK * expected_batch_size, count_stddev)
 
         def core_at(total: jax.Array, clip: _unit_clip.UnitClip) -> PrivateOptimizer:
             return privatize(
@@ -119,7 +126,7 @@ class QuantileClip:
                 preconditioner=(*preconditioner, AdaptiveClipNorm(total, self)),
             )
 
-        count_noise = add_gaussian_noise(count_stddev, jax.random.fold_in(key, _COUNT_KEY))
+        count_noise = add_gaussian_noise(drawn_stddev, jax.random.fold_in(key, _COUNT_KEY))
         core = core_at(*_unit_clip.factors(self._initial()))
 
         def init_fn(params):
@@ -177,7 +184,7 @@ class AdaptiveClipNorm:
 
 
 def _centred_counts(seen: ClippedSum, l2_clip_norms: Any) -> Any:
-    r""":math:`\sum_i (1[\|g_{i,k}\| \le C_k] - 1/2)` over the examples of a batch, like the clip norms.
+    r""":math:`\sum_i \phi(\|g_{i,k}\| / C_k)` over the examples of a batch, like the clip norms.
 
     Padding adds nothing, and neither does a gradient that is not finite: it is no reason for a larger C_k, and with it
     more noise. So one example more or less is at most 1/2 more or less.
@@ -188,7 +195,7 @@ def _centred_counts(seen: ClippedSum, l2_clip_norms: Any) -> Any:
     def of_group(c: jax.Array, group: Any) -> jax.Array:
         norms = _unit_clip.group_norms(c, group)
         counts = _trees.per_example(seen.sensitive.is_example, norms) & jnp.isfinite(norms)
-        votes = jnp.where(norms <= _unit_clip.per_row(c), 0.5, -0.5)
+        votes = jnp.clip((1 - norms / _unit_clip.per_row(c)) / (2 * HALF_WIDTH), -0.5, 0.5)
         return jnp.sum(jnp.where(counts, votes, 0.0).astype(jnp.float32), axis=0)
 
     counts = [of_group(c, group) for c, group in _unit_clip.groups(l2_clip_norms, seen.leaf_norms)]
@@ -202,10 +209,12 @@ def quantile_clip(
 
     .. math::
 
-        \tilde b_t = \tfrac12 + \tfrac1B \Big( \sum_{i \in \text{batch}} \big(1[\|g_i\| \le C_t] - \tfrac12\big)
+        \tilde b_t = \tfrac12 + \tfrac1B \Big( \sum_{i \in \text{batch}} \phi\Big(\frac{\|g_i\|}{C_t}\Big)
         + \sigma_b z \Big), \quad C_{t+1} = C_t \exp(-\eta\, (\tilde b_t - \gamma))
 
-    with B the expected batch size. The noise on the gradients follows: its standard deviation is :math:`z_\Delta C_t`,
+    with B the expected batch size, and :math:`\phi` falling from 1/2 to -1/2 between 15/16 and 17/16. (The paper's vote
+    falls at 1 all at once, and then floating-point norms of rows that are alike may all change sides for the sake of
+    one other row.) The noise on the gradients follows: its standard deviation is :math:`z_\Delta C_t`,
     which stages that must know it are told. The optimizer's ``noise_multiplier`` z, given or calibrated, is that of
     both queries together; `QuantileClip.split` says what each gets. The optimizer's state holds the clip norm:
     ``optax.tree.get(state, "clip_norms")``.
@@ -225,8 +234,9 @@ def quantile_clip(
             parameters.
 
     *Privacy*: two Gaussian queries a step on one batch: the clipped sum, of sensitivity C_t, and m counts, each of
-    which one example moves by at most 1/2, whatever its gradient. C_t comes from noised counts alone, and so is fixed
-    before a batch is read.
+    which one example moves by at most 1/2, whatever its gradient. The noise on counts is larger than :math:`\sigma_b`
+    by B / 2^15 of it, for what one example more may do to the last bits of all others' norms. C_t comes from noised
+    counts alone, and so is fixed before a batch is read.
 
     Reference: Andrew, Thakkar, McMahan and Ramaswamy (2021), Differentially Private Learning with Adaptive Clipping,
     Algorithm 1 and Theorem 1.

@@ -39,7 +39,16 @@ def with_lengths(lengths, width=3, seed=0):
     return (g / np.linalg.norm(g, axis=1, keepdims=True) * np.asarray(lengths)[:, None]).astype(np.float32)
 
 
-# The paper's algorithm, in float64 NumPy.
+# The paper's algorithm, in float64 NumPy, but for the votes: between 15/16 and 17/16 of the clip norm they fall evenly.
+
+
+def votes_of(lengths):
+    return np.interp(lengths, [15 / 16, 17 / 16], [0.5, -0.5])
+
+
+def slack(size):
+    """By how much the noise on counts is larger than the paper's."""
+    return 1 + size / 2**15
 
 
 def algorithm(batches, *, initial, quantile, learning_rate, multiplier, count_stddev, size, normals):
@@ -56,7 +65,7 @@ def algorithm(batches, *, initial, quantile, learning_rate, multiplier, count_st
             lengths = np.linalg.norm(np.asarray(rows, np.float64), axis=1)
             factors = np.minimum(1, c[k] / np.maximum(lengths, 1e-300))
             w[k] = w[k] - (factors @ rows + multiplier * sensitivity * z[k]) / size
-            below[k] = np.sum(lengths <= c[k]) - len(lengths) / 2
+            below[k] = np.sum(votes_of(lengths / c[k]))
         z = next(normals)
         for k in batch:
             share = 0.5 + (below[k] + count_stddev * z[k]) / size
@@ -97,6 +106,7 @@ def test_it_is_the_papers_algorithm(grouped, monkeypatch):
     m, z = len(initial), 1.3
     count_stddev = z / 2 * math.sqrt(m / 0.05)
     multiplier = (z**-2 - m * (2 * count_stddev) ** -2) ** -0.5
+    count_stddev *= slack(10)
     want_w, want_c = algorithm(
         batches,
         initial=initial,
@@ -232,7 +242,7 @@ def test_the_noise_on_counts_and_gradients_is_as_large_as_stated():
     shares, means = counts_drawn(clip, grads, draws=draws, z=z, params={k: jnp.zeros(3) for k in "ab"}, size=size)
     multiplier, sigma_b = clip.split(z)
     for k in "ab":
-        deviation = sigma_b / size
+        deviation = sigma_b * slack(size) / size
         assert abs(np.mean(shares[k]) - 0.6) < 5 * deviation / math.sqrt(draws)
         assert np.std(shares[k]) == pytest.approx(deviation, rel=5 / math.sqrt(2 * draws))
         assert np.std(means[k], axis=0) == pytest.approx(multiplier * math.sqrt(2) / size, rel=5 / math.sqrt(2 * draws))
@@ -347,11 +357,68 @@ def test_one_example_moves_every_count_by_a_half(grouping):
         change = flat(counts) - flat(others)
         length = np.ravel(group_norms(grads, row, clip.initial))
         with np.errstate(invalid="ignore"):
-            votes = np.where(np.isfinite(length), np.where(length <= flat(norms), 0.5, -0.5), 0.0)
+            votes = np.where(np.isfinite(length), votes_of(length / flat(norms)), 0.0)
         assert np.allclose(change, votes, atol=2e-5), (seed, change)
         below += list(votes[votes != 0] > 0)
         assert np.linalg.norm(flat(total) - flat(other)) <= np.linalg.norm(flat(norms)) * (1 + 6e-4), seed
     assert 0.2 < np.mean(below) < 0.8  # both kinds occur
+
+
+def tied_mlp(rng):
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]) ** 2
+
+    params = {"a": rng.normal(size=(784, 128)) / 28, "b": rng.normal(size=(128, 128)) / 11, "c": rng.normal(size=128)}
+    return loss, params, rng.normal(size=784), 32
+
+
+def tied_filters(rng):
+    def loss(p, x):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        h = jax.lax.conv_general_dilated(x[None], p["a"], (1, 1), "SAME", dimension_numbers=dimensions)
+        h = jax.lax.conv_general_dilated(jnp.tanh(h), p["b"], (2, 2), "SAME", dimension_numbers=dimensions)
+        return jnp.sum(jnp.tanh(h).mean((0, 1, 2))) ** 2
+
+    params = {"a": rng.normal(size=(3, 3, 3, 8)) / 5, "b": rng.normal(size=(3, 3, 8, 8)) / 8}
+    return loss, params, rng.normal(size=(12, 12, 3)), 256
+
+
+@pytest.mark.parametrize("engine", slow_unless(["vmap"], ["vmap", "ghost"]))
+@pytest.mark.parametrize("made", slow_unless([tied_mlp], [tied_mlp, tied_filters]))
+def test_rows_that_are_alike_do_not_change_sides_together(made, engine):
+    """Copies of one row, at clip norms within a few roundings of its norm; beside them one more copy, or a bad row."""
+    loss, params, row, size = made(np.random.default_rng(0))
+    params, row = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params), np.asarray(row, np.float32)
+    grads = dpopt.per_example_grads(loss, engine=engine)
+    clip = quantile_clip(1.0, learning_rate=1.0)
+    opt = dpopt.privatize(**privacy_four(l2_clip_norm=clip, noise_multiplier=0.0, expected_batch_size=size))
+
+    @jax.jit
+    def count(c, batch, mask):
+        state = opt.init(params)._replace(clip_norms=c)
+        _, state = opt.update(grads(params, batch, mask=mask), state, params)
+        return -size * jnp.log(norms_of(state) / c)
+
+    @jax.jit
+    def norms(batch):
+        rows = grads(params, batch, mask=None)
+        rows.clipped_sum(dpopt.FlatClip(1.0))
+        return rows.sensitive.norms
+
+    alike = np.stack([row] * size)
+    bad = alike.copy()
+    bad[0].flat[0] = np.nan
+    whole, rest = np.ones(size, bool), np.arange(size) > 0
+    neighbours = [
+        ((alike[1:], whole[1:]), (alike, whole)),
+        ((alike, rest), (alike, whole)),
+        ((bad, rest), (bad, whole)),
+    ]
+    norm, moved = float(norms(alike)[-1]), []
+    for c in np.unique(np.linspace(norm * (1 - 1e-6), norm * (1 + 1e-6), 17).astype(np.float32)):
+        counts = [[float(count(jnp.float32(c), *batch)) for batch in pair] for pair in neighbours]
+        moved.append([abs(b - a) for a, b in counts])
+    assert np.max(moved) <= 0.5 * slack(size) + 1e-4, np.max(moved, axis=0)
 
 
 def test_padding_counts_for_nothing_and_the_expected_size_divides():
@@ -423,7 +490,7 @@ def test_every_engine_counts_the_same(kind, monkeypatch):
         norms = np.sqrt(sum(n**2 for n in norms.values()))
     with np.errstate(invalid="ignore"):
         below = jax.tree.map(
-            lambda n, c: (np.where(np.isfinite(n), (n <= c) - 0.5, 0))[mask].sum(0), norms, clip.initial
+            lambda n, c: np.where(np.isfinite(n), votes_of(n / c), 0)[mask].sum(0), norms, clip.initial
         )
     want = jax.tree.map(lambda c, b: c * np.exp(-b / 10), clip.initial, below)
     assert 0.01 < np.std(flat(jax.tree.map(lambda w, c: w / c, want, clip.initial))) or kind == "flat"
@@ -485,7 +552,7 @@ def test_clients_are_counted_not_their_examples():
         moved = 0.75 * (np.mean(batch[:5], axis=1, dtype=np.float64) - v)  # two halves of the way to their mean
         lengths = np.linalg.norm(moved, axis=1)
         v = v + np.sum(np.minimum(1, c / lengths)[:, None] * moved, axis=0) / 5
-        c *= math.exp(-0.3 * (0.5 + np.sum((lengths <= c) - 0.5) / 5 - 0.5))
+        c *= math.exp(-0.3 * (0.5 + np.sum(votes_of(lengths / c)) / 5 - 0.5))
         assert_near(w, v, 1e-5)
         assert float(norms_of(state)) == pytest.approx(c, rel=1e-5)
     assert c != 0.5
