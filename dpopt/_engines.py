@@ -41,8 +41,18 @@ class Loss:
     def like(self) -> Any:
         return self.params
 
-    def of_another_loss(self, loss_fn: Callable, params: Any) -> Loss:
-        return dataclasses.replace(self, loss_fn=loss_fn, params=params, has_aux=False)
+    def examples(self, row: Any) -> tuple[Any, jax.Array]:
+        """The examples of a row of the batch, leaves ``(examples, ...)``, and which of them count."""
+        row = row[0] if getattr(self.loss_fn, "takes_key", False) else row
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], row), jnp.ones(1, bool)
+
+    def of_examples(self, function: Callable, params: Any) -> Loss:
+        """Of another function of parameters and a row's examples, at the same rows."""
+
+        def of_row(p: Any, row: Any) -> Any:
+            return function(p, *self.examples(row))
+
+        return Loss(of_row, params, self.batch, self.batch_size, "auto", self.microbatch_size, has_aux=False)
 
     def gradients(self) -> Any:
         check_rows_are_independent(self._row_program)

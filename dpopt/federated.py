@@ -46,6 +46,10 @@ class _ClientRuns(_engines.Loss):
 
     unit = "client"
 
+    def examples(self, row: tuple[Any, jax.Array | None]) -> tuple[Any, jax.Array]:
+        data, mask = row
+        return data, jnp.ones(jax.tree.leaves(data)[0].shape[0], bool) if mask is None else mask
+
     def _value_and_grad(self, row: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
         """One client: its mean loss at the start, and ``w - w_i``."""
         data, mask = row

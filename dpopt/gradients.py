@@ -84,21 +84,26 @@ class PerExampleGrads:
         """Something shaped like one example's gradient."""
         return self._source.like
 
-    def of_another_loss(self, loss_fn: Callable[..., Any], params: Any) -> "PerExampleGrads":
-        """The gradients of another function of parameters and an example, at the same rows: for a second query.
+    def of_examples(self, function: Callable[..., Any], params: Any) -> "PerExampleGrads":
+        """The gradients of another function of the same rows, for a second query.
+
+        Args:
+            function: of parameters; a row's examples, leaves ``(examples, ...)`` (one, but where rows are users or
+                clients); and ``(examples,)`` bool, which of them count. Returns a number.
+            params: what to take gradients by.
 
         Raises:
             TypeError: if these gradients came in already computed, without the examples that they are of.
 
         *Privacy*: as private as the rows; a promise of its own, with a clip and noise of its own.
         """
-        of_another_loss = getattr(self._source, "of_another_loss", None)
-        if of_another_loss is None:
+        of_examples = getattr(self._source, "of_examples", None)
+        if of_examples is None:
             raise TypeError(
                 "a second query needs the examples, and these gradients came without. Pass a promise: "
                 "dpopt.per_example_grads(loss_fn)(params, batch, mask=mask)."
             )
-        return PerExampleGrads(of_another_loss(loss_fn, params), self._mask)
+        return PerExampleGrads(of_examples(function, params), self._mask)
 
     def scale(self, diagonal: Any) -> "PerExampleGrads":
         """Multiplies every gradient by ``diagonal``, a pytree (prefix allowed) that broadcasts to the parameters.

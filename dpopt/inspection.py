@@ -194,8 +194,8 @@ class _Shown:
         self.mask = mask
         self.batch_size = _ROWS
 
-    def of_another_loss(self, loss_fn: Callable, params: Any) -> "_Shown":
-        del loss_fn  # of private examples: its gradients are as private
+    def of_examples(self, function: Callable, params: Any) -> "_Shown":
+        del function  # of private examples: its gradients are as private
         flow.public(params, "the parameters of a second query")
         return _Shown(params, self.unit, self.mask)
 

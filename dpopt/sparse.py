@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt import _validate
+from dpopt import _trees, _validate
 from dpopt import noise as _noise
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function, as_promise, clip_and_sum
@@ -114,7 +114,7 @@ class SparseRows:
             grads = as_promise(updates, params)
             places, found = _tables(self.tables, grads.like)
             zeros = [jnp.zeros(t.shape[0]) for t in found]
-            noisy, touch_state, _ = touches.run(grads.of_another_loss(self._touches, zeros), state.touches, zeros)
+            noisy, touch_state, _ = touches.run(grads.of_examples(self._touches, zeros), state.touches, zeros)
             kept = {place: self._kept(n) for place, n in zip(places, noisy, strict=True)}
             mean, core_state, stddev = core_on(kept, grads.like).run(grads, state.core, params, **extra_args)
             return mean, SparseRowsState(touch_state, core_state), stddev
@@ -122,9 +122,9 @@ class SparseRows:
         privacy = Privacy((*core.privacy.queries, *touches.privacy.queries), unit=core.privacy.unit)
         return PrivateOptimizer(init_fn, run, privacy, core.stages)
 
-    def _touches(self, counts: list[jax.Array], example: Any) -> jax.Array:
-        """A function of one example whose gradient is 1 at each row that it touches."""
-        given = self.rows(example)
+    def _touches(self, counts: list[jax.Array], examples: Any, which: jax.Array) -> jax.Array:
+        """A function of the examples of one row of the batch whose gradient is 1 at each row that they touch."""
+        given = jax.vmap(self.rows)(examples)
         rows = list(given) if isinstance(given, list | tuple) else [given]
         if len(rows) != len(counts):
             raise ValueError(f"rows names rows of {len(rows)} tables, and tables has {len(counts)}.")
@@ -133,7 +133,9 @@ class SparseRows:
             touched = jnp.asarray(touched)
             if not jnp.issubdtype(touched.dtype, jnp.integer):
                 raise TypeError(f"rows must give numbers of rows, integers; got dtype {touched.dtype}.")
-            touched = jnp.sort(touched.ravel())
+            # A table may have more rows than a narrow type can count.
+            touched = touched.astype(jnp.int32) if touched.dtype.itemsize < 4 else touched
+            touched = jnp.sort(jnp.where(_trees.per_example(which, touched), touched, -1).ravel())
             is_first = (touched != jnp.roll(touched, 1)).at[:1].set(True)
             is_row = is_first & (touched >= 0) & (touched < len(count))
             total += jnp.sum(jnp.where(is_row, count[jnp.where(is_row, touched, 0)], 0.0))
@@ -200,7 +202,8 @@ def sparse_rows(
         l2_clip_norm: C, or a clip function.
         tables: from the parameters to the tables in it (one, or a list): arrays whose first axis numbers rows.
         rows: from an example to the numbers of the rows that it touches: integers of any shape, or a list of such, one
-            for each table. Repeated numbers count once; negative ones are no row.
+            for each table. Repeated numbers count once, also over the examples of one user or client; negative ones are
+            no row.
         most_rows: at most so many rows of each table are kept in a step, positive.
         threshold: tau, a number of contributions, each of which is at most 1 (C_1 over the root of how many rows the
             example touches). A row that nobody touched is kept with the probability that noise exceeds it.

@@ -24,9 +24,13 @@ from dpopt.grouping import group as group
 
 
 class _UserLoss(_engines.Loss):
-    """Gradients to be, of rows that are users."""
+    """Gradients to be, of rows that are users: ``(examples, which of them count)``."""
 
     unit = "user"
+
+    def examples(self, row: Any) -> tuple[Any, jax.Array]:
+        examples, counts = row
+        return (examples[0] if getattr(self.loss_fn, "takes_key", False) else examples), counts
 
 
 def per_user_grads(
@@ -78,6 +82,8 @@ def per_user_grads(
         total = jnp.sum(jnp.where(counts, losses, 0))
         return total if reduce == "sum" else total / jnp.maximum(jnp.sum(counts), 1).astype(total.dtype)
 
+    takes_key = getattr(loss_fn, "takes_key", False)
+    cast(Any, loss_of_user).takes_key = takes_key
     of_rows = per_example_grads(loss_of_user, engine=engine, microbatch_size=microbatch_size, memory=memory)
 
     def prepared(params: Any, user_batches: Any, example_mask: Any) -> tuple[Any, jax.Array]:
@@ -113,7 +119,7 @@ def per_user_grads(
         verification.verify_once(loss_of_user, params, prepared(params, user_batches, None), **options)
 
     asked = cast(Any, promise)  # by train steps and by the loop
-    asked.makes_promise, asked.takes_key, asked.verify = True, getattr(loss_fn, "takes_key", False), verify
+    asked.makes_promise, asked.takes_key, asked.verify = True, takes_key, verify
     return promise
 
 

@@ -3,16 +3,18 @@
 import math
 
 import dp_accounting as dp
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import assert_identical, privacy_four, slow_unless
+from hypothesis import strategies as st
 from runs import ROOT, run, script
 
 import dpopt
-from dpopt import events, noise, sparse
+from dpopt import events, noise, sparse, users
 from dpopt.chain import NoiseAware
 from dpopt.sparse import sparse_rows
 
@@ -165,7 +167,7 @@ def test_one_example_moves_touches_and_sum_by_no_more_than_their_norms(seed):
 
     def seen(mask):
         grads = dpopt.per_example_grads(loss)(params, batch, mask=mask)
-        touches = grads.of_another_loss(clip._touches, zeros).clipped_sum(dpopt.FlatClip(c1)).sum[0]
+        touches = grads.of_examples(clip._touches, zeros).clipped_sum(dpopt.FlatClip(c1)).sum[0]
         kept = sparse.KeptRows(sparse._is_kept({0: jnp.array([1, 4, ROWS])}, params), clip)
         total = dpopt.preconditioning.apply_diagonal(grads, kept.diagonal((), params)[0]).clipped_sum(clip.clip)
         return np.asarray(touches, np.float64), total.sum
@@ -296,15 +298,80 @@ def test_eight_devices_keep_the_same_rows(kind):
 
 
 @pytest.mark.slow
-def test_clients_touch_rows_too():
-    """One client's examples are one row: what they touch together is clipped as one."""
-    deltas = dpopt.federated.client_deltas(loss, local_steps=1, local_learning_rate=0.5)
-    clip = rule(0.5, rows=lambda client: client["tokens"])
-    optimizer = dpopt.federated.client_level(dpopt.privatize(**privacy_four(l2_clip_norm=clip, noise_multiplier=0.0)))
-    params = start()
-    clients = jax.tree.map(lambda *x: np.stack(x), *[batch_of(3, seed=i) for i in range(4)])
-    updates, _ = optimizer.update(deltas(params, clients, mask=None), optimizer.init(params), params)
-    assert 1 <= np.asarray(updates["table"]).any(1).sum() <= 4 and optimizer.privacy.unit == "client"
+def touches_of(rows, clip):
+    """What each row of a batch touches, ``(B, rows of the table)``."""
+    return np.asarray(rows.of_examples(clip._touches, [jnp.zeros(ROWS)]).materialize()[0])
+
+
+def takes_keys(with_key):
+    def loss_with_key(p, example):
+        batch, key = example
+        return loss(p, batch) + 0 * jax.random.normal(key)
+
+    loss_with_key.takes_key = with_key
+    return loss_with_key if with_key else loss
+
+
+@pytest.mark.parametrize(
+    "kind, with_key",
+    [("examples", False), ("examples", True), ("users", False), ("users", True), ("clients", False)],
+)
+@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.given(seed=st.integers(0, 10**6))
+def test_a_row_touches_what_its_examples_touch(kind, with_key, seed):
+    """Once each, however many of its examples do, and whatever is computed for it."""
+    rng, clip, size = np.random.default_rng(seed), rule(), 4
+    groups = jax.tree.map(lambda *x: np.stack(x), *[batch_of(3, seed=seed + i, words=ROWS + 3) for i in range(size)])
+    groups["tokens"] -= 2  # some numbers are no rows
+    own = rng.random((size, 3)) < 0.6
+    if kind == "examples":
+        groups, own = jax.tree.map(lambda x: x[:, 0], groups), np.ones((size, 1), bool)
+        made, more = dpopt.per_example_grads(takes_keys(with_key)), {}
+        tokens = groups["tokens"][:, None]
+        batch = (groups, jax.random.split(jax.random.key(0), size)) if with_key else groups
+    elif kind == "users":
+        made, tokens, more = users.per_user_grads(takes_keys(with_key)), groups["tokens"], {}
+        batch = users.Users(groups, own)
+        batch = (batch, jax.random.split(jax.random.key(0), size)) if with_key else batch
+    else:
+        made = dpopt.federated.client_deltas(loss, local_steps=3, local_learning_rate=1e-3)
+        tokens, more, batch = groups["tokens"], {"example_mask": own}, groups
+    want = np.zeros((size, ROWS))
+    for i, j in np.argwhere(own):
+        want[i, [t for t in tokens[i, j] if 0 <= t < ROWS]] = 1
+    np.testing.assert_array_equal(touches_of(made(start(), batch, mask=None, **more), clip), want)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint32, np.int32])
+def test_rows_of_a_table_are_more_than_a_narrow_type_counts(dtype):
+    table, tokens = {"table": jnp.ones((300, WIDTH)), "w": jnp.ones((WIDTH, 2))}, np.array([[5, 100]], dtype)
+    grads = dpopt.per_example_grads(loss)(table, {"tokens": tokens, "y": np.ones((1, 2), np.float32)}, mask=None)
+    (touched,) = grads.of_examples(rule()._touches, [jnp.zeros(300)]).materialize()
+    assert np.flatnonzero(np.asarray(touched)[0]).tolist() == [5, 100]
+    wide = {"tokens": np.array([[5, 200]], np.uint8), "y": np.ones((1, 2), np.float32)}
+    (touched,) = (
+        dpopt.per_example_grads(loss)(table, wide, mask=None)
+        .of_examples(rule()._touches, [jnp.zeros(300)])
+        .materialize()
+    )
+    assert np.flatnonzero(np.asarray(touched)[0]).tolist() == [5, 200]
+
+
+def test_users_and_clients_train_on_the_rows_they_touch():
+    for unit in ("user", "client"):
+        clip = rule(0.5, threshold=0.2)
+        optimizer = dpopt.privatize(**privacy_four(l2_clip_norm=clip, noise_multiplier=0.0))
+        if unit == "user":
+            made, optimizer = users.per_user_grads(loss), users.user_level(optimizer)
+        else:
+            made = dpopt.federated.client_deltas(loss, local_steps=3, local_learning_rate=1e-3)
+            optimizer = dpopt.federated.client_level(optimizer)
+        params = start()
+        groups = jax.tree.map(lambda *x: np.stack(x), *[batch_of(3, seed=i, words=4) for i in range(4)])
+        updates, _ = optimizer.update(made(params, groups, mask=None), optimizer.init(params), params)
+        touched = sorted(set(groups["tokens"].ravel().tolist()))
+        assert np.flatnonzero(np.asarray(updates["table"]).any(1)).tolist() == touched and len(touched) == 4
+        assert optimizer.privacy.unit == unit
 
 
 # What is refused, and what an inspection sees.
