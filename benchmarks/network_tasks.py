@@ -41,7 +41,8 @@ class Network(Indexed):
 
         self._model, self._loss = model, loss
         self._train, self._public = take(private), take(public)
-        self._test = take(held_out) if validate else jax.tree.map(jnp.asarray, test)
+        self._final = lambda: jax.tree.map(jnp.asarray, test)
+        self._test = take(held_out) if validate else self._final()
         self.num_examples, self.has_public_data = len(private), len(public) > 0
         self._promise = dpopt.per_example_grads(self._loss_of_one)
 
@@ -75,15 +76,18 @@ class Classifier(Network):
     def __init__(self, model: nn.Module, split: data.Split, **options: Any):
         super().__init__(model, split, optax.softmax_cross_entropy_with_integer_labels, **options)
 
-    def each_score(self, params: Any) -> jax.Array:
+    def each_score(self, params: Any, rows: Any = None) -> jax.Array:
         def is_right(example):
             x, y = example
             return jnp.argmax(self._output(params, x), -1) == y
 
-        return jax.lax.map(is_right, self._test, batch_size=SCORED_TOGETHER)
+        return jax.lax.map(is_right, self._test if rows is None else rows, batch_size=SCORED_TOGETHER)
 
     def score(self, params: Any) -> jax.Array:
         return jnp.mean(self.each_score(params))
+
+    def final_score(self, params: Any) -> jax.Array:
+        return jnp.mean(self.each_score(params, self._final()))
 
 
 class MnistClassification(Classifier):

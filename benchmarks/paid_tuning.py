@@ -1,7 +1,7 @@
 """Contenders of the frontier that pay for their tuning: epsilon covers all that led to the released parameters.
 
-A random number of the contender's candidates is trained, each scored on held-out training examples with noise, and the
-best is released (`dpopt.tuning.repeat_and_select`). The noise of a trial is so large that the whole search costs what
+A random number of the contender's candidates is trained on four fifths of the training examples, each scored on the
+last fifth with noise, and the best is released (`dpopt.tuning.repeat_and_select`). The noise of a trial is so large that the whole search costs what
 others are allowed for one run whose candidate was chosen for free.
 """
 
@@ -59,8 +59,6 @@ class Search:
         sigma = accounting.calibrate_event(whole, epsilon=epsilon, delta=probe.delta, accountant="rdp")
         self._event, self._scored = event_of(sigma), self._score(sigma)
         self._candidates = [dataclasses.replace(c, epsilon=None, noise_multiplier=sigma) for c in candidates]
-        final = contest.candidates(epsilon, validate=False)[0]
-        self._judge = runs.Program(dataclasses.replace(final, epsilon=None, noise_multiplier=sigma), where=where)
 
     def _score(self, sigma: float) -> tuning.PrivateScore:
         """How trials are scored, from the noise multiplier of their steps, of which each reads all examples."""
@@ -92,9 +90,9 @@ class Search:
             num_examples=self._task.num_examples,
         )
         event = found.ledger.event
-        score = float(self._judge.task.score(found.value))
+        score = float(self._task.final_score(found.value))
         spent = accounting.epsilon_of_event(event, delta=self._candidates[0].delta, accountant="rdp")
-        return self._judge.common() | {
+        return sweeps.program(self._candidates[0], self._where).common() | {
             "event": events.to_json(event),
             "epsilon": {"pld": None, "rdp": spent},
             "num_examples": self._task.num_examples,

@@ -1,5 +1,6 @@
 """Ratings of films as a task."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class MovieLens(Indexed):
 
         x, y = split.train_x, split.train_y
         self._train, self._public = batch(x[private], y[private]), batch(x[public], y[public])
-        self._test = batch(x[held_out], y[held_out]) if validate else batch(split.test_x, split.test_y)
+        self._final = functools.partial(batch, split.test_x, split.test_y)
+        self._test = batch(x[held_out], y[held_out]) if validate else self._final()
 
     def init(self, seed: int) -> Any:
         rng = np.random.default_rng([seed, 1])
@@ -78,12 +80,16 @@ class MovieLens(Indexed):
 
         return jax.grad(loss)(params)
 
-    def each_score(self, params: Any) -> jax.Array:
+    def each_score(self, params: Any, rows: Any = None) -> jax.Array:
+        rows = self._test if rows is None else rows
         # No rating lies outside 1 to 5; that is public, so a prediction may be brought back.
-        guess = closed_forms.predict(params, *self._test[:2], self._mean_input)
+        guess = closed_forms.predict(params, *rows[:2], self._mean_input)
         if self._biases:
             guess = jnp.clip(guess, 1, 5)
-        return (guess - self._test.ratings) ** 2
+        return (guess - rows.ratings) ** 2
 
     def score(self, params: Any) -> jax.Array:
         return jnp.mean(self.each_score(params))
+
+    def final_score(self, params: Any) -> jax.Array:
+        return jnp.mean(self.each_score(params, self._final()))

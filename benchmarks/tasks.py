@@ -58,7 +58,7 @@ class Task(Protocol):
         ...
 
     def score(self, params: Any) -> jax.Array:
-        """The metric on held-out data."""
+        """The metric on held-out data: the test's, or for tuning a fifth of the training's."""
         ...
 
 

@@ -109,6 +109,7 @@ class Imdb:
 
         self._rows, self._labels = rows(count), jnp.asarray(labels, jnp.float32)
         self._test = whole(rows(counted(test)), test.labels)
+        self._final = lambda: whole(rows(counted(source.test)), source.test.labels) if validate else self._test
         if self.has_public_data:
             self._public = whole(rows(public_count), source.train.labels[public])
 
@@ -184,11 +185,15 @@ class Imdb:
             "bias": self._one * jnp.sum(r),
         }
 
-    def each_score(self, params: Any) -> jax.Array:
-        return (closed_forms.logits(params, self._test, self._one) > 0) == (self._test.labels > 0.5)
+    def each_score(self, params: Any, rows: Any = None) -> jax.Array:
+        rows = self._test if rows is None else rows
+        return (closed_forms.logits(params, rows, self._one) > 0) == (rows.labels > 0.5)
 
     def score(self, params: Any) -> jax.Array:
         return jnp.mean(self.each_score(params))
+
+    def final_score(self, params: Any) -> jax.Array:
+        return jnp.mean(self.each_score(params, self._final()))
 
 
 def whole(rows: closed_forms.Segments, labels: Any) -> closed_forms.SparseRows:
