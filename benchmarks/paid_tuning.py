@@ -1,8 +1,8 @@
 """Contenders of the frontier that pay for their tuning: epsilon covers all that led to the released parameters.
 
 A random number of the contender's candidates is trained on four fifths of the training examples, each scored on the
-last fifth with noise, and the best is released (`dpopt.tuning.repeat_and_select`). The noise of a trial is so large that the whole search costs what
-others are allowed for one run whose candidate was chosen for free.
+last fifth with noise, and the best is released (`dpopt.tuning.repeat_and_select`). The noise of a trial is so large
+that the whole search costs what others are allowed for one run whose candidate was chosen for free.
 """
 
 import dataclasses
