@@ -93,7 +93,7 @@ from dpopt.optimizers.public import with_public_arguments as with_public_argumen
 from dpopt.averaging import average_params as average_params
 from dpopt.averaging import averaged_params as averaged_params
 
-# How is a whole run said in one sentence?
+# How is a whole run described?
 from dpopt.plan import Budget as Budget
 from dpopt.builder import Builder as Builder
 from dpopt.plan import Plan as Plan

@@ -72,7 +72,7 @@ class Loss:
         return jax.value_and_grad(self.loss_fn, has_aux=self.has_aux)(self.params, row)
 
     def _value_and_grads(self, batch: Any, mask: Any) -> tuple[Any, Any]:
-        """Of all rows; those that ``mask`` leaves out may come out as anything."""
+        """Of all rows; the values of those that ``mask`` leaves out are unspecified."""
         by_hand = batched_by_hand(self._row_program)
         if by_hand is not None:
             _fallback.warn_once(
@@ -94,9 +94,9 @@ class Loss:
             return jax.lax.map(self._value_and_grad, batch)
         if not any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(self._row_program.jaxpr)):
             return together
-        # Examples' filters have gradients that are one grouped convolution, which XLA may turn into one of all with all
-        # and zeros between: 0 * nan then takes every example along. So bad examples are found one by one and replaced
-        # by a good one: the others come out as they would without them.
+        # Examples' filters have gradients that are one grouped convolution, which XLA may compute as one dense one over
+        # all examples with zeros between them: 0 * nan then spreads to every example. So bad examples are found one by
+        # one and replaced by a good one: the others come out as they would without them.
         bad = ~finite_rows(together[1]) & jnp.asarray(mask)
 
         def without_bad_ones(_):

@@ -29,7 +29,7 @@ def line(body: dict[str, Any], before: str) -> tuple[bytes, str]:
 
 
 def read(path: Path) -> Content:
-    """What a file holds, all of it checked; a last line without its end was never let out, and is left out.
+    """What a file holds, all of it checked; a last line without its end is of a step never released, and is dropped.
 
     Raises:
         Damaged: for a line that was changed, dropped or moved, or another format.

@@ -1,4 +1,4 @@
-"""Where a run goes on: the state found in the journal, among the processes that share it."""
+"""Where a resumed run continues: the state found in the journal, agreed on by the processes that share it."""
 
 import logging
 from collections.abc import Sequence
@@ -68,16 +68,16 @@ def check_state(state: TrainState, journal: Journal) -> None:
 
 
 class Place(NamedTuple):
-    """Where a run goes on."""
+    """Where a resumed run continues."""
 
     state: TrainState
     pending: list[Entry]  # steps that were paid for, to be computed again bit for bit
     lost: int  # steps that were paid for, and will not be
-    reason: str | None  # why a new segment is to begin; None to go on in the journal's last one
+    reason: str | None  # why a new segment is to begin; None to continue the journal's last one
 
 
 def find(plan: Any, journal: Journal, state: TrainState, replay: bool) -> Place:
-    """Finds the state in the journal: what to repeat from there, or why the run goes on under fresh noise.
+    """Finds the state in the journal: what to repeat from there, or why the run continues with fresh noise.
 
     A step may be computed twice with the same noise only if both results are the same to the last bit. That can be
     expected of a state that the journal knows, in the environment of its latest segment, where nobody has put back
@@ -99,7 +99,7 @@ def find(plan: Any, journal: Journal, state: TrainState, replay: bool) -> Place:
     here = identity.environment((state.params, state.opt_state))
     if entries[last].environment != here:
         where = identity.differences(entries[last].environment or {}, here)
-        return Place(state, [], lost, f"the machine is another ({where})")
+        return Place(state, [], lost, f"this is a different machine ({where})")
     return Place(state, after, 0, None)
 
 

@@ -1,4 +1,4 @@
-"""What the program of one row of a batch must not do, lest rows read each other.
+"""What the program of one row of a batch must not do: rows could read each other.
 
 A clip bounds what one example adds to a sum only if no other example's gradient depends on it. ``vmap`` keeps rows
 apart except where a program asks for the others (a collective over an axis that is bound outside), keeps something from

@@ -1,4 +1,4 @@
-"""The builder: says a private run in one sentence, checks it word by word, and works out the noise it needs."""
+"""The builder: describes a private run, validates it step by step, and works out the noise it needs."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processi
             or not callable(getattr(t, "init", None))
             or not callable(getattr(t, "update", None))
         ):
-            raise TypeError(f"stage {position} is no Optax transformation: {t!r}.")
+            raise TypeError(f"stage {position} is not an Optax transformation: {t!r}.")
     is_chained = True
     if transformations and isinstance(transformations[0], PrivateOptimizer):
         core, rest = transformations[0], transformations[1:]

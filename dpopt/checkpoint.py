@@ -254,7 +254,7 @@ class Checkpointer:
             manager.reload()
 
     def close(self) -> None:
-        """Waits for what is being written, and lets go of the directory."""
+        """Waits for pending writes, and releases the directory."""
         manager, self._opened = self._opened, None
         if manager is None:
             return

@@ -130,14 +130,14 @@ def claim(opt_state: Any, journal: Journal) -> None:
     Traceback (most recent call last):
     ...
     ValueError: key: this process has trained another run with the same key. Give each run a key of its own \
-(dpopt.secure_key(), or jax.random.split of one key), or go on with the first run: with its plan, or its checkpointer.
+(dpopt.secure_key(), or jax.random.split of one key), or continue the first run: with its plan, or its checkpointer.
     """
     for state in noise_states(opt_state):
         fingerprint = hashlib.blake2b(_bits(state.key), key=_SALT).digest()
         if _runs.setdefault(fingerprint, journal.run) != journal.run:
             raise ValueError(
                 "key: this process has trained another run with the same key. Give each run a key of its own "
-                "(dpopt.secure_key(), or jax.random.split of one key), or go on with the first run: with its plan, or "
+                "(dpopt.secure_key(), or jax.random.split of one key), or continue the first run: with its plan, or "
                 "its checkpointer."
             )
 

@@ -1,4 +1,4 @@
-"""Who is who when a run is resumed: is it the same run, the same machine, the same state?"""
+"""Identity checks when a run is resumed: is it the same run, the same machine, the same state?"""
 
 import dataclasses
 import hashlib
@@ -35,7 +35,7 @@ class Segment:
 
 
 class TrainState(NamedTuple):
-    """Everything that a run needs to go on.
+    """Everything that a run needs to continue.
 
     *Privacy*: `params` are covered by the ledger. `opt_state` holds the noise key: whoever has it can subtract the
     noise, so it is as private as the data. Publish the parameters alone.

@@ -1,8 +1,8 @@
-"""The journal: a privacy ledger on disk, one line a step, written before the step's result is let out.
+"""The journal: a privacy ledger on disk, one line a step, written before the step's result is released.
 
-A run that is killed may have let out more steps than its latest checkpoint shows. The journal is what was let out, and
-the budget is charged from it. Each step's line also holds a digest of the state after the step, so that a resumed run
-can prove that a step it computes again is, bit for bit, the one that was paid for.
+A run that is killed may have released more steps than its latest checkpoint shows. The journal is what was released,
+and the budget is charged from it. Each step's line also holds a digest of the state after the step, so that a resumed
+run can prove that a step it computes again is, bit for bit, the one that was paid for.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Journal:
 
     The first line of the file says which run it belongs to. Every line carries a checksum over itself and all lines
     before it, so a line that was changed, dropped or moved is found. A last line without its end is an append that was
-    cut off: its step was never let out, and it is dropped.
+    cut off: its step was never released, and it is dropped.
 
     *Privacy*: `append` returns once the entry is on disk. What it says was spent is never less than what was released,
     provided that every step is appended before its result leaves the process, which `dpopt.loop.train` does.
@@ -125,7 +125,7 @@ class Journal:
                 and the journal takes no more entries until it is opened again.
         """
         if self._is_closed:
-            raise JournalError(f"the journal {self._path} is not open: pass the run's checkpointer to go on.")
+            raise JournalError(f"the journal {self._path} is not open: pass the run's checkpointer to continue.")
         if self._file is not None:
             self._write(entry.to_json())
         self._keep(entry)
@@ -148,8 +148,8 @@ class Journal:
         if self._path != path and (self._path is not None or self._entries):
             where = self._path or "in memory only"
             raise JournalError(
-                f"this plan has taken {self._ledger.steps} steps, recorded {where}, and cannot go on in {path}: their "
-                "cost would be lost. Build a new plan with a new key, or give the checkpointer to the first run."
+                f"this plan has taken {self._ledger.steps} steps, recorded {where}, and cannot continue in {path}: "
+                "their cost would be lost. Build a new plan with a new key, or give the checkpointer to the first run."
             )
         if is_writer:
             # Unbuffered: a line is handed to the system whole, and what was not written is known.
@@ -216,7 +216,9 @@ class Journal:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Ledger]:
-    """What a journal's file says: which run it is of, and what was spent. Changes nothing, also while the run goes on.
+    """What a journal's file says: which run it is of, and what was spent.
+
+    Changes nothing, and is safe while the run is in progress.
 
     Args:
         path: the file, ``ledger.jsonl`` in a checkpointer's directory.

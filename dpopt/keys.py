@@ -17,8 +17,8 @@ def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
     """A noise key that nobody can guess: filled with random bits from the operating system.
 
     ``jax.random.key(0)`` is known to everybody, and whoever knows the noise key can subtract the noise. Keep the key
-    you get as secret as the data. It cannot be had a second time, and need not: a run that `dpopt.train` resumes goes
-    on with what its checkpoint holds, and fresh bits.
+    you get as secret as the data. There is no way to get the same one again, and no need: a run that `dpopt.train`
+    resumes continues from its checkpoint, with fresh bits.
 
     Only the seed is of cryptographic quality. JAX's generators (threefry with 20 rounds by default, a 64-bit key) are
     built for statistics and speed: no attack on them is known that would help here, and none is proven impossible.

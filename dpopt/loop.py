@@ -1,4 +1,4 @@
-"""The training loop that keeps the books: every step is charged before it is let out, and the budget is a limit."""
+"""The training loop with a privacy ledger: every step is charged before it is released, and the budget is a limit."""
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ def train(
 
     Each call is a segment of the run: its noise and its batches are made of the plan's key and seed and of fresh bits
     of the operating system, so that no two calls ever share a draw, whatever happened to the files in between. A run
-    that died is resumed by the same call, with the same key or another: it goes on at its newest checkpoint, and the
-    steps since then stay paid for and are taken anew, on new batches with new noise, charged again.
+    that died is resumed by the same call, with the same key or another: it continues from its newest checkpoint, and
+    the steps since then stay paid for and are taken anew, on new batches with new noise, charged again.
 
     With ``replay=True`` the noise and the batches follow from the plan's key and seed alone: the same call gives the
     same parameters, and a run that died computes the steps since its checkpoint again, for free; each must come out bit
     for bit as the journal says. This is private only if (a) the key is used for this one run, (b) nobody puts back an
-    older copy of the directory, goes on from two copies of it, or cuts the journal, and (c) what the journal lost in no
-    other way was released. Where bits cannot be the same (other devices or versions), fresh bits are drawn after all.
+    older copy of the directory, continues from two copies of it, or cuts the journal, and (c) what the journal lost
+    was released in no other way. Where bits cannot be the same (other devices or versions), fresh bits are drawn after
+    all.
 
     Args:
         plan: a `dpopt.plan.Plan`.
@@ -74,7 +75,7 @@ def train(
             integer indices, such as those of Grain, torch and Hugging Face; or a function from indices ``(B,)`` to the
             batch, leaves ``(B, ...)``, which must return the same data each time.
         steps: train until the parameters have had this many steps; None for the plan's.
-        budget: a `dpopt.plan.Budget` that replaces the plan's, to go on after it is used up. It covers the whole
+        budget: a `dpopt.plan.Budget` that replaces the plan's, to continue after it is used up. It covers the whole
             ledger, not only what is to come.
         checkpointer: a `dpopt.checkpoint.Checkpointer`, or None to keep the books in memory.
         on_step: called with the number of steps done and the new parameters after every step, once that is charged. A
@@ -168,7 +169,7 @@ def train(
             program,
         ).to(target, state, limit, replay)
     finally:
-        if checkpointer is not None:  # what was opened here; others may go on with the run now
+        if checkpointer is not None:  # what was opened here; others may continue the run now
             checkpointer.settle()
             journal.close()
 
@@ -244,7 +245,7 @@ class _Run:
         return make_result(plan, journal, state, target, paid, allowed, limit, tuple(self.watch.history))
 
     def _next(self, state: TrainState, rows: Any) -> tuple[TrainState, str]:
-        """The state after one more step, and its digest. Nothing of it may be let out yet."""
+        """The state after one more step, and its digest. Nothing of it may be released yet."""
         more = {} if self.extra is None else self.extra(state.update, state.params)
         params, opt_state, digest = self.step(state.params, state.opt_state, *rows, more)
         return TrainState(params, opt_state, state.update + 1, state.segment), identity.hex_digest(digest)

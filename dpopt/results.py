@@ -60,7 +60,7 @@ class TrainResult:
     """What `train` returns.
 
     Attributes:
-        state: parameters, optimizer state and position (`dpopt.identity.TrainState`); pass it on to go on.
+        state: parameters, optimizer state and position (`dpopt.identity.TrainState`); pass it to continue.
         ledger: everything that was spent, also on steps that were lost.
         stopped: ``"steps"`` if all steps that were asked for are done, ``"budget"`` if the budget ends here.
         message: the same in words.
@@ -206,7 +206,7 @@ def make_result(
             f"{ledger.steps} steps"
         )
     message = (
-        f"stopped by the budget after step {now.update} of {target}: {reason}. To go on, pass a larger budget "
+        f"stopped by the budget after step {now.update} of {target}: {reason}. To continue, pass a larger budget "
         "explicitly: budget=dpopt.Budget(epsilon, delta)"
     )
     _log.warning("dpopt: %s", message)

@@ -125,7 +125,7 @@ class Statement:
 
     @property
     def _released(self) -> str:
-        return "all that was let out" if self._selects else "the parameters after every step"
+        return "everything released" if self._selects else "the parameters after every step"
 
     @property
     def _not_covered(self) -> tuple[str, ...]:

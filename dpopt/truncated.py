@@ -65,7 +65,7 @@ noise_multiplier=2.0)
 class TruncatedPoissonSampler(_Sampler):
     """Poisson samples in batches of exactly ``max_batch_size`` rows: a smaller sample is padded, a larger one is cut.
 
-    A class of its own, so that `dpopt.PoissonSampler` can go on promising that no sample is ever cut.
+    A class of its own, so that `dpopt.PoissonSampler` can keep its promise that no sample is ever cut.
 
     Args:
         num_examples: size of the data set.

@@ -113,7 +113,7 @@ def test_a_transformation_between_clip_and_noise_is_refused(between):
 
 def test_what_is_no_transformation_is_refused_with_its_position():
     for thing in (0.1, "sgd", (1, 2), lambda u: u):
-        with pytest.raises(TypeError, match="stage 1 is no Optax transformation"):
+        with pytest.raises(TypeError, match="stage 1 is not an Optax transformation"):
             dpopt.chain(CLIP, thing)
 
 

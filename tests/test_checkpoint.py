@@ -49,7 +49,7 @@ def test_a_run_that_died_resumes_bit_for_bit(tmp_path, at):
         result = run(tiny_plan(steps=10), checkpointer=c, on_step=lambda t, p: seen.append(t), replay=True)
     assert_identical(result.state[:3], whole.state[:3])
     assert result.ledger == whole.ledger and result.lost == 0
-    # What was let out for certain is not let out again; of the last step that cannot be known.
+    # What was certainly released is not released again; of the last step that cannot be known.
     assert seen == list(range(at, 11))
 
 

@@ -80,7 +80,7 @@ class Victim:
         return sum('"event": {' in line for line in path.read_text().splitlines()[1:]) if path.exists() else 0
 
     def released(self):
-        """What was let out, as a dictionary from step to all values seen for it."""
+        """What was released, as a dictionary from step to all values seen for it."""
         values = {}
         for line in self.let_out.read_text().splitlines():
             if len(line.split(" ")) == 2:
@@ -104,10 +104,10 @@ def kill_and_resume(tmp_path, kills, seed, kills_a_run):
                 break
             points.append(victim.journalled)
             released = victim.released() if victim.let_out.exists() else {}
-            assert victim.journalled >= max(released, default=0), "a step was let out before it was entered"
+            assert victim.journalled >= max(released, default=0), "a step was released before it was entered"
         assert victim.finish() == whole
         for step, values in victim.released().items():
-            assert values == expected[step], "two values were let out for one step"
+            assert values == expected[step], "two values were released for one step"
     return points
 
 
@@ -125,7 +125,7 @@ def test_killed_runs_go_on_with_fresh_noise_and_count_every_step(tmp_path):
     end = victim.finish()
     released = sum(len(values) for values in victim.released().values())
     lines = [line for line in victim.let_out.read_text().splitlines() if len(line.split(" ")) == 2]
-    assert released == len(lines), "no result was let out twice, not even for the same step"
+    assert released == len(lines), "no result was released twice, not even for the same step"
     assert end["steps"] == victim.journalled >= released
 
 

@@ -1,4 +1,4 @@
-"""No sequence of calls makes a ledger say less than what was spent, recomputed from the steps that were let out."""
+"""No sequence of calls makes a ledger say less than what was spent, recomputed from the steps that were released."""
 
 import math
 

@@ -94,7 +94,7 @@ class Run:
     key: int
     plan: object = None  # of a run in memory, which lives as long as its plan
     is_controlled: bool = True  # nobody has put back older files, gone on from a copy, or cut the journal
-    positions: set = dataclasses.field(default_factory=set)  # of its journal, at each result that was let out
+    positions: set = dataclasses.field(default_factory=set)  # of its journal, at each result that was released
     states: list = dataclasses.field(default_factory=list)
 
 

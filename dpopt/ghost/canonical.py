@@ -51,7 +51,8 @@ def convolution(eqn: Any, moving: Sequence[int]) -> Callable:
     """The equation as a function, channels last in both directions; gradients go to the inputs in ``moving`` alone.
 
     If both are, every example has a filter of its own. As one grouped convolution of the batch that would be slow, and
-    XLA may compute it as one of all with all and zeros between, where ``0 * nan`` spreads: they are taken in turn.
+    XLA may compute it as one dense convolution with zeros between examples, where ``0 * nan`` spreads: they are
+    taken in turn.
     """
     in_turn = jax.custom_batching.sequential_vmap if len(moving) > 1 else lambda function: function
     forward = in_turn(lambda *operands: _convolve(eqn.primitive, *operands, **eqn.params))

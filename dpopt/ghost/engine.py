@@ -179,7 +179,7 @@ def _like(params: Any, tree: Any) -> list:
 
 
 def _finite_padding(batch: Any, mask: jax.Array) -> Any:
-    """Zeroes NaN and Inf in masked examples, lest harmless padding take the slow path."""
+    """Zeroes NaN and Inf in masked examples, so that harmless padding does not take the slow path."""
 
     def clean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):

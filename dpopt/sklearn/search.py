@@ -35,7 +35,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         shape: of their distribution (`dpopt.tuning.NumTrials`); finite, so that there is at least one.
         public_rows: ``(X, y)`` that nobody has to protect, to score on; None scores on the private rows, with noise.
         score_noise_multiplier: of that noise, in rows: it moves an accuracy over n rows by this over n.
-        directory: where to keep what it takes to go on after a crash (`dpopt.tuning.repeat_and_select`), or None.
+        directory: where to keep what resuming after a crash needs (`dpopt.tuning.repeat_and_select`), or None.
 
     Attributes:
         best_estimator_: fitted, with the cost of the *search* as its ``epsilon_``, ``statement_`` and ``ledger_``.

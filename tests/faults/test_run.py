@@ -45,7 +45,7 @@ class Killed(BaseException):
 
 
 def go(directory, plan=None, loss=toward, dies=None, every=5, **options):
-    """Trains in a directory as a new process would; returns the result and what was let out, by step."""
+    """Trains in a directory as a new process would; returns the result and what was released, by step."""
     entropy._runs.clear()
     released, drawn = [], []
 
@@ -68,7 +68,7 @@ def go(directory, plan=None, loss=toward, dies=None, every=5, **options):
 
 
 def noises(before, released):
-    """The noise of every step that was let out, rounded so that a draw is known again."""
+    """The noise of every step that was released, rounded so that a draw is known again."""
     path = [before, *(params for _, params, _ in released)]
     return [tuple(np.round(after[1:] - was[1:], 3) + 0.0) for was, after in itertools.pairwise(path)]
 
