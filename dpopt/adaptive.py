@@ -35,7 +35,7 @@ HALF_WIDTH = 2.0**-4
 # What such bits move the sum of votes by, over the 1/2 of the row that is there or not: norms are taken to be the same
 # to 2^-20, a vote moves by 1 / (2 * HALF_WIDTH) times that, and a batch may be twice as large as is expected.
 _SLACK = 2 * 2.0**-20 / HALF_WIDTH
-_COUNT_KEY = 2**31 - 2  # as far from the numbers of steps as what the sampler's seed is made of
+_COUNT_KEY = 2**31 - 4  # as far from the numbers of steps as what the sampler's seed is made of
 
 
 class QuantileClipState(NamedTuple):
@@ -169,6 +169,13 @@ class AdaptiveClipNorm:
     rule: QuantileClip | None
 
     needs_feedback = True
+
+    @property
+    def clip_norm(self) -> str:
+        """What a plan's summary says the sensitivity is a multiple of."""
+        initial = [] if self.rule is None else jax.tree.leaves(self.rule.initial)
+        start = f"{initial[0]:g}" if len(initial) == 1 and not np.ndim(initial[0]) else "those of the groups"
+        return f" times the clip norm, which is adaptive, from {start}"
 
     def init(self, params: Any) -> optax.EmptyState:
         del params

@@ -80,6 +80,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
     costs = [events.to_json(events.step_event(privacy, scheme, t)) for t in steps]
     core, *post = plan.optimizer.stages
     opt_state = jax.eval_shape(plan.optimizer.init, params)
+    more = {"correlation": privacy.correlation, "coins": getattr(sampler, "coins", None)}  # coins: of an audit
     return {
         "event": costs[0],
         "events": hashlib.sha256(json.dumps(costs).encode()).hexdigest()[:16],
@@ -89,7 +90,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
         "unit": privacy.unit,
         "params": _shapes(params),
         "state": _shapes(opt_state),
-    } | ({} if privacy.correlation is None else {"correlation": privacy.correlation})
+    } | {name: value for name, value in more.items() if value is not None}
 
 
 def _shapes(tree: Any) -> dict[str, str]:

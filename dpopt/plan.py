@@ -177,8 +177,9 @@ class Plan:
         stages = (*(core.stages or (core,)), *post)
         rows = [
             ("stages", " > ".join(_stage_name(s) for s in stages)),
-            ("sensitivity", f"{self.sensitivity:g} (L2, add or remove one {self.optimizer.privacy.unit})"),
+            ("sensitivity", self._sensitivity(stages)),
             ("noise multiplier", self._noise_multiplier()),
+            *self._queries(),
             ("sampling", f"{sampling}, {self.sampler.expected_batch_size:g} of {self.sampler.num_examples} expected"),
             *self._correlation(),
             ("step event", self._step_event()),
@@ -187,6 +188,18 @@ class Plan:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _sensitivity(self, stages: tuple[Any, ...]) -> str:
+        makers = (getattr(getattr(s, "stage", None), "preconditioner", None) for s in stages)
+        norm = "".join(getattr(m, "clip_norm", "") for m in makers)
+        return f"{self.sensitivity:g}{norm} (L2, add or remove one {self.optimizer.privacy.unit})"
+
+    def _queries(self) -> list[tuple[str, str]]:
+        queries = self.optimizer.privacy.queries
+        if len(queries) < 2 or self.optimizer.privacy.varies:
+            return []
+        multipliers = " and ".join(f"{q.multiplier(0):.4g}" for q in queries)
+        return [("queries a step", f"{len(queries)}, with noise multipliers {multipliers}")]
 
     def _step_event(self) -> str:
         privacy, scheme = self.optimizer.privacy, self.sampler.scheme

@@ -12,8 +12,10 @@ from helpers import dot_loss, mlp_batch, mlp_loss, mlp_params, random_tree, slow
 pytest.importorskip("scipy")
 
 import dpopt
-from dpopt import audit, federated
+from dpopt import audit, checkpoint, federated, journal, truncated
 from dpopt.audit.directions import OneHot
+
+stats = pytest.importorskip("scipy.stats")
 
 
 class Example(NamedTuple):
@@ -318,3 +320,49 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"canaries have shape \(29,\)"):
         audit.plant(np.ones((3, 29)), dot_loss, ones, 40, seed=0).data(np.array([1]))
     assert isinstance(canaries_of(30, 3), OneHot)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+def test_a_bad_row_of_the_data_does_not_silence_canaries(engine):
+    """A canary stands in a row of the data, whose own gradient may not be finite: only that one's may be lost."""
+    data = np.random.default_rng(0).normal(size=(10, 30)).astype(np.float32)
+    data[0] = 0
+
+    def norm(w, x):  # has no gradient at 0
+        return jnp.sqrt(jnp.sum((w * x) ** 2))
+
+    planted = audit.plant(canaries_of(30, 20), norm, data, 10, seed=0)
+    rows = planted.data(np.arange(10, 30))
+    grads = dpopt.per_example_grads(planted.loss_fn, engine=engine)(jnp.ones(30), rows, mask=None)
+    grads.clipped_sum(dpopt.FlatClip(1.0))
+    assert int(np.isfinite(np.asarray(grads.sensitive.norms)).sum()) >= 18
+
+
+def test_who_is_out_takes_nobodys_place_in_a_cut():
+    """Truncated samples: as large, and as likely to hold a row, as those of the data without it."""
+    planted = audit.plant(canaries_of(400, 100), lambda w, x: w @ x, np.ones((100, 400)), 100, seed=0)
+    sampler = truncated.TruncatedPoissonSampler(200, 60, max_batch_size=60, seed=1)
+    present, q, steps = 100 + int(planted.included.sum()), 60 / 200, 2_000
+    remaining = planted.sampler(sampler)
+    sizes = np.array([remaining.batch(t).mask.sum() for t in range(steps)])
+    numbers = np.arange(present + 1)
+    want = stats.binom.pmf(numbers, present, q) @ np.minimum(numbers, 60)
+    assert abs(sizes.mean() - want) < 5 * sizes.std() / np.sqrt(steps) and sizes.max() == 60
+    seen = np.bincount(np.concatenate([remaining.drawn(t) for t in range(steps)]), minlength=200)
+    assert not seen[100:][~planted.included].any()
+    there = np.append(seen[:100], seen[100:][planted.included])
+    assert stats.chisquare(there).pvalue > 1e-4
+
+
+def test_an_audit_is_not_resumed_under_other_coins(tmp_path):
+    def run(seed, steps):
+        planted = audit.plant(canaries_of(8, 8), lambda w, x: w @ x, np.ones((16, 8)), 16, seed=seed)
+        builder = dpopt.Builder(num_examples=24, expected_batch_size=8, steps=4, key=jax.random.key(0))
+        plan = planted.plan(builder.clip(1.0).noise(1.0).then(optax.sgd(0.1)).build())
+        with checkpoint.Checkpointer(tmp_path, every=1) as checkpointer:
+            return plan.run(planted.loss_fn, jnp.zeros(8), planted.data, steps=steps, checkpointer=checkpointer)
+
+    run(1, 2)
+    with pytest.raises(journal.JournalError, match="coins"):
+        run(2, 4)
+    assert run(1, 4).ledger.steps == 4

@@ -191,7 +191,7 @@ def test_wrong_types_are_refused_at_once():
         builder(key=0)
     with pytest.raises(TypeError, match="no preconditioner"):
         builder().precondition(2.0)
-    with pytest.raises(TypeError, match="no Optax transformation"):
+    with pytest.raises(TypeError, match="not an Optax transformation"):
         builder().clip(1.0).noise(1.0).then(lambda g: g)
 
 

@@ -299,3 +299,10 @@ def test_privacy_noise_is_drawn_in_one_place_only():
     without_doctests = {path: re.sub(r"(?m)^ *(>>>|\.\.\.) .*", "", text) for path, text in code.items()}
     users = {path for path, text in without_doctests.items() if re.search(sampler, text)}
     assert users == {"noise.py", "_box_muller.py"} | hide_nothing
+
+
+def test_streams_that_are_set_apart_have_numbers_of_their_own():
+    """What is folded into a key besides the numbers of steps: two that are the same would share draws."""
+    package = pathlib.Path(inspect.getfile(dpopt)).parent
+    found = [n for path in package.rglob("*.py") for n in re.findall(r"2\*\*31 - \d+", path.read_text())]
+    assert len(found) >= 5 and len(set(found)) == len(found)

@@ -3,7 +3,8 @@
 from typing import Any
 
 import numpy as np
-from scipy import stats
+
+_BEYOND = 1_000.0  # the logarithm of the largest float64 is 710
 
 
 def scores_and_coins(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -22,8 +23,10 @@ def scores_and_coins(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray
             "lower its learning rate or the length of the canaries; a score that you made up for such a run before "
             "looking at the coins (say, -inf) is allowed, too."
         )
-    if np.isinf(scores).any():  # between which no threshold can be taken; only the order matters
-        scores = stats.rankdata(scores, method="dense").astype(np.float64)
+    if np.isinf(scores).any():  # between which no threshold can be taken
+        # Only the order matters, and each score keeps it by itself: ranks would depend on scores that are yet to count.
+        finite = np.copysign(np.log1p(np.abs(scores)), scores)
+        scores = np.where(np.isinf(scores), np.copysign(_BEYOND, scores), finite)
     return scores, included
 
 

@@ -1,14 +1,16 @@
 """Canaries: rows that are made to be found, and the data, the loss and the sampler of a run with them.
 
 A canary has a row number of its own, after those of the data. A coin decides whether it is in the data; where it is
-not, the sampler leaves it out, so that the run is that of data without it. Everything else, expected batch size and
-sampling probability included, is the same however the coins fall.
+not, the sampler never draws it, so that the run is that of data without it. Everything else, expected batch size and
+sampling probability included, is the same however the coins fall. (Samples of a fixed size stay that of data with a row
+without gradient in its place: they count it and leave it out, and what a replaced example costs besides is not seen.)
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from dpopt._data import rows_of
 from dpopt.audit.directions import Directions, OneHot, RandomDirections
 from dpopt.audit.planted_loss import Row, loss_change, with_gradients, without_number
 from dpopt.federated import Clients
+from dpopt.truncated import TruncatedPoisson
 
 
 class Planted(NamedTuple):
@@ -35,6 +38,7 @@ class Planted(NamedTuple):
         scores: ``scores(before, after)``: from parameters before and after the run to ``(m,)`` scores, for
             `one_run_bound`. Of gradient canaries, the inner product of each with the sum of all updates, turned so that
             more means "in"; of examples, by how much their loss fell.
+        coins: a checksum of the coins under their seed, which a run keeps so as not to be resumed under others.
 
     *Privacy*: `included` is the secret that the audit tries to guess; `data` holds private rows.
 
@@ -49,6 +53,7 @@ class Planted(NamedTuple):
     num_examples: int
     included: np.ndarray
     scores: Callable[[Any, Any], jax.Array]
+    coins: str
 
     def sampler(self, sampler: Any) -> Any:
         """The sampler of the data in which canaries are as the coins decided: it never draws those that are out.
@@ -61,18 +66,26 @@ class Planted(NamedTuple):
                 f"the sampler draws from {sampler.num_examples} rows; with the canaries there are {self.num_examples}: "
                 "build it with num_examples=planted.num_examples."
             )
-        return _without(sampler, self.num_examples - len(self.included) + np.flatnonzero(~self.included))
+        first = self.num_examples - len(self.included)
+        remaining = _without(sampler, np.append(np.ones(first, bool), self.included))
+        remaining.coins = self.coins
+        return remaining
 
     def plan(self, plan: Any) -> Any:
         """The same `dpopt.Plan`, of the data in which canaries are as the coins decided."""
         return dataclasses.replace(plan, sampler=self.sampler(plan.sampler))
 
 
-def _without(sampler: Any, absent: np.ndarray) -> Any:
+def _without(sampler: Any, is_present: np.ndarray) -> Any:
+    present = np.flatnonzero(is_present)
+
     class Remaining(type(sampler)):
         def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+            if isinstance(self.scheme, TruncatedPoisson):  # who is not there takes nobody's place in a cut
+                drawn = present[rng.random(len(present)) < self.scheme.sampling_prob]
+                return rng.permutation(drawn)[: self.scheme.max_batch_size]
             drawn = super()._draw(rng, step)
-            return drawn[~np.isin(drawn, absent)]
+            return drawn[is_present[drawn]]
 
     remaining = copy.copy(sampler)
     remaining.__class__ = Remaining
@@ -176,12 +189,16 @@ def plant(
         count = jax.tree.leaves(examples)[0].shape[0]
         rows_of(examples, count)  # the same conditions
         loss = without_number(loss_fn)
-    coins = np.random.default_rng(secrets.randbits(128) if seed is None else seed).random(count) < 0.5
+    seed = secrets.randbits(128) if seed is None else seed
+    included = np.random.default_rng(seed).random(count) < 0.5
+    checksum = hashlib.blake2b(np.packbits(included).tobytes(), key=str(seed).encode()[:64], digest_size=8)
 
     def fetch(indices: np.ndarray) -> Any:
         indices = np.asarray(indices)
         number = np.where(indices < num_examples, -1, indices - num_examples).astype(np.int32)
-        batch = rows(np.where(number < 0, indices, 0))
+        # A gradient canary stands in a row of the data, another one for each: were it one for all, and its gradient not
+        # finite, no canary would have one.
+        batch = rows(np.where(number < 0, indices, number % num_examples))
         if examples is not None:
             batch = jax.tree.map(lambda x, c: _chosen(number, np.asarray(x), c), batch, examples)
         return _numbered(batch, number)
@@ -191,7 +208,7 @@ def plant(
             return -canaries.along_all(jax.tree.map(lambda b, a: jnp.subtract(a, b), before, after))
         return loss_change(loss_fn, before, after, examples)
 
-    return Planted(loss, fetch, num_examples + count, coins, scores)
+    return Planted(loss, fetch, num_examples + count, included, scores, checksum.hexdigest())
 
 
 def _chosen(number: np.ndarray, x: np.ndarray, canaries: np.ndarray) -> np.ndarray:
