@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
-from dpopt import _bounds, _validate, events
+from dpopt import _bounds, _steps, _validate, events
 from dpopt._lazy import dp_accounting
 from dpopt.events import poisson_event
 from dpopt.privacy import Relation
@@ -179,7 +179,7 @@ def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, account
         raise ValueError(
             f"{alone} has no privacy-loss-distribution bound in dp_accounting; pass accountant='rdp'{instead}."
         )
-    steps = _bounds.rounded(steps)
+    steps = _steps.rounded(steps)
     bound = _bounds.renyi(steps, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)(delta)
     if accountant == "rdp" or bound == math.inf:
         return bound

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-from dpopt import _bounds, _validate
+from dpopt import _steps, _validate
 from dpopt._event_kinds import check as check
 from dpopt._event_kinds import everything_in as everything_in
 from dpopt._event_kinds import from_json as from_json
@@ -209,7 +209,7 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
         case dp.TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma):
             query = merged(dp.GaussianDpEvent(sigma))
-            return _unless_trivial(query, lambda e: _bounds.with_noise(event, e.noise_multiplier))
+            return _unless_trivial(query, lambda e: _steps.with_noise(event, e.noise_multiplier))
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
             # Whatever is selected from costs nothing.
             return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
@@ -257,7 +257,7 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
             pass
         case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
             if min(event.dataset_size, event.truncated_batch_size, q) > 0:
-                if _bounds.cut_beside(event) > 0:
+                if _steps.cut_beside(event) > 0:
                     steps[event] += count
                 else:
                     _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dpopt import _bounds, _validate, accounting, events
+from dpopt import _bounds, _steps, _validate, accounting, events
 from dpopt._lazy import dp_accounting
 from dpopt.privacy import Relation
 
@@ -74,7 +74,7 @@ def _deltas(steps: Any, epsilons: np.ndarray, accountant: str) -> np.ndarray:
     if alone is not None and accountant == "pld":
         raise ValueError(f"{alone} has an RDP bound only: pass accountant='rdp'.")
     relation = Relation.REPLACE_ONE if events.is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
-    steps = _bounds.rounded(steps)
+    steps = _steps.rounded(steps)
     bound = _bounds.renyi(steps, relation)(1e-5)
     if accountant == "rdp" or bound == np.inf:
         return _bounds.renyi_deltas(steps, epsilons, relation)

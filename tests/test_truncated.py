@@ -16,7 +16,7 @@ from runs import DATA, RDP, loss_fn, run, start
 from scipy import stats
 
 import dpopt
-from dpopt import correlated, events, ledger, statement
+from dpopt import _steps, correlated, events, ledger, statement
 from dpopt.privacy import Privacy, Query, Relation
 from dpopt.truncated import TruncatedPoisson, TruncatedPoissonSampler, ample_batch_size
 
@@ -410,4 +410,4 @@ def test_rounding_ends_though_sizes_of_samples_are_many():
     """Only noise and probabilities are rounded: more kinds of samples than that allows are kept as they are."""
     cut = [dp.TruncatedSubsampledGaussianDpEvent(10_000, 0.01, 120 + i, 2.0) for i in range(500)]
     fixed = [dp.SampledWithoutReplacementDpEvent(10_000, 50 + i, dp.GaussianDpEvent(2.0)) for i in range(500)]
-    assert [len(dpopt._bounds.rounded(Counter(steps))) for steps in (cut, fixed)] == [500, 500]
+    assert [len(_steps.rounded(Counter(steps))) for steps in (cut, fixed)] == [500, 500]

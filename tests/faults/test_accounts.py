@@ -17,7 +17,7 @@ from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from helpers import paid
 
 import dpopt
-from dpopt import _bounds, events
+from dpopt import _bounds, _steps, events
 from dpopt.sampling import Poisson
 
 PRIVACY = dict(l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=4)
@@ -126,12 +126,12 @@ def test_schedule_accounting():
 @pytest.mark.slow
 def test_a_schedule_is_rounded_upwards_and_hardly():
     steps = events.flattened(scheduled(60, lambda t: 2.0 + t / 60).event)
-    rounded = _bounds.rounded(steps)
+    rounded = _steps.rounded(steps)
     assert len(steps) == 60 and sum(rounded.values()) == 60
     delta, bound = 1e-5, 0.1
     exact, up = (_bounds.privacy_loss(s, delta, bound) for s in (steps, rounded))
     assert exact <= up <= 1.002 * exact
-    many = _bounds.rounded(events.flattened(scheduled(3_000, lambda t: 1.001**t).event))
+    many = _steps.rounded(events.flattened(scheduled(3_000, lambda t: 1.001**t).event))
     assert len(many) <= 400 and sum(many.values()) == 3_000
 
 
