@@ -124,14 +124,15 @@ def ever_sampled(steps: Steps, delta: float) -> float:
 
     A whole run is a mixture: with probability 1 - p the example is never read, and otherwise at most what full batches
     would show. Amplification by sampling (Balle, Barthe and Gaboardi 2018) takes (epsilon, delta / p) of full batches,
-    one Gaussian query, to log(1 + p (e^epsilon - 1)) at delta, in both directions.
+    one Gaussian query, to log(1 + p (e^epsilon - 1)) at delta, in both directions. Of truncated samples it may be known
+    which were full, so p is the largest that it can be, whichever were.
     """
     from dp_accounting import gaussian_mechanism  # which the package does not import itself
 
     never, precision, alike = 0.0, 0.0, 0.0  # logarithms of probabilities: never sampled, and drawn the same either way
     for event, count in steps.items():
         parts = alternatives(event)
-        q = sum(weight * q for weight, q, _ in parts)
+        q, _ = sampled_gaussian(event)  # the largest of the parts': which of them it was may be seen
         never += count * (math.log1p(-q) if q < 1 else -math.inf)
         # Total variation distance of one step.
         shift = sum(weight * q * math.erf(1 / (math.sqrt(8) * sigma)) for weight, q, sigma in parts)

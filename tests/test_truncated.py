@@ -226,6 +226,54 @@ def test_no_small_world_tells_more_than_it_pays_for(count):
     assert tight >= 2 and unpaid >= 2  # the worlds come near to the claim; and Poisson's claim is refuted by some
 
 
+def known_choice_delta(parts, epsilon):
+    """Exact hockey-stick divergence, the worse way round, of a choice of sampled Gaussian queries, when it is seen."""
+
+    def directions(q, sigma):
+        def normal(q):  # of N(1, sigma^2) sampled with probability q, which at q = 1 is a Gaussian query
+            excess = math.log1p(math.expm1(epsilon) / q)
+            return q * (stats.norm.cdf(0.5 / sigma - excess * sigma)
+                        - math.exp(excess) * stats.norm.cdf(-0.5 / sigma - excess * sigma))  # fmt: skip
+
+        ratio = (math.exp(-epsilon) - (1 - q)) / q  # of densities, below which the query without the example wins
+        if ratio <= 0:
+            return normal(q), 0.0
+        edge = sigma**2 * math.log(ratio) + 0.5
+        other = (1 - math.exp(epsilon) * (1 - q)) * stats.norm.cdf(edge / sigma)
+        return normal(q), other - math.exp(epsilon) * q * stats.norm.cdf((edge - 1) / sigma)
+
+    return max(np.sum([weight * np.array(directions(q, sigma)) for weight, q, sigma in parts], axis=0))
+
+
+@pytest.mark.parametrize(("n", "delta"), [(10, 1e-5), (10, 1e-6), (8, 1e-7)])
+def test_what_is_ever_sampled_does_not_lean_on_which_samples_were_full(n, delta):
+    """The mean probability of being sampled is no bound where it is seen which samples were full: it was too low."""
+    event = dp.TruncatedSubsampledGaussianDpEvent(n, 0.5, 1, 20.0)
+    steps, parts = events.flattened(event), _steps.alternatives(event)
+    assert known_choice_delta(parts, dpopt._bounds.ever_sampled(steps, delta)) <= delta
+    assert known_choice_delta(parts, dpopt.epsilon_of_event(event, delta=delta)) <= delta
+    assert known_choice_delta(parts, 0.6 * dpopt.epsilon_of_event(event, delta=delta)) > delta  # it can tell
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.slow)])
+def test_no_bound_is_below_a_small_world_or_what_it_is_taken_of(count):
+    """Each bound by itself, at epsilons of its own choice, so that the smallest one hides none."""
+    rng = np.random.default_rng(7)
+    for i in range(count):
+        n = int(rng.integers(2, 6))
+        q, most, sigma = float(rng.uniform(0.1, 1)), int(rng.integers(1, n)), float(10 ** rng.uniform(-0.3, 1.5))
+        delta = float(10 ** rng.uniform(-7, -1))
+        event = dp.TruncatedSubsampledGaussianDpEvent(n, q, most, sigma)
+        steps = events.flattened(event)
+        renyi = dpopt._bounds.renyi(steps, Relation.ADD_OR_REMOVE_ONE)(delta)
+        claims = [renyi, dpopt._bounds.ever_sampled(steps, delta), dpopt._bounds.privacy_loss(steps, delta, renyi)]
+        others = -np.ones(n - 1) if i % 2 else rng.uniform(-1, 1, n - 1).round(2)
+        for claim in (c for c in claims if 0 < c < 100):
+            world = n, q, most, sigma, delta, claim
+            assert known_choice_delta(_steps.alternatives(event), claim) <= delta * (1 + 1e-6) + 1e-12, world
+            assert np.max(divergences(n, q, most, sigma, [*others, 1.0], [claim])) <= delta * (1 + 1e-5), world
+
+
 def test_queries_of_a_step_are_paid_for_together():
     """Two queries read one sample, and are cut together: one of less noise, and so for schedules and second queries."""
     scheme = TruncatedPoisson(100, 0.1, 12)
