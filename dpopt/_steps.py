@@ -78,7 +78,9 @@ def alternatives(event: dp.DpEvent) -> list[tuple[float, float, float]]:
     n, most = event.dataset_size, event.truncated_batch_size
     own = q  # which it is below; what floats can hold of the quotient is not enough where samples are never cut
     if full > NEVER:  # of the samples that the example is in and that are cut, over those that are full
-        own = min(q, float(_binomial().sf(most, n, q)) * most / n / full)
+        own = float(_binomial().sf(most, n, q)) * most / n / full
+        # Rounded up, so that data of one example more mostly ask for the same curve.
+        own = min(q, 1 / _down(1 / own, math.log(_RATIO)))
     parts = [(1 - full, q, sigma), (full, own, sigma / 2)]
     return [part for part in parts if part[0] > 0]
 

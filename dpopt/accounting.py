@@ -136,7 +136,8 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
 
     Time and memory do not depend on how small epsilon is or how many steps there are: at most seconds, and below a
     gigabyte. More than 32 different steps (a schedule) are rounded first, noise down and sampling probabilities up, by
-    at most 0.1%, or by as much as it takes to be left with 400.
+    at most 0.1%, or by as much as it takes to be left with 400. The epsilon of truncated samples (`dpopt.truncated`) is
+    the larger of those against data of one example less and of one more.
 
     Args:
         event: a ``dp_accounting`` event, made of Gaussian queries, Poisson samples, samples without replacement, and
@@ -158,21 +159,20 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
         raise ValueError(f"delta must be below 1; got {delta}.")
     _validate.one_of(("pld", "rdp"), accountant=accountant)
     events.check(event)
-    steps = events.flattened(event)
+    return max(_smallest_bound(steps, float(delta), accountant) for steps in events.flattened_both_ways(event))
+
+
+def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
     if not steps:
         return 0.0
     if any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e in steps):
         return math.inf
-    return _smallest_bound(steps, float(delta), accountant)
-
-
-def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
     replaces = events.is_replace_one(steps)
     if replaces:
         fixed = dp_accounting.SampledWithoutReplacementDpEvent
         parts = [e for step in steps for e in events.everything_in(step)]
         sizes = [e.source_dataset_size for e in parts if isinstance(e, fixed)]
-        _validate.small_delta(delta, max(sizes), stacklevel=4)
+        _validate.small_delta(delta, max(sizes), stacklevel=5)
     alone = events.renyi_alone(steps)
     if alone is not None and accountant == "pld":
         instead = ", or sample with PoissonSampler" if alone.startswith("sampling") else ""

@@ -15,6 +15,7 @@ from dpopt._event_kinds import from_json as from_json
 from dpopt._event_kinds import is_replace_one as is_replace_one
 from dpopt._event_kinds import renyi_alone as renyi_alone
 from dpopt._event_kinds import to_json as to_json
+from dpopt._event_kinds import with_one_more as with_one_more
 from dpopt._lazy import dp_accounting as dp
 from dpopt.inspection import privacy_of
 from dpopt.parts import InParts
@@ -247,6 +248,21 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
         steps = Counter({e: n for e, n in steps.items() if not isinstance(e, dp.GaussianDpEvent)})
         steps[merged(dp.ComposedDpEvent(unsampled))] += 1
     return steps
+
+
+def flattened_both_ways(event: dp.DpEvent) -> list[Counter[dp.DpEvent]]:
+    """`flattened`, against the data with one example less, and against those with one more where that is another cost.
+
+    A truncated sample's cost depends on the size of the larger of two neighbours, and neither of the two cases always
+    costs more: samples are cut more often, but what is cut is shared among more. An accountant takes the worse.
+
+    *Privacy*: a description; reads no data.
+
+    >>> len(flattened_both_ways(dp.GaussianDpEvent(1.0)))
+    1
+    """
+    sized = any(isinstance(e, dp.TruncatedSubsampledGaussianDpEvent) for e in everything_in(event))
+    return [flattened(e) for e in ([event, with_one_more(event)] if sized else [event])]
 
 
 def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:

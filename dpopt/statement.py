@@ -216,7 +216,7 @@ def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
             case dp_accounting.TruncatedSubsampledGaussianDpEvent(
                 dataset_size=n, sampling_probability=q, truncated_batch_size=b
             ):
-                sampled = f"on Poisson samples, each {unit} of {n} with probability {q:.4g}"
+                sampled = f"on Poisson samples, each {unit} of {n} (or one less or more) with probability {q:.4g}"
                 parts.append(f"{noise}{sampled}, of which a random {b} are kept where there are more")
             case dp_accounting.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
                 parts.append(f"{noise}on samples of {b} out of {n}")
