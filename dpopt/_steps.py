@@ -13,6 +13,7 @@ Steps: TypeAlias = "Counter[dp.DpEvent]"
 # More than FEW different steps are rounded towards less privacy, onto a grid of ratio 1.001, or coarser until at most
 # MOST are different. The grid is the same for every run, so that neighbouring questions find their answers kept.
 FEW, MOST, _RATIO = 32, 400, 1 + 2.0**-10
+_MOST_CUT = 64  # of truncated samples, which take two curves and grids each, and again with one example more
 NEVER = 1e-100  # a probability that even what is charged for rounding a step pays for many times over
 
 
@@ -29,7 +30,8 @@ def rounded(steps: Steps) -> Steps:
 def _rounded(steps: Steps) -> Steps:
     schemes = {with_noise(event, 1.0) for event in steps}
     result, spacing = steps, math.log(_RATIO)
-    while len(result) > (FEW if result is steps else MOST):
+    most = _MOST_CUT if any(isinstance(e, dp.TruncatedSubsampledGaussianDpEvent) for e in steps) else MOST
+    while len(result) > (FEW if result is steps else most):
         result = Counter()
         for event, count in steps.items():
             sigma = _down(noise(event), spacing)
@@ -38,7 +40,7 @@ def _rounded(steps: Steps) -> Steps:
             result[with_noise(event, sigma)] += count
         if not any(isinstance(event, dp.PoissonSampledDpEvent) for event in result) and len(result) <= len(schemes):
             break  # samples of as many sizes: these are not rounded
-        spacing *= 2
+        spacing *= math.sqrt(2)
     return result
 
 

@@ -134,10 +134,11 @@ def calibrate_event(make_event: Any, *, epsilon: float, delta: float, accountant
 def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: Accountant = "pld") -> float:
     """Epsilon of any event that dpopt makes; an upper bound.
 
-    Time and memory do not depend on how small epsilon is or how many steps there are: at most seconds, and below a
-    gigabyte. More than 32 different steps (a schedule) are rounded first, noise down and sampling probabilities up, by
-    at most 0.1%, or by as much as it takes to be left with 400. The epsilon of truncated samples (`dpopt.truncated`) is
-    the larger of those against data of one example less and of one more.
+    Time and memory do not depend on how small epsilon is or how many steps there are: at most seconds (a schedule of
+    truncated samples: up to half a minute), and below a gigabyte. More than 32 different steps (a schedule) are rounded
+    first, noise down and sampling probabilities up, by at most 0.1%, or by as much as it takes to be left with 400, or
+    with 64 of truncated samples. The epsilon of truncated samples (`dpopt.truncated`) is the larger of those against
+    data of one example less and of one more.
 
     Args:
         event: a ``dp_accounting`` event, made of Gaussian queries, Poisson samples, samples without replacement, and

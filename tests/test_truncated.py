@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import time
 from collections import Counter
 
 import dp_accounting as dp
@@ -368,6 +369,26 @@ def test_one_more_is_counted_at_any_depth():
     rates = [dpopt.trade_off.true_positive_rates(e, [0.01])[0] for e in (run, plain)]
     assert rates[0] > 1.5 * rates[1]
     assert dpopt.tuning.selection._covers(run, plain) and not dpopt.tuning.selection._covers(plain, run)
+
+
+def test_schedules_of_truncated_samples_take_seconds_and_are_rounded_upwards():
+    def schedule(kinds):
+        step = dp.TruncatedSubsampledGaussianDpEvent
+        return dp.ComposedDpEvent([step(10_000, 0.02, 240, 2 ** (t / kinds)) for t in range(kinds)])
+
+    for kinds in (33, 100, 2_000):
+        exact = events.flattened(schedule(kinds))
+        rounded = _steps.rounded(exact)
+        assert len(rounded) <= 64 and sum(rounded.values()) == kinds
+        assert min(map(_steps.noise, rounded)) >= 0.97 * min(map(_steps.noise, exact))
+    started = time.process_time()
+    found, by_renyi = (dpopt.epsilon_of_event(schedule(300), delta=DELTA, accountant=a) for a in ("pld", "rdp"))
+    assert time.process_time() - started < 60  # it takes about 8 seconds
+    few = _steps.rounded(events.flattened(schedule(100)))
+    orders = dpopt._bounds._orders(few)
+    curves = [dpopt._bounds._curve_of_all(s, Relation.ADD_OR_REMOVE_ONE, orders)[1]
+              for s in (events.flattened(schedule(100)), few)]  # fmt: skip
+    assert (curves[0] <= curves[1] * (1 + 1e-9)).all() and found <= by_renyi
 
 
 def test_one_more_example_costs_about_the_same():
