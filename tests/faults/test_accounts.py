@@ -95,7 +95,7 @@ def test_the_rounding_of_long_compositions_is_paid_for():
     """A Fourier transform to the millionth power leaves errors of 1e-11, which may hide a delta of that size."""
     count, q, sigma = 10**6, 1 - 1e-9, 1e3
     steps = events.flattened(events.poisson_event(noise_multiplier=sigma, sampling_prob=q, steps=count))
-    composed = _bounds._composed(q, sigma, count, interval=1e-4)
+    composed = _bounds._composed(*next(iter(steps.items())), interval=1e-4)
     error = np.abs(composed.get_delta_for_epsilon(np.linspace(8, 12, 9))).max()  # where the truth is below 1e-14
     assert 1e-12 < error < count * np.finfo(float).eps
     assert _bounds.privacy_loss(steps, 1e-11, bound=10.0) == math.inf  # nothing is said about such a delta
