@@ -9,17 +9,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 
 from dpopt._lazy import dp_accounting as dp
+from dpopt._steps import FEW, MOST, NEVER, Steps, alternatives, cut_beside, noise, rounded, sampled_gaussian
 from dpopt.events import flattened
 from dpopt.privacy import Relation
-
-Steps: TypeAlias = "Counter[dp.DpEvent]"
 
 # Grid of the privacy loss at an epsilon between 1 and 100. Rounding is pessimistic, so a coarser grid gives a larger
 # epsilon, never a smaller one. At 1e-3 IMDB's 39,000 steps cost 2.81 (2.79 on a grid ten times finer, for eight times
@@ -28,93 +26,9 @@ _INTERVAL = 1e-3
 # What a grid may have: points of one step (a dictionary in dp_accounting), of a composition (arrays), and of each
 # composition of equal steps where there are many, since those are kept.
 _STEP_POINTS, _POINTS, _KEPT_POINTS = 2**17, 2**21, 2**15
-_FINE_POINTS = (
-    2**18
-)  # and where the grid is finer than it must be, since it would be coarse beside the loss of one step
-_NEVER = 1e-100  # a probability that even the rounding of a step (`_rounding`) pays for many times over
+# And where the grid is finer than it must be, since it would be coarse beside the loss of one step.
+_FINE_POINTS = 2**18
 _TAIL = 1e-15  # probability that dp_accounting moves to an infinite loss when it cuts a composition
-
-# More than FEW different steps are rounded towards less privacy, onto a grid of ratio 1.001, or coarser until at most
-# MOST are different. The grid is the same for every run, so that neighbouring questions find their answers kept.
-_FEW, _MOST, _RATIO = 32, 400, 1 + 2.0**-10
-
-
-def rounded(steps: Steps) -> Steps:
-    """Few different steps that together cost no less: noise is rounded down, sampling probabilities are rounded up.
-
-    Less noise is the same query before some post-processing, and a smaller sample is a mixture of a larger one and of
-    none at all, so each rounded step dominates the step it stands for.
-    """
-    selections: Steps = Counter({e: n for e, n in steps.items() if isinstance(e, dp.dp_event.RepeatAndSelectDpEvent)})
-    return selections + _rounded(steps - selections)  # the runs that are selected from are rounded by themselves
-
-
-def _rounded(steps: Steps) -> Steps:
-    schemes = {with_noise(event, 1.0) for event in steps}
-    result, spacing = steps, math.log(_RATIO)
-    while len(result) > (_FEW if result is steps else _MOST):
-        result = Counter()
-        for event, count in steps.items():
-            sigma = _down(_noise(event), spacing)
-            if len(schemes) > _FEW and isinstance(event, dp.PoissonSampledDpEvent):
-                event = dp.PoissonSampledDpEvent(1 / _down(1 / event.sampling_probability, spacing), event.event)
-            result[with_noise(event, sigma)] += count
-        if not any(isinstance(event, dp.PoissonSampledDpEvent) for event in result) and len(result) <= len(schemes):
-            break  # samples of as many sizes: these are not rounded
-        spacing *= 2
-    return result
-
-
-def _down(value: float, spacing: float) -> float:
-    return min(value, math.exp(spacing * math.floor(math.log(value) / spacing)))
-
-
-def _noise(event: dp.DpEvent) -> float:
-    return cast(dp.GaussianDpEvent, getattr(event, "event", event)).noise_multiplier
-
-
-def with_noise(event: dp.DpEvent, sigma: float) -> dp.DpEvent:
-    """The same step with another noise multiplier."""
-    inner = dp.GaussianDpEvent(sigma)
-    match event:
-        case dp.TruncatedSubsampledGaussianDpEvent(dataset_size=n, sampling_probability=q, truncated_batch_size=b):
-            return dp.TruncatedSubsampledGaussianDpEvent(n, q, b, sigma)
-        case dp.PoissonSampledDpEvent(sampling_probability=q):
-            return dp.PoissonSampledDpEvent(q, inner)
-        case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
-            return dp.SampledWithoutReplacementDpEvent(n, b, inner)
-    return inner
-
-
-def alternatives(event: dp.DpEvent) -> list[tuple[float, float, float]]:
-    r"""Sampled Gaussian queries that a step is at worst a known choice of: weight, sampling probability, noise.
-
-    A truncated Poisson sample is two. Where fewer than B others are drawn, nothing is cut. Otherwise, with probability
-    :math:`\tau`, the sample is a random B of them, and with probability q' the example is in it in place of one of
-    those: at distance 2, which is half of the noise. Neither the B nor which one it replaces depend on q', so the pair
-    is no easier to tell apart than :math:`(1 - q') N(0, \sigma^2) + q' N(2, \sigma^2)` and :math:`N(0, \sigma^2)`.
-    """
-    if not isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
-        return [(1.0, *sampled_gaussian(event))]
-    q, sigma, full = event.sampling_probability, event.noise_multiplier, cut_beside(event)
-    n, most = event.dataset_size, event.truncated_batch_size
-    own = q  # which it is below; what floats can hold of the quotient is not enough where samples are never cut
-    if full > _NEVER:  # of the samples that the example is in and that are cut, over those that are full
-        own = min(q, float(_binomial().sf(most, n, q)) * most / n / full)
-    parts = [(1 - full, q, sigma), (full, own, sigma / 2)]
-    return [part for part in parts if part[0] > 0]
-
-
-def cut_beside(event: dp.TruncatedSubsampledGaussianDpEvent) -> float:
-    """The probability that a sample is full without a given example, so that it would be cut with it."""
-    return float(_binomial().sf(event.truncated_batch_size - 1, event.dataset_size - 1, event.sampling_probability))
-
-
-def _binomial():
-    from scipy import stats  # takes a while, and few need it
-
-    return stats.binom
-
 
 # Where a schedule asks for many curves, fewer orders must do, which costs up to about 1% of a Renyi bound.
 _FEW_ORDERS = (1.25, 1.5, 1.75, *(n / 5 for n in range(10, 55)), *range(11, 65), 128, 256)
@@ -168,7 +82,7 @@ def _selected_curve(
 
 
 def _orders(steps: Steps) -> tuple | None:
-    return _FEW_ORDERS if _kinds(steps) > _FEW else None  # None: all that dp_accounting has
+    return _FEW_ORDERS if _kinds(steps) > FEW else None  # None: all that dp_accounting has
 
 
 def _kinds(steps: Steps) -> int:
@@ -210,14 +124,15 @@ def ever_sampled(steps: Steps, delta: float) -> float:
 
     A whole run is a mixture: with probability 1 - p the example is never read, and otherwise at most what full batches
     would show. Amplification by sampling (Balle, Barthe and Gaboardi 2018) takes (epsilon, delta / p) of full batches,
-    one Gaussian query, to log(1 + p (e^epsilon - 1)) at delta, in both directions.
+    one Gaussian query, to log(1 + p (e^epsilon - 1)) at delta, in both directions. Of truncated samples it may be known
+    which were full, so p is the largest that it can be, whichever were.
     """
     from dp_accounting import gaussian_mechanism  # which the package does not import itself
 
     never, precision, alike = 0.0, 0.0, 0.0  # logarithms of probabilities: never sampled, and drawn the same either way
     for event, count in steps.items():
         parts = alternatives(event)
-        q = sum(weight * q for weight, q, _ in parts)
+        q, _ = sampled_gaussian(event)  # the largest of the parts': which of them it was may be seen
         never += count * (math.log1p(-q) if q < 1 else -math.inf)
         # Total variation distance of one step.
         shift = sum(weight * q * math.erf(1 / (math.sqrt(8) * sigma)) for weight, q, sigma in parts)
@@ -296,7 +211,7 @@ def _width(event: dp.DpEvent) -> float:
     kinds = dp.pld.privacy_loss_mechanism.AdjacencyType
     ends = []
     for _, q, sigma in alternatives(event):
-        kind = kinds.REMOVE if sigma == _noise(event) else kinds.REPLACE  # as dp_accounting takes what is cut
+        kind = kinds.REMOVE if sigma == noise(event) else kinds.REPLACE  # as dp_accounting takes what is cut
         loss = dp.pld.privacy_loss_mechanism.GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=kind)
         bounds = loss.connect_dots_bounds()
         ends += [cast(float, bounds.epsilon_upper), cast(float, bounds.epsilon_lower)]
@@ -307,7 +222,7 @@ def _composed(
     event: dp.DpEvent, count: int, interval: float
 ) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
     q, sigma = sampled_gaussian(event)
-    if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent) and cut_beside(event) > _NEVER:
+    if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent) and cut_beside(event) > NEVER:
         step = dp.pld.privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
             event.dataset_size, q, event.truncated_batch_size, sigma, value_discretization_interval=interval
         )
@@ -320,9 +235,4 @@ def _composed(
     return step if count == 1 else step.self_compose(count)
 
 
-_composed_and_kept = functools.lru_cache(maxsize=2 * _MOST)(_composed)
-
-
-def sampled_gaussian(event: dp.DpEvent) -> tuple[float, float]:
-    """Probability of being sampled and noise multiplier of a step: a Gaussian query, Poisson sampled or not."""
-    return getattr(event, "sampling_probability", 1.0), _noise(event)
+_composed_and_kept = functools.lru_cache(maxsize=2 * MOST)(_composed)

@@ -90,6 +90,28 @@ def everything_in(event: Any) -> Iterator[Any]:
         yield from everything_in(part)
 
 
+def with_one_more(event: Any) -> Any:
+    """The same run on data of one example more, on whose number truncated samples depend.
+
+    *Privacy*: a description; reads no data.
+
+    >>> with_one_more(dp.TruncatedSubsampledGaussianDpEvent(10, 0.5, 6, 1.0)).dataset_size
+    11
+    """
+    match event:
+        case dp.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=n, sampling_probability=q, truncated_batch_size=b, noise_multiplier=sigma
+        ):
+            return dp.TruncatedSubsampledGaussianDpEvent(n + 1, q, b, sigma)
+        case dp.ComposedDpEvent(events=parts):
+            return dp.ComposedDpEvent([with_one_more(part) for part in parts])
+        case dp.SelfComposedDpEvent(event=inner, count=count):
+            return dp.SelfComposedDpEvent(with_one_more(inner), count)
+        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
+            return dp.dp_event.RepeatAndSelectDpEvent(with_one_more(inner), mean, shape)
+    return event
+
+
 def is_replace_one(steps: Iterable[Any]) -> bool:
     """Whether these steps are accounted for under replace-one: those on samples of fixed size are."""
     return any(isinstance(e, dp.SampledWithoutReplacementDpEvent) for step in steps for e in everything_in(step))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
-from dpopt import _bounds, _validate, events
+from dpopt import _bounds, _steps, _validate, events
 from dpopt._lazy import dp_accounting
 from dpopt.events import poisson_event
 from dpopt.privacy import Relation
@@ -134,9 +134,11 @@ def calibrate_event(make_event: Any, *, epsilon: float, delta: float, accountant
 def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: Accountant = "pld") -> float:
     """Epsilon of any event that dpopt makes; an upper bound.
 
-    Time and memory do not depend on how small epsilon is or how many steps there are: at most seconds, and below a
-    gigabyte. More than 32 different steps (a schedule) are rounded first, noise down and sampling probabilities up, by
-    at most 0.1%, or by as much as it takes to be left with 400.
+    Time and memory do not depend on how small epsilon is or how many steps there are: at most seconds (a schedule of
+    truncated samples: up to half a minute), and below a gigabyte. More than 32 different steps (a schedule) are rounded
+    first, noise down and sampling probabilities up, by at most 0.1%, or by as much as it takes to be left with 400, or
+    with 64 of truncated samples. The epsilon of truncated samples (`dpopt.truncated`) is the larger of those against
+    data of one example less and of one more.
 
     Args:
         event: a ``dp_accounting`` event, made of Gaussian queries, Poisson samples, samples without replacement, and
@@ -158,28 +160,27 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
         raise ValueError(f"delta must be below 1; got {delta}.")
     _validate.one_of(("pld", "rdp"), accountant=accountant)
     events.check(event)
-    steps = events.flattened(event)
+    return max(_smallest_bound(steps, float(delta), accountant) for steps in events.flattened_both_ways(event))
+
+
+def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
     if not steps:
         return 0.0
     if any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e in steps):
         return math.inf
-    return _smallest_bound(steps, float(delta), accountant)
-
-
-def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
     replaces = events.is_replace_one(steps)
     if replaces:
         fixed = dp_accounting.SampledWithoutReplacementDpEvent
         parts = [e for step in steps for e in events.everything_in(step)]
         sizes = [e.source_dataset_size for e in parts if isinstance(e, fixed)]
-        _validate.small_delta(delta, max(sizes), stacklevel=4)
+        _validate.small_delta(delta, max(sizes), stacklevel=5)
     alone = events.renyi_alone(steps)
     if alone is not None and accountant == "pld":
         instead = ", or sample with PoissonSampler" if alone.startswith("sampling") else ""
         raise ValueError(
             f"{alone} has no privacy-loss-distribution bound in dp_accounting; pass accountant='rdp'{instead}."
         )
-    steps = _bounds.rounded(steps)
+    steps = _steps.rounded(steps)
     bound = _bounds.renyi(steps, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)(delta)
     if accountant == "rdp" or bound == math.inf:
         return bound

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-from dpopt import _bounds, _validate
+from dpopt import _steps, _validate
 from dpopt._event_kinds import check as check
 from dpopt._event_kinds import everything_in as everything_in
 from dpopt._event_kinds import from_json as from_json
 from dpopt._event_kinds import is_replace_one as is_replace_one
 from dpopt._event_kinds import renyi_alone as renyi_alone
 from dpopt._event_kinds import to_json as to_json
+from dpopt._event_kinds import with_one_more as with_one_more
 from dpopt._lazy import dp_accounting as dp
 from dpopt.inspection import privacy_of
 from dpopt.parts import InParts
@@ -209,7 +210,7 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
         case dp.TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma):
             query = merged(dp.GaussianDpEvent(sigma))
-            return _unless_trivial(query, lambda e: _bounds.with_noise(event, e.noise_multiplier))
+            return _unless_trivial(query, lambda e: _steps.with_noise(event, e.noise_multiplier))
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
             # Whatever is selected from costs nothing.
             return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
@@ -249,6 +250,21 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
     return steps
 
 
+def flattened_both_ways(event: dp.DpEvent) -> list[Counter[dp.DpEvent]]:
+    """`flattened`, against the data with one example less, and against those with one more where that is another cost.
+
+    A truncated sample's cost depends on the size of the larger of two neighbours, and neither of the two cases always
+    costs more: samples are cut more often, but what is cut is shared among more. An accountant takes the worse.
+
+    *Privacy*: a description; reads no data.
+
+    >>> len(flattened_both_ways(dp.GaussianDpEvent(1.0)))
+    1
+    """
+    sized = any(isinstance(e, dp.TruncatedSubsampledGaussianDpEvent) for e in everything_in(event))
+    return [flattened(e) for e in ([event, with_one_more(event)] if sized else [event])]
+
+
 def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
     match event:
         case dp.NoOpDpEvent() | dp.PoissonSampledDpEvent(sampling_probability=0):
@@ -257,7 +273,7 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
             pass
         case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
             if min(event.dataset_size, event.truncated_batch_size, q) > 0:
-                if _bounds.cut_beside(event) > 0:
+                if _steps.cut_beside(event) > 0:
                     steps[event] += count
                 else:
                     _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps)

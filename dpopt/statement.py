@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from dpopt import _bounds, _validate, accounting, events
+from dpopt import _steps, _validate, accounting, events
 from dpopt._lazy import dp_accounting
 from dpopt.privacy import Relation
 from dpopt.trade_off import true_positive_rates
@@ -208,7 +208,7 @@ def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
         if isinstance(step, dp_accounting.dp_event.RepeatAndSelectDpEvent):
             parts.append(_selection(step, count, _mechanism(step.event, unit, neighbours)))
             continue
-        _, sigma = _bounds.sampled_gaussian(step)
+        _, sigma = _steps.sampled_gaussian(step)
         noise = f"{count} x Gaussian noise of {sigma:.4g} times what {neighbours} can change, "
         match step:
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=q):
@@ -216,7 +216,7 @@ def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
             case dp_accounting.TruncatedSubsampledGaussianDpEvent(
                 dataset_size=n, sampling_probability=q, truncated_batch_size=b
             ):
-                sampled = f"on Poisson samples, each {unit} of {n} with probability {q:.4g}"
+                sampled = f"on Poisson samples, each {unit} of {n} (or one less or more) with probability {q:.4g}"
                 parts.append(f"{noise}{sampled}, of which a random {b} are kept where there are more")
             case dp_accounting.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
                 parts.append(f"{noise}on samples of {b} out of {n}")

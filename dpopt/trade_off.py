@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dpopt import _bounds, _validate, accounting, events
+from dpopt import _bounds, _steps, _validate, accounting, events
 from dpopt._lazy import dp_accounting
 from dpopt.privacy import Relation
 
@@ -51,16 +51,12 @@ def true_positive_rates(
         raise ValueError(f"false_positive_rates must be a list of numbers between 0 and 1; got {false_positive_rates}.")
     _validate.one_of(("pld", "rdp"), accountant=accountant)
     events.check(event)
-    steps = events.flattened(event)
-    if not steps:
-        return rates.copy()
-    if any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e in steps):
-        return np.ones_like(rates)
     highest = accounting.epsilon_of_event(event, delta=1e-9, accountant=accountant)
     if not 0 < highest < 700:
         return rates.copy() if highest == 0 else np.ones_like(rates)
     epsilons = np.linspace(0, highest, _POINTS)
-    deltas = _deltas(steps, epsilons, accountant)
+    ways = [steps for steps in events.flattened_both_ways(event) if steps]
+    deltas = np.max([_deltas(steps, epsilons, accountant) for steps in ways], axis=0)
     gains = np.exp(epsilons)
     bounds = np.minimum(
         rates[:, None] * gains + deltas,
@@ -74,7 +70,7 @@ def _deltas(steps: Any, epsilons: np.ndarray, accountant: str) -> np.ndarray:
     if alone is not None and accountant == "pld":
         raise ValueError(f"{alone} has an RDP bound only: pass accountant='rdp'.")
     relation = Relation.REPLACE_ONE if events.is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
-    steps = _bounds.rounded(steps)
+    steps = _steps.rounded(steps)
     bound = _bounds.renyi(steps, relation)(1e-5)
     if accountant == "rdp" or bound == np.inf:
         return _bounds.renyi_deltas(steps, epsilons, relation)

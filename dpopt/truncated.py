@@ -22,7 +22,7 @@ class TruncatedPoisson:
     """A Poisson sample; where it holds more than ``max_batch_size`` examples, a random subset of that size.
 
     Args:
-        num_examples: size of the data set: of two neighbouring ones, the larger.
+        num_examples: size of the data set. Epsilon holds for one of these less, and for one more.
         sampling_prob: probability with which an example is drawn, before the cut.
         max_batch_size: how many are kept at most.
 
@@ -116,7 +116,7 @@ def ample_batch_size(
 ) -> int:
     r"""The smallest ``max_batch_size`` at which the cut costs at most a share of delta.
 
-    A sample is full beside a given example with probability :math:`\tau = P(\mathrm{Bin}(n - 1, q) \ge B)`. A run whose
+    A sample is full beside one more example with probability :math:`\tau = P(\mathrm{Bin}(n, q) \ge B)`. A run whose
     samples never are costs what plain Poisson samples cost, so with :math:`T \tau \le` ``share * delta`` the epsilon at
     delta is at most that of plain Poisson samples at ``(1 - share) * delta``.
 
@@ -144,4 +144,4 @@ def ample_batch_size(
     if delta >= 1:
         raise ValueError(f"delta must be below 1; got {delta}.")
     q = expected_batch_size / num_examples
-    return 1 + int(stats.binom.isf(share * delta / steps, num_examples - 1, q))
+    return 1 + int(stats.binom.isf(share * delta / steps, num_examples, q))

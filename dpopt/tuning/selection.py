@@ -251,6 +251,11 @@ def _dearest(event: Any, settings: list[Any]) -> dp_accounting.DpEvent:
 
 def _covers(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> bool:
     """Whether one mechanism's Renyi divergences are at no order below another's, but for rounding."""
+    pairs = [(event, other), (events.with_one_more(event), events.with_one_more(other))]
+    return all(_covers_one_way(*pair) for pair in (pairs if pairs[0] != pairs[1] else pairs[:1]))
+
+
+def _covers_one_way(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> bool:
     steps, others = events.flattened(event), events.flattened(other)
     if not others:
         return True

@@ -17,7 +17,7 @@ from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from helpers import paid
 
 import dpopt
-from dpopt import _bounds, events
+from dpopt import _bounds, _steps, events
 from dpopt.sampling import Poisson
 
 PRIVACY = dict(l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=4)
@@ -95,7 +95,7 @@ def test_the_rounding_of_long_compositions_is_paid_for():
     """A Fourier transform to the millionth power leaves errors of 1e-11, which may hide a delta of that size."""
     count, q, sigma = 10**6, 1 - 1e-9, 1e3
     steps = events.flattened(events.poisson_event(noise_multiplier=sigma, sampling_prob=q, steps=count))
-    composed = _bounds._composed(q, sigma, count, interval=1e-4)
+    composed = _bounds._composed(*next(iter(steps.items())), interval=1e-4)
     error = np.abs(composed.get_delta_for_epsilon(np.linspace(8, 12, 9))).max()  # where the truth is below 1e-14
     assert 1e-12 < error < count * np.finfo(float).eps
     assert _bounds.privacy_loss(steps, 1e-11, bound=10.0) == math.inf  # nothing is said about such a delta
@@ -126,12 +126,12 @@ def test_schedule_accounting():
 @pytest.mark.slow
 def test_a_schedule_is_rounded_upwards_and_hardly():
     steps = events.flattened(scheduled(60, lambda t: 2.0 + t / 60).event)
-    rounded = _bounds.rounded(steps)
+    rounded = _steps.rounded(steps)
     assert len(steps) == 60 and sum(rounded.values()) == 60
     delta, bound = 1e-5, 0.1
     exact, up = (_bounds.privacy_loss(s, delta, bound) for s in (steps, rounded))
     assert exact <= up <= 1.002 * exact
-    many = _bounds.rounded(events.flattened(scheduled(3_000, lambda t: 1.001**t).event))
+    many = _steps.rounded(events.flattened(scheduled(3_000, lambda t: 1.001**t).event))
     assert len(many) <= 400 and sum(many.values()) == 3_000
 
 
