@@ -385,20 +385,31 @@ def test_a_search_that_is_done_trains_nothing_and_finds_the_same(tmp_path):
 
 
 def test_another_search_cannot_go_on_in_its_place(tmp_path):
-    search(tmp_path)
+    search(tmp_path, identity={"model": "linear"})
     for changes, said in (
         ({"settings": [1, 2]}, "settings: stored"),
         ({"settings": [5, 2, 1]}, "settings: stored"),
         ({"num_trials": NumTrials(6.5, math.inf)}, "num_trials.mean: stored 6.0, now 6.5"),
         ({"event": GAUSSIAN(3.0)}, "trial.noise_multiplier: stored 2.0, now 3.0"),
         ({"score": PublicScore(len, data="other")}, "score: stored"),
+        ({"score": PrivateScore(per_example=len, num_examples=9, noise_multiplier=2.0)}, "score: stored"),
         ({"num_examples": 101}, "num_examples: stored 100, now 101"),
+        ({"identity": {"model": "deep"}}, 'identity.model: stored "linear", now "deep"'),
+        ({"identity": None}, "identity: stored"),
     ):
-        with pytest.raises(JournalError, match=said):
-            search(tmp_path, **changes)
+        with pytest.raises(ValueError, match=rf"holds another search, or a run:\n  {said}") as error:
+            search(tmp_path, **{"identity": {"model": "linear"}} | changes)
+        assert "one search on one data set" in str(error.value) and "another directory" in str(error.value)
     (tmp_path / "search.json").unlink()
     with pytest.raises(JournalError, match="what was drawn for it"):
-        search(tmp_path)
+        search(tmp_path, identity={"model": "linear"})
+
+
+def test_noises_of_a_score_that_differ_in_a_late_digit_are_not_the_same(tmp_path):
+    scores = [PrivateScore(per_example=lambda v: [0.5], num_examples=1, noise_multiplier=n) for n in (2.0, 2.0000001)]
+    search(tmp_path, score=scores[0])
+    with pytest.raises(ValueError, match=r"noise multiplier 2.0000001"):
+        search(tmp_path, score=scores[1])
 
 
 def test_of_the_other_trials_nothing_is_kept(tmp_path):

@@ -65,6 +65,7 @@ class Directory:
     @contextlib.contextmanager
     def opened(cls, path: Path, identity: dict[str, Any], event: dp_accounting.DpEvent) -> Iterator[Directory]:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _refuse_another(path, identity)
         journal = Journal()
         journal.attach(path / _COST, identity)
         try:
@@ -120,3 +121,15 @@ class Directory:
             os.fsync(file.fileno())
         unfinished.replace(path)
         _journal_file.sync_directory(self._path)
+
+
+def _refuse_another(path: Path, identity: dict[str, Any]) -> None:
+    """In the words of a search; a journal would speak of runs and plans."""
+    with contextlib.suppress(FileNotFoundError, _journal_file.Damaged):  # of damage `Journal.attach` tells
+        header = _journal_file.read(path / _COST).header
+        lines = "" if header is None else _journal_file.differences(header["identity"], identity)
+        if lines:
+            raise ValueError(
+                f"{path} holds another search, or a run:\n{lines}\nA directory is for one search on one data set: to "
+                "go on with that, pass what is stored; to begin this one, at a cost of its own, pass another directory."
+            )
