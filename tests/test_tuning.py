@@ -371,7 +371,7 @@ def test_whenever_it_is_killed_a_search_ends_as_if_it_had_not_been(tmp_path, mon
         assert ran == order
         assert (found.setting, found.score, found.ledger) == (whole.setting, whole.score, whole.ledger)
         np.testing.assert_array_equal(found.value["weights"], whole.value["weights"])
-        assert sorted(p.name for p in folder.iterdir() if p.suffix != ".unfinished") == [
+        assert sorted(p.name for p in folder.iterdir()) == [
             next(folder.glob("best-*.pickle")).name,
             "ledger.jsonl",
             "search.json",
@@ -428,6 +428,12 @@ def test_of_the_other_trials_nothing_is_kept(tmp_path):
         assert not any(t.encode() in text for t in trials if t != trials[2])
         assert b'"score": -1' not in text and b"[0, -1" not in text
     assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in tmp_path.iterdir())
+    search(tmp_path / "new")
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    for mode in (0o750, 0o701, 0o720):
+        (tmp_path / "new").chmod(mode)
+        with pytest.warns(UserWarning, match=rf"other users may enter .* \(mode {mode:o}\).*chmod 700"):
+            search(tmp_path / "new")
     assert set(json.loads((tmp_path / "search.json").read_text())) == {"order", "done", "best", "score"}
     assert str(len(trials)) not in repr(_files.Progress([0] * len(trials)))
 
