@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,29 @@ def read(path: Path) -> Content:
     if header.get("format") != FORMAT:
         raise Damaged(f"{path} has format {header.get('format')!r}; this version of dpopt reads {FORMAT}.")
     return Content(header, rest, checksum, len(whole))
+
+
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Where an identity is not the stored one, a line for each place; empty if they agree."""
+    now = json.loads(json.dumps(now))  # tuples become lists, as they did when stored
+    lines = [f"  {name}: stored {_short(a)}, now {_short(b)}" for name, a, b in _differences(stored, now)]
+    return "\n".join(lines)
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    found = []
+    for name in sorted({*a, *b}):
+        x, y = a.get(name), b.get(name)
+        if isinstance(x, dict) and isinstance(y, dict):
+            found += [(f"{name}.{inner}", p, q) for inner, p, q in _differences(x, y)]
+        elif x != y:
+            found.append((name, x, y))
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def sync_directory(path: Path) -> None:

@@ -11,15 +11,13 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import json
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpopt import _journal_file as stored
-from dpopt import events
+from dpopt import _journal_file, events
 from dpopt._lazy import dp_accounting
 from dpopt.ledger import Ledger
 
@@ -165,7 +163,7 @@ class Journal:
         else:
             file = None
         try:
-            content = _content(path) if path.exists() else stored.Content()
+            content = _content(path) if path.exists() else _journal_file.Content()
             run = ""
             if content.header is not None:
                 check_identity(content.header["identity"], identity, str(path))
@@ -184,8 +182,8 @@ class Journal:
         self._path, self._file, self._sum, self._is_closed = path, file, content.checksum, False
         self.run = run or self.run
         if file is not None and content.length == 0:
-            self._write({"format": stored.FORMAT, "run": self.run, "identity": dict(identity)})
-            stored.sync_directory(path.parent)
+            self._write({"format": _journal_file.FORMAT, "run": self.run, "identity": dict(identity)})
+            _journal_file.sync_directory(path.parent)
 
     def close(self) -> None:
         """Lets go of the file and its lock. The journal stays readable; to take entries it must be attached again."""
@@ -201,7 +199,7 @@ class Journal:
         self._entries.append(entry)
 
     def _write(self, body: dict[str, Any]) -> None:
-        line, checksum = stored.line(body, self._sum)
+        line, checksum = _journal_file.line(body, self._sum)
         start = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) != len(line):
@@ -242,10 +240,10 @@ def read(path: Path) -> tuple[dict[str, Any], Ledger]:
     return content.header["identity"], journal.ledger
 
 
-def _content(path: Path) -> stored.Content:
+def _content(path: Path) -> _journal_file.Content:
     try:
-        return stored.read(path)
-    except stored.Damaged as error:
+        return _journal_file.read(path)
+    except _journal_file.Damaged as error:
         raise JournalError(str(error)) from None
 
 
@@ -269,26 +267,9 @@ def check_identity(stored: Mapping[str, Any], now: Mapping[str, Any], where: str
       num_examples: stored 10, now 12
     Resume with the plan it was made by, or start in another directory.
     """
-    now = json.loads(json.dumps(now))  # tuples become lists, as they did when stored
-    lines = [f"  {name}: stored {_short(a)}, now {_short(b)}" for name, a, b in _differences(stored, now)]
+    lines = _journal_file.differences(stored, now)
     if lines:
         raise JournalError(
-            f"{where} belongs to another run:\n" + "\n".join(lines) + "\nResume with the plan it was made by, or start "
-            "in another directory."
+            f"{where} belongs to another run:\n{lines}\nResume with the plan it was made by, or start in another "
+            "directory."
         )
-
-
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    found = []
-    for name in sorted({*a, *b}):
-        x, y = a.get(name), b.get(name)
-        if isinstance(x, dict) and isinstance(y, dict):
-            found += [(f"{name}.{inner}", p, q) for inner, p, q in _differences(x, y)]
-        elif x != y:
-            found.append((name, x, y))
-    return found
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 400 else f"{text[:400]}..."

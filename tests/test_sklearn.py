@@ -15,6 +15,7 @@ from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from sklearn.utils.validation import column_or_1d
 
+from dpopt.journal import read
 from dpopt.plan import Plan
 from dpopt.sklearn import PrivateLinearClassifier, PrivateLinearRegressor, PrivateSearch
 
@@ -161,6 +162,44 @@ def test_a_search_stays_within_its_budget_and_its_best_says_what_it_cost(score, 
     assert not [name for name in vars(search) if "cv" in name or "trial" in name.removeprefix("mean_trials")]
     again = private_search(public_rows=public, directory=tmp_path).fit(x, y > 0)
     np.testing.assert_array_equal(again.best_estimator_.coef_, best.coef_)
+
+
+def test_a_directory_is_for_one_search(tmp_path):
+    """What another estimator, another grid or another table found is not handed out as this one's."""
+    x, y = table(rows=100)
+    model = PrivateLinearClassifier(classes=np.array([False, True]), feature_range=(-1, np.float32(1)), steps=3)
+
+    def fit(x=x, estimator=model, **changes):
+        return private_search(estimator=estimator, directory=tmp_path, **changes).fit(x, y > 0)
+
+    first = fit(grid={"l2_clip_norm": np.arange(1, 3)})
+    same = fit(grid={"l2_clip_norm": [1, 2]}, estimator=clone(model).set_params(classes=[False, True], epsilon=9.0))
+    np.testing.assert_array_equal(same.best_estimator_.coef_, first.best_estimator_.coef_)
+    grid = {"l2_clip_norm": [1, 2]}
+    for changes, said in (
+        ({"estimator": clone(model).set_params(momentum=0.5)}, "identity.momentum: stored 0.9, now 0.5"),
+        ({"estimator": clone(model).set_params(classes=[True, False, 7])}, "identity.classes: stored"),
+        ({"estimator": PrivateLinearRegressor(target_range=(-1, 1), steps=3)}, "identity.estimator: stored"),
+        ({"grid": {"l2_clip_norm": [1, 3]}}, "settings: stored"),
+        ({"x": x[:, :2]}, "identity.features: stored 3, now 2"),
+        ({"public_rows": (x, y > 0)}, "identity.public_rows: stored null, now .100, 3."),
+        ({"epsilon": 2.0}, "trial.event.event.noise_multiplier: stored"),
+        ({"score_noise_multiplier": 9.0}, "score: stored"),
+    ):
+        with pytest.raises(ValueError, match=rf"holds another search, or a run:\n(.*\n)*  {said}"):
+            fit(**{"grid": grid} | changes)
+    with pytest.raises(TypeError, match="parameters must be plain values"):
+        fit(grid=grid, estimator=clone(model).set_params(classes={False, True}))
+
+
+def test_of_the_rows_a_directory_says_nothing_that_is_public(tmp_path):
+    """Not even a digest: the file that states the cost is the same for all tables of one shape."""
+    told = []
+    for seed in (0, 1):
+        x, y = table(seed, rows=100)
+        private_search(directory=tmp_path / str(seed)).fit(x, y > 0)
+        told.append(read(tmp_path / str(seed) / "ledger.jsonl"))
+    assert told[0] == told[1]
 
 
 def test_a_search_of_what_cannot_be_covered_is_refused():

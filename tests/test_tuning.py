@@ -371,7 +371,7 @@ def test_whenever_it_is_killed_a_search_ends_as_if_it_had_not_been(tmp_path, mon
         assert ran == order
         assert (found.setting, found.score, found.ledger) == (whole.setting, whole.score, whole.ledger)
         np.testing.assert_array_equal(found.value["weights"], whole.value["weights"])
-        assert sorted(p.name for p in folder.iterdir() if p.suffix != ".unfinished") == [
+        assert sorted(p.name for p in folder.iterdir()) == [
             next(folder.glob("best-*.pickle")).name,
             "ledger.jsonl",
             "search.json",
@@ -385,20 +385,31 @@ def test_a_search_that_is_done_trains_nothing_and_finds_the_same(tmp_path):
 
 
 def test_another_search_cannot_go_on_in_its_place(tmp_path):
-    search(tmp_path)
+    search(tmp_path, identity={"model": "linear"})
     for changes, said in (
         ({"settings": [1, 2]}, "settings: stored"),
         ({"settings": [5, 2, 1]}, "settings: stored"),
         ({"num_trials": NumTrials(6.5, math.inf)}, "num_trials.mean: stored 6.0, now 6.5"),
         ({"event": GAUSSIAN(3.0)}, "trial.noise_multiplier: stored 2.0, now 3.0"),
         ({"score": PublicScore(len, data="other")}, "score: stored"),
+        ({"score": PrivateScore(per_example=len, num_examples=9, noise_multiplier=2.0)}, "score: stored"),
         ({"num_examples": 101}, "num_examples: stored 100, now 101"),
+        ({"identity": {"model": "deep"}}, 'identity.model: stored "linear", now "deep"'),
+        ({"identity": None}, "identity: stored"),
     ):
-        with pytest.raises(JournalError, match=said):
-            search(tmp_path, **changes)
+        with pytest.raises(ValueError, match=rf"holds another search, or a run:\n  {said}") as error:
+            search(tmp_path, **{"identity": {"model": "linear"}} | changes)
+        assert "one search on one data set" in str(error.value) and "another directory" in str(error.value)
     (tmp_path / "search.json").unlink()
     with pytest.raises(JournalError, match="what was drawn for it"):
-        search(tmp_path)
+        search(tmp_path, identity={"model": "linear"})
+
+
+def test_noises_of_a_score_that_differ_in_a_late_digit_are_not_the_same(tmp_path):
+    scores = [PrivateScore(per_example=lambda v: [0.5], num_examples=1, noise_multiplier=n) for n in (2.0, 2.0000001)]
+    search(tmp_path, score=scores[0])
+    with pytest.raises(ValueError, match=r"noise multiplier 2.0000001"):
+        search(tmp_path, score=scores[1])
 
 
 def test_of_the_other_trials_nothing_is_kept(tmp_path):
@@ -417,6 +428,12 @@ def test_of_the_other_trials_nothing_is_kept(tmp_path):
         assert not any(t.encode() in text for t in trials if t != trials[2])
         assert b'"score": -1' not in text and b"[0, -1" not in text
     assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in tmp_path.iterdir())
+    search(tmp_path / "new")
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    for mode in (0o750, 0o701, 0o720):
+        (tmp_path / "new").chmod(mode)
+        with pytest.warns(UserWarning, match=rf"other users may enter .* \(mode {mode:o}\).*chmod 700"):
+            search(tmp_path / "new")
     assert set(json.loads((tmp_path / "search.json").read_text())) == {"order", "done", "best", "score"}
     assert str(len(trials)) not in repr(_files.Progress([0] * len(trials)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,8 @@ from dpopt import tuning
 from dpopt.keys import secure_key
 from dpopt.sklearn.linear import PrivateLinearClassifier, PrivateLinearRegressor
 
-_MOVE_EPSILON = ("epsilon", "delta", "noise_multiplier", "steps", "expected_batch_size")
+_BUDGET = ("epsilon", "delta", "noise_multiplier")
+_MOVE_EPSILON = (*_BUDGET, "steps", "expected_batch_size")
 
 
 class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
@@ -35,7 +37,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         shape: of their distribution (`dpopt.tuning.NumTrials`); finite, so that there is at least one.
         public_rows: ``(X, y)`` that nobody has to protect, to score on; None scores on the private rows, with noise.
         score_noise_multiplier: of that noise, in rows: it moves an accuracy over n rows by this over n.
-        directory: where to keep what resuming after a crash needs (`dpopt.tuning.repeat_and_select`), or None.
+        directory: where to keep what resuming after a crash needs (`dpopt.tuning.repeat_and_select`), or None. It is
+            secret, and for one data set with one set of ``public_rows``: `fit` cannot see whether they are the same.
 
     Attributes:
         best_estimator_: fitted, with the cost of the *search* as its ``epsilon_``, ``statement_`` and ``ledger_``.
@@ -82,7 +85,14 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self.directory = directory
 
     def fit(self, X: Any, y: Any) -> PrivateSearch:
-        """Searches, on rows ``(n, features)`` and ``y`` ``(n,)``."""
+        """Searches, on rows ``(n, features)`` and ``y`` ``(n,)``.
+
+        Without a ``directory`` every call is a search of its own, and so is its cost. With one, it goes on with the
+        search that began there; one that is done is returned as it was found, and nothing is fitted. Either only if
+        all but the data is the same: the estimator's parameters but for its budget, grid, noise, how fits are counted
+        and scored, how many rows and features there are. Else it is a ValueError that says what differs. Of the rows
+        nothing is compared: to do so, they would have to leave a trace in the directory.
+        """
         settings = self._settings()
         epsilon, delta = cast(float, self.epsilon), cast(float, self.delta)
         X, y = check_X_y(X, y, dtype="float64")
@@ -114,6 +124,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             key=secure_key(),
             num_examples=len(X),
             directory=self.directory,
+            identity=self._identity(X.shape[1]),
         )
         self.best_estimator_, self.best_params_, self.best_score_ = found.value, found.setting, found.score
         self.ledger_, self.statement_ = found.ledger, found.statement(delta=delta)
@@ -135,7 +146,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             raise ValueError("set epsilon and delta: what the whole search may cost.")
         if self.shape == np.inf:
             raise ValueError("shape must be finite: a Poisson number of fits may be none, and nothing be found.")
-        settings = list(ParameterGrid(self.param_grid))
+        settings = _plain(list(ParameterGrid(self.param_grid)))
         moving = sorted({name for setting in settings for name in setting} & set(_MOVE_EPSILON))
         if moving:
             raise ValueError(
@@ -143,6 +154,14 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "set it on the estimator."
             )
         return settings
+
+    def _identity(self, features: int) -> dict[str, Any]:
+        """What a directory's search is of, besides what `dpopt.tuning` compares. All of it is public."""
+        parameters = {name: value for name, value in self.estimator.get_params().items() if name not in _BUDGET}
+        public = None if self.public_rows is None else np.shape(self.public_rows[0])
+        return _plain(
+            {"estimator": type(self.estimator).__name__, **parameters, "features": features, "public_rows": public}
+        )
 
     def _score(self, X: Any, y: Any) -> tuning.PublicScore | tuning.PrivateScore:
         def right(fitted: Any, X: Any, y: Any) -> np.ndarray:
@@ -174,3 +193,14 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         """The best estimator's score; on private rows it is not covered."""
         check_is_fitted(self)
         return self.best_estimator_.score(X, y)
+
+
+def _plain(value: Any) -> Any:
+    """The same for JSON: arrays and ranges as lists, NumPy's numbers as Python's."""
+    return json.loads(json.dumps(value, default=_listed))
+
+
+def _listed(value: Any) -> Any:
+    if np.ndim(value) == 0 and not hasattr(value, "tolist"):
+        raise TypeError(f"the estimator's parameters must be plain values, or arrays of them; got {value!r}.")
+    return np.asarray(value).tolist()

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import pickle
+import stat
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,8 @@ class Directory:
     @contextlib.contextmanager
     def opened(cls, path: Path, identity: dict[str, Any], event: dp_accounting.DpEvent) -> Iterator[Directory]:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _warn_if_open(path)
+        _refuse_another(path, identity)
         journal = Journal()
         journal.attach(path / _COST, identity)
         try:
@@ -88,16 +92,17 @@ class Directory:
             self._replace(self._path / _PROGRESS, self._text(fresh))
         if not self._journal.entries:
             self._journal.append(Entry(self._event, "", 1, "selection"))
-        for path in self._path.glob("best-*.pickle"):
-            if progress.best is None or path != self._result(progress.best):
-                path.unlink()
+        kept = [] if progress.best is None else [self._result(progress.best)]
+        for pattern in ("best-*.pickle", "best-*.unfinished", "search.unfinished"):  # of calls that were killed
+            for path in self._path.glob(pattern):
+                if path not in kept:
+                    path.unlink()
         return progress
 
     def save(self, progress: Progress, is_new: bool) -> None:
         """Keeps what a finished trial has changed: first its result, then that it is the best, then no other."""
         before = json.loads((self._path / _PROGRESS).read_text())["best"]
-        if is_new:
-            assert progress.best is not None
+        if is_new and progress.best is not None:
             self._replace(self._result(progress.best), pickle.dumps(progress.value))
         self._replace(self._path / _PROGRESS, self._text(progress))
         if is_new and before is not None:
@@ -120,3 +125,25 @@ class Directory:
             os.fsync(file.fileno())
         unfinished.replace(path)
         _journal_file.sync_directory(self._path)
+
+
+def _warn_if_open(path: Path) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        warnings.warn(
+            f"other users may enter {path} (mode {mode:o}), and a search's directory is secret: names and dates of its "
+            f"files tell of trials that are not released, and who may write there has their code run. chmod 700 {path}",
+            stacklevel=2,
+        )
+
+
+def _refuse_another(path: Path, identity: dict[str, Any]) -> None:
+    """In the words of a search; a journal would speak of runs and plans."""
+    with contextlib.suppress(FileNotFoundError, _journal_file.Damaged):  # of damage `Journal.attach` tells
+        header = _journal_file.read(path / _COST).header
+        lines = "" if header is None else _journal_file.differences(header["identity"], identity)
+        if lines:
+            raise ValueError(
+                f"{path} holds another search, or a run:\n{lines}\nA directory is for one search on one data set: to "
+                "go on with that, pass what is stored; to begin this one, at a cost of its own, pass another directory."
+            )

@@ -98,7 +98,7 @@ class PrivateScore:
     @property
     def description(self) -> str:
         """Which data it reads."""
-        return f"private: {self.num_examples} examples, noise multiplier {self.noise_multiplier:g}"
+        return f"private: {self.num_examples} examples, noise multiplier {float(self.noise_multiplier)}"
 
     def __call__(self, value: Any, key: jax.Array) -> float:
         each = np.asarray(self.per_example(value), np.float64)

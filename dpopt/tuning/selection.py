@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,17 @@ def repeat_and_select(
     num_examples: int,
     unit: str = "example",
     directory: str | Path | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> Selection:
     """Trains a random number of times, each time with a setting drawn from ``settings``, and returns the best trial.
 
     A search that was killed resumes by the same call in the same ``directory``: with the number of trials and the
     settings that were drawn first, whatever ``key`` is now, and without the trials that are done. A trial that was
     under way starts anew, on a new key if there is one. A search that is done returns what it found, and trains
-    nothing.
+    nothing. ``train`` and its data cannot be compared with those of the first call: use a directory for one data set
+    alone, and say in ``identity`` what else makes a difference.
+
+    Only the best trial's output may be released: pass ``progress=False`` to the runs in ``train``, and log nothing there.
 
     An error in a trial ends the call. That is sound as long as it has nothing to do with the data (a full disk, a
     killed machine). To leave out a trial *because* of what the data made of it would change what is selected from in a
@@ -130,14 +134,17 @@ def repeat_and_select(
         unit: what one of them is: ``"example"``, or ``"client"``.
         directory: where to keep what it takes to go on, or None. It is as secret as the noise key, also afterwards: it
             says how many trials there were. Unpickling runs code: use no directory of others.
+        identity: what else must be as it was when a search in ``directory`` began, as JSON can hold it: the model, its
+            fixed hyperparameters, the name of the data set. It is stored beside the cost, which is public: no value
+            and no digest of private data.
 
     Returns:
         A `Selection`.
 
     Raises:
         ValueError, TypeError: for a bad argument; settings of which none's event covers all others'; a trial that spent
-            more than its event; JournalError: if the directory holds another search (other settings, another
-            distribution, event or score), is in use or damaged.
+            more than its event; a directory that holds another search (other settings, another distribution, event,
+            score or identity). JournalError: if the directory is in use or damaged.
 
     *Privacy*: the selection costs `NumTrials.event` of a trial's training and score. The ledger is written first.
 
@@ -155,7 +162,10 @@ def repeat_and_select(
     (0.1, 2.2, 0.6)
     """
     settings = list(settings)
-    _check(train, settings, score, num_trials)
+    _check(train, score, num_trials)
+    if not settings:
+        raise ValueError("settings is empty: there is nothing to draw from.")
+    _check_plain(settings=settings, identity=identity)
     _validate.prng_key(key)
     _validate.positive_int(num_examples=num_examples)
     of_training = _dearest(event, settings)
@@ -184,15 +194,16 @@ def repeat_and_select(
     else:
         if jax.process_count() > 1:
             raise ValueError("a search of several processes cannot be kept in a directory: pass directory=None.")
-        identity = {
+        all_of_it = {
             "settings": settings,
-            "num_trials": dataclasses.asdict(num_trials),
+            "num_trials": {"mean": float(num_trials.mean), "shape": float(num_trials.shape)},
             "trial": events.to_json(of_training),
             "score": score.description,
             "num_examples": num_examples,
             "unit": unit,
+            "identity": identity,
         }
-        with Directory.opened(Path(directory), identity, whole) as files:
+        with Directory.opened(Path(directory), all_of_it, whole) as files:
             progress = go_on(files)
     if progress.best is None:
         return Selection(None, None, None, ledger, num_examples, unit)
@@ -207,19 +218,21 @@ _AFTER_AN_ERROR = (
 )
 
 
-def _check(train: Any, settings: list[Any], score: Any, num_trials: Any) -> None:
+def _check(train: Any, score: Any, num_trials: Any) -> None:
     if not callable(train):
         raise TypeError(f"train must be a function of a setting and a key; got {train!r}.")
     if not isinstance(score, PublicScore | PrivateScore):
         raise TypeError(f"score must be a PublicScore or a PrivateScore, which say what they cost; got {score!r}.")
     if not isinstance(num_trials, NumTrials):
         raise TypeError(f"num_trials must be a NumTrials: a fixed number of trials costs more; got {num_trials!r}.")
-    if not settings:
-        raise ValueError("settings is empty: there is nothing to draw from.")
-    try:
-        json.dumps(settings)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"settings must be plain values, such as JSON can hold; got {settings!r}.") from error
+
+
+def _check_plain(**named: Any) -> None:
+    for name, value in named.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be plain values, such as JSON can hold; got {value!r}.") from error
 
 
 def _trial_event(training: dp_accounting.DpEvent, score: PublicScore | PrivateScore) -> dp_accounting.DpEvent:
