@@ -114,7 +114,7 @@ def repeat_and_select(
     nothing. ``train`` and its data cannot be compared with those of the first call: use a directory for one data set
     alone, and say in ``identity`` what else makes a difference.
 
-    Only the best trial's output may be released: pass ``progress=False`` to the runs in ``train``, and log nothing there.
+    Only the best trial's output may be released: pass ``progress=False`` to runs in ``train``, and log nothing there.
 
     An error in a trial ends the call. That is sound as long as it has nothing to do with the data (a full disk, a
     killed machine). To leave out a trial *because* of what the data made of it would change what is selected from in a
