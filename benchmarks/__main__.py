@@ -42,7 +42,12 @@ def main() -> None:
     imdb.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
     imdb.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     utility = commands.add_parser("utility", help="the papers' tables on real data, and what beats them (hours)")
-    utility.add_argument("--suite", choices=("papers", "frontier", "epochs", "all"), default="papers")
+    suites = ("papers", "frontier", "epochs", "all")
+    utility.add_argument("--suite", choices=suites, help="(default papers; frontier with --optimizer)")
+    utility.add_argument("--optimizer", help="yours, beside the recorded rows: path/to/module.py:function")
+    utility.add_argument(
+        "--rates", nargs="+", default=[], help="where its learning rates start: 0.1, or imdb=15 digits=0.25"
+    )
     utility.add_argument("--only", help="part of the name of a table or row")
     utility.add_argument("--epsilon", type=float, action="append", help="only this one, but for papers (repeatable)")
     utility.add_argument("--seeds", type=int, default=5, help="runs of every setting (default 5)")
@@ -102,14 +107,25 @@ def main() -> None:
     for name in ("seeds", "jobs", "together", "canaries", "runs", "steps", "engine_steps", "checked_steps"):
         if getattr(options, name, 1) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
+    if options.command == "utility" and options.rates and not options.optimizer:
+        parser.error("--rates are those of an --optimizer")
     if options.command in ("utility", "imdb-speed", "tuning"):
         from benchmarks.data import DamagedData, MissingData
         from benchmarks.imdb_speed import main as time_imdb
         from benchmarks.tuning import main as tune
-        from benchmarks.utility import main as compare
 
         try:
-            if options.command == "utility":
+            if options.command == "utility" and options.optimizer:
+                from benchmarks.contenders import ContenderError
+                from benchmarks.utility_optimizer import main as enter
+
+                try:
+                    enter(options)
+                except ContenderError as error:
+                    parser.exit(2, f"{error}\n")
+            elif options.command == "utility":
+                from benchmarks.utility import main as compare
+
                 compare(options)
             elif options.command == "tuning":
                 tune(options.out, options.seeds, options.data)

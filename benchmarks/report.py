@@ -208,7 +208,7 @@ def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 HEADINGS = {"papers": "The papers", "frontier": "The frontier", "epochs": "Few epochs, and correlated noise"}
-_TABLES: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
+TABLES: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
     "papers": lambda rows: f"{papers(rows)}\n\n{_claims(rows)}",
     "frontier": frontier,
     "epochs": epochs,
@@ -233,7 +233,7 @@ def write(tables: Path, to: Path) -> Path:
                      f"{suite}` runs it again; `--only` takes part of a name.\n")  # fmt: skip
         for title in dict.fromkeys(r["table"] for r in content["rows"]):
             rows = [r for r in content["rows"] if r["table"] == title]
-            parts.append(f"\n### {title}\n\n{_TABLES[suite](rows)}\n")
+            parts.append(f"\n### {title}\n\n{TABLES[suite](rows)}\n")
             stem = plots.stem(suite, title)
             own = [name for name in (stem, f"{stem}-curve") if drawn.pop(name, None)]
             parts += [f"\n![{title}](results/{name}.svg)\n" for name in own]

@@ -1,13 +1,11 @@
 """One run: a setting and a seed give a record. Seeds of one setting run together, under ``vmap``."""
 
-import dataclasses
 import functools
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import dp_accounting
 import jax
@@ -16,80 +14,14 @@ import numpy as np
 import optax
 
 import dpopt
-from benchmarks import methods, records, tasks
-from dpopt import correlated, events, users
+from benchmarks import contenders, methods, records, tasks
+from benchmarks.settings import Row as Row
+from benchmarks.settings import Setting as Setting
+from dpopt import events, users
 from dpopt.accounting import calibrate_event
 
 STEPS_PER_CALL = 1_000
 CHECKPOINTS = 5  # scores along the way, for the curve
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Everything that a run depends on but the seed."""
-
-    task: str
-    task_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    method: str
-    options: dict[str, Any]
-    l2_clip_norm: Any = 1.0
-    noise_multiplier: float | None = None  # this, or a target epsilon
-    epsilon: float | None = None
-    delta: float
-    expected_batch_size: float | None = None  # None: all examples
-    steps: int
-    noise: dict[str, Any] | None = None  # correlated over steps: {"bands", "momentum"}; see `strategy`
-    average_from: float | None = None  # average the parameters from this share of the run on; free post-processing
-    label: str = dataclasses.field(default="", compare=False)
-
-    def content(self) -> dict[str, Any]:
-        """What identifies the run: all but the label."""
-        fields = dataclasses.asdict(self)
-        fields.pop("label")
-        if self.noise is None:  # as records say that are older than this field
-            fields.pop("noise")
-        return fields
-
-    def name(self, seed: int) -> str:
-        """File name of a record."""
-        code = hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:12]
-        return f"{self.task}-{code}-{seed}.json"
-
-    def program(self) -> str:
-        """What a compiled program depends on: all but the seed and the learning rate."""
-        fields = self.content()
-        fields["options"] = {k: v for k, v in fields["options"].items() if k != "learning_rate"}
-        return json.dumps(fields, sort_keys=True)
-
-    def strategy(self) -> correlated.Strategy | None:
-        """How noise is correlated: by the bands that are the best for momentum under a rate that falls to 0."""
-        if self.noise is None:
-            return None
-        return _optimized(self.noise["bands"], self.noise["momentum"], self.steps)
-
-    def sampler(self, task: tasks.Task, seed: int) -> Any:
-        """What draws its batches."""
-        batch = self.batch_size(task)
-        if self.noise is None:
-            return dpopt.PoissonSampler(task.num_examples, batch, seed=seed)
-        return dpopt.CyclicPoissonSampler(task.num_examples, batch, parts=self.noise["bands"], seed=seed)
-
-    def batch_size(self, task: tasks.Task) -> float:
-        return task.num_examples if self.expected_batch_size is None else self.expected_batch_size
-
-
-class Row(NamedTuple):
-    """A run, and what a paper reports for it."""
-
-    table: str
-    setting: Setting
-    published: float | None
-
-
-@functools.lru_cache(maxsize=64)
-def _optimized(bands: int, momentum: float, steps: int) -> correlated.Strategy:
-    falling = correlated.workload(steps, momentum=momentum, learning_rate=lambda t: 1 - t / steps)
-    return correlated.optimized_banded(bands, steps=steps, workload=falling)
 
 
 def _with_release(task: tasks.Task, event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
@@ -108,7 +40,11 @@ def _optimizer(
     if setting.noise is not None:
         four["noise"] = setting.strategy()
     options = setting.options if rate is None else setting.options | {"learning_rate": rate}
-    optimizer = methods.build(setting.method, options, steps=setting.steps, privacy_four=four, side_information=side)
+    steps = setting.steps
+    if setting.source is not None:
+        optimizer = contenders.same(setting.source, options["sha256"]).build(options, steps=steps, privacy_four=four)
+    else:
+        optimizer = methods.build(setting.method, options, steps=steps, privacy_four=four, side_information=side)
     return users.user_level(optimizer) if task.unit == "user" else optimizer
 
 
@@ -134,11 +70,21 @@ def noise_for(setting: Setting, task: tasks.Task) -> float:
         return setting.noise_multiplier
     # Two runs that differ in what comes after the noise, or before the clip, need the same.
     alike = json.dumps(events.to_json(event_of(setting, task, 7.0))) + f"{setting.epsilon} {setting.delta}"
+    if setting.source is not None:  # whoever wrote it may treat another multiplier in another way
+        alike += setting.program()
+        contenders.check_noise(setting.label, lambda sigma: event_of(setting, task, sigma))
     if alike not in _CALIBRATED:
         _CALIBRATED[alike] = calibrate_event(
             lambda sigma: event_of(setting, task, sigma), epsilon=setting.epsilon, delta=setting.delta
         )
     return _CALIBRATED[alike]
+
+
+def _check_spent(setting: Setting, task: tasks.Task, noise_multiplier: float) -> None:
+    """Refuses a contender that would not spend what was asked for: its noise is calibrated at one learning rate."""
+    if setting.source is not None and setting.epsilon is not None:
+        event = json.dumps(events.to_json(event_of(setting, task, noise_multiplier)))
+        contenders.check_spent(setting.label, _epsilons(event, setting.delta)["pld"], setting.epsilon, noise_multiplier)
 
 
 @functools.lru_cache(maxsize=16)
@@ -245,6 +191,7 @@ class Program:
         s, task = setting or self.setting, self.task
         if s.program() != self.setting.program():
             raise ValueError("this program was compiled for another setting.")
+        _check_spent(s, task, self.noise_multiplier)
         rate = jnp.asarray(s.options["learning_rate"], jnp.float32)
         began = time.perf_counter()
         drawn = []

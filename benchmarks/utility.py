@@ -11,7 +11,7 @@ from benchmarks import paid_tuning, plots, records, summaries, sweeps, utility_e
 
 def papers(options: Any, console: Console) -> list[dict[str, Any]]:
     """Runs the papers' settings and returns the rows of their tables."""
-    rows = [row for row in utility_papers.rows() if _wanted(options.only, f"{row.table}, {row.setting.label}")]
+    rows = [row for row in utility_papers.rows() if wanted(options.only, f"{row.table}, {row.setting.label}")]
     if not rows:
         names = sorted({row.table for row in utility_papers.rows()})
         raise SystemExit(f"nothing is called {options.only!r}; there are: {'; '.join(names)}.")
@@ -28,19 +28,19 @@ def papers(options: Any, console: Console) -> list[dict[str, Any]]:
 
 def frontier(options: Any, console: Console) -> list[dict[str, Any]]:
     """Every optimizer on the same features and budget."""
-    return _tuned(utility_frontier.contests(), options, console)
+    return tuned(utility_frontier.contests(), options, console)
 
 
 def epochs(options: Any, console: Console) -> list[dict[str, Any]]:
     """Independent and correlated noise at 1, 3 and 10 epochs."""
-    return _tuned(utility_epochs.contests(), options, console)
+    return tuned(utility_epochs.contests(), options, console)
 
 
-def _tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict[str, Any]]:
+def tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict[str, Any]]:
     """Tunes every contender on held-out training data with the same number of runs, then scores the winners."""
     out = []
     for contest in contests:
-        if not _wanted(options.only, f"{contest.table}, {contest.contender}"):
+        if not wanted(options.only, f"{contest.table}, {contest.contender}"):
             continue
         for epsilon in contest.epsilons:
             if options.epsilon and epsilon not in options.epsilon:
@@ -70,7 +70,7 @@ def _say(row: dict[str, Any], console: Console) -> None:
 SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs}
 
 
-def _wanted(only: str | None, name: str) -> bool:
+def wanted(only: str | None, name: str) -> bool:
     return only is None or only.lower() in name.lower()
 
 
@@ -89,7 +89,7 @@ def _sweep(settings: Sequence[Any], seeds: Sequence[int], options: Any, console:
 def main(options: Any) -> None:
     """Runs the suites asked for; writes ``utility-SUITE.json`` and a plot for each, and prints its tables."""
     console = Console()
-    for name in SUITES if options.suite == "all" else [options.suite]:
+    for name in SUITES if options.suite == "all" else [options.suite or "papers"]:
         rows = SUITES[name](options, console)
         for title in dict.fromkeys(row["table"] for row in rows):
             console.print(summaries.table(title, [row for row in rows if row["table"] == title]))

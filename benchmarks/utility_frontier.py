@@ -25,7 +25,8 @@ class Contest:
     task: str
     label: str
     epsilons: Sequence[float]
-    make: Callable[[float, int], dict[str, Any]]  # epsilon and candidate number -> fields of a `Setting`
+    rates: Sequence[float]
+    make: Callable[[float, float], dict[str, Any]]  # epsilon and learning rate -> fields of a `Setting`
     is_paid: bool = False  # whether epsilon covers the choice among the candidates (`benchmarks.paid_tuning`)
 
     @property
@@ -41,8 +42,8 @@ class Contest:
     def candidates(self, epsilon: float, *, validate: bool) -> list[Setting]:
         """The settings to try (``validate``), or the same ones on the whole training data."""
         out = []
-        for i in range(BUDGET):
-            fields = self.make(epsilon, i)
+        for rate in self.rates:
+            fields = self.make(epsilon, rate)
             options = fields.pop("task_options") | ({"validate": True} if validate else {})
             out.append(Setting(label=self.label, epsilon=epsilon, task_options=options, **fields))
         return out
@@ -68,9 +69,9 @@ ADAPTIVE = {"adaptive": 0.1, "quantile": 0.5}
 def _imdb(
     label: str, after: dict[str, Any], rates: Sequence[float], *, clip: Any = 0.5, before: Any = None, **more: Any
 ):
-    def make(epsilon: float, i: int) -> dict[str, Any]:
+    def make(epsilon: float, rate: float) -> dict[str, Any]:
         # The best rate grows with epsilon: less noise bears longer steps.
-        options = {"before": before or {}, "after": after, "learning_rate": rates[i] * min(1.0, epsilon / 3) ** 0.5}
+        options = {"before": before or {}, "after": after, "learning_rate": rate * min(1.0, epsilon / 3) ** 0.5}
         fields = {"decay_to": 0.0}
         return {
             "task": "imdb",
@@ -82,7 +83,7 @@ def _imdb(
             "steps": STEPS,
         } | more
 
-    return Contest("IMDB", label, EPSILONS, make)
+    return Contest("IMDB", label, EPSILONS, rates, make)
 
 
 def _is_side(before: Any) -> bool:
@@ -123,8 +124,8 @@ def _imdb_contests() -> list[Contest]:
 def _movielens(
     label: str, after: dict[str, Any], rates: Sequence[float], *, clip: Any = 1.0, before: Any = None, **more: Any
 ) -> Contest:
-    def make(epsilon: float, i: int) -> dict[str, Any]:
-        options = {"before": before or {}, "after": after, "learning_rate": rates[i] * min(1.0, epsilon / 8) ** 0.5}
+    def make(epsilon: float, rate: float) -> dict[str, Any]:
+        options = {"before": before or {}, "after": after, "learning_rate": rate * min(1.0, epsilon / 8) ** 0.5}
         return {
             "task": "movielens",
             "task_options": {"biases": True, "dimension": 8, "mean_input": 0.1},
@@ -135,7 +136,7 @@ def _movielens(
             "steps": 100,
         } | more
 
-    return Contest("MovieLens", label, (0.5, 1.0, 2.0, 3.04, 8.0, 9.7), make)
+    return Contest("MovieLens", label, (0.5, 1.0, 2.0, 3.04, 8.0, 9.7), rates, make)
 
 
 def _movielens_contests() -> list[Contest]:
@@ -161,8 +162,8 @@ def _movielens_contests() -> list[Contest]:
 def _digits(
     label: str, after: dict[str, Any], rates: Sequence[float], *, clip: Any = 1.0, before: Any = None, **more: Any
 ) -> Contest:
-    def make(epsilon: float, i: int) -> dict[str, Any]:
-        options = {"before": before or {}, "after": after, "learning_rate": rates[i] * min(1.0, epsilon / 3) ** 0.5}
+    def make(epsilon: float, rate: float) -> dict[str, Any]:
+        options = {"before": before or {}, "after": after, "learning_rate": rate * min(1.0, epsilon / 3) ** 0.5}
         return {
             "task": "digits",
             "task_options": {},
@@ -173,7 +174,7 @@ def _digits(
             "steps": STEPS,
         } | more
 
-    return Contest("Digits", label, EPSILONS, make)
+    return Contest("Digits", label, EPSILONS, rates, make)
 
 
 def _digits_contests() -> list[Contest]:

@@ -87,6 +87,17 @@ def check_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, has_aux: bo
         )
 
 
+def example_and_key(row: Any) -> tuple[Any, jax.Array | None]:
+    """The example, and the key that `dpopt.example_keys` has put beside it, or None."""
+    if isinstance(row, tuple) and len(row) == 2 and is_key(row[1]):
+        return row
+    return row, None
+
+
+def is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def _shapes(example: Any) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(example)
     shown = [f"example{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in leaves[:8]]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import errors, linen, nnx
 
-from dpopt import _validate
+from dpopt import _batches, _validate
 from dpopt.flax_layers import check as check
 from dpopt.flax_layers import draws, refuse, watch
 from dpopt.flax_layers import replace_batch_norm as replace_batch_norm
@@ -51,17 +51,11 @@ def _random_example_loss(batch_loss: Callable[..., Any]) -> Callable[..., Any]:
     """`example_loss` of ``batch_loss(params, batch, key)``, for examples with or without a key of their own."""
 
     def loss_fn(params, example):
-        key = None
-        if isinstance(example, tuple) and len(example) == 2 and _is_key(example[1]):
-            example, key = example
+        example, key = _batches.example_and_key(example)
         return example_loss(lambda params, batch: batch_loss(params, batch, key))(params, example)
 
     cast(Any, loss_fn).takes_key = True  # `dpopt.train` asks
     return loss_fn
-
-
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 _NO_KEY = (

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dpopt._batches import is_key
 from dpopt.identity import TrainState
 
 
@@ -54,7 +55,7 @@ def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None)
     each keeps the rows of its own devices.
 
     Args:
-        batch: pytree of arrays ``(B, ...)``, the mask among them.
+        batch: pytree of arrays ``(B, ...)``, the mask and examples' keys among them.
         mesh: the mesh, its axes automatic or explicit.
         axes: which of its axes to split over, by name; None for the first.
 
@@ -72,6 +73,8 @@ def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None)
         sharding = along_rows(x, mesh, axes)
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
+        if is_key(x):  # of losses that draw random numbers, which NumPy does not know
+            return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         x = np.asarray(x)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 

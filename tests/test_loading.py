@@ -13,7 +13,7 @@ from runs import DATA, run, tiny_plan
 
 import dpopt
 from dpopt.loading import Steps, ahead, sharded_rows
-from dpopt.sharding import make_mesh, shard_batch
+from dpopt.sharding import along_rows, make_mesh, shard_batch
 
 SAMPLER = dict(num_examples=64, expected_batch_size=8, seed=3, pad_to=4)
 
@@ -148,6 +148,15 @@ def test_rows_are_split_over_devices_and_stay_so():
     assert shard_batch(found, mesh)["x"] is found["x"]
     result = run(tiny_plan(steps=3), data=sharded_rows(DATA, 64, mesh), place_batch=lambda r: shard_batch(r, mesh))
     assert result.ledger.steps == 3
+
+
+def test_keys_of_examples_are_split_beside_them():
+    """Of a loss with dropout or augmentations; NumPy, which cuts other arrays, does not know them."""
+    mesh, keys = make_mesh(1), dpopt.example_keys(jax.random.key(5), 0, np.arange(4))
+    x, placed = shard_batch((np.ones((4, 2)), keys), mesh)
+    assert_identical(placed, keys)
+    assert x.shape == (4, 2) and placed.sharding.is_equivalent_to(along_rows(4, mesh), 1)
+    assert shard_batch(placed, mesh) is placed
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,255 @@
+"""A researcher's optimizer among the shipped ones: found by the place of its function, checked, and built like them."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import dpopt
+from dpopt import events
+
+SIGNATURE = "(learning_rate, *, l2_clip_norm, noise_multiplier, expected_batch_size, key)"
+# What may be asked for besides, by an argument of that name: the length of the run, a strategy of `dpopt.correlated`.
+OPTIONAL = ("steps", "noise")
+METHOD = "module"  # the method of its settings
+LEAST = 0.97  # of the epsilon asked for: less is another budget than the others'
+
+
+class ContenderError(ValueError):
+    """What is wrong with an optimizer, said to whoever wrote it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A function that makes optimizers, and what it says about itself."""
+
+    source: str  # path/to/module.py:function, or package.module:function
+    make: Callable[..., Any]
+    sha256: str  # of the text of its module, and of the file that defines it
+
+    @property
+    def label(self) -> str:
+        """Its line in the tables."""
+        return self.source.rpartition(":")[2]
+
+    def takes(self, argument: str) -> bool:
+        """Whether the function names this argument. Those it collects under ``**`` are not asked for."""
+        return argument in inspect.signature(self.make).parameters
+
+    def options(self, learning_rate: float) -> dict[str, Any]:
+        """The options of a `Setting`."""
+        decay_to = getattr(self.make, "decay_to", 0.0)
+        return {
+            "learning_rate": learning_rate,
+            "decay_to": decay_to,
+            "function": self.label,
+            "sha256": self.sha256,
+        }
+
+    def build(self, options: Mapping[str, Any], *, steps: int, privacy_four: dict[str, Any]) -> dpopt.PrivateOptimizer:
+        """The optimizer of one run; its learning rate falls like the shipped contenders'."""
+        rate, decay_to = options["learning_rate"], options["decay_to"]
+        if decay_to is not None:
+            rate = optax.linear_schedule(rate, rate * decay_to, steps)
+        more = {"steps": steps} if self.takes("steps") else {}
+        try:
+            optimizer = self.make(rate, **privacy_four, **more)
+        except Exception as error:
+            raise ContenderError(f"{self.source} raised {_said(error)}{self._line(error)}.") from error
+        if not isinstance(optimizer, dpopt.PrivateOptimizer):
+            raise ContenderError(
+                f"{self.source} must return a dpopt.PrivateOptimizer, which says what it spends; it returned "
+                f"{_kind(optimizer)}. Put a rule after the noise by dpopt.chain(dpopt.privatize(...), rule)."
+            )
+        return optimizer
+
+    def _line(self, error: Exception) -> str:
+        """Where in its own module."""
+        file = inspect.getsourcefile(inspect.unwrap(self.make)) if inspect.isfunction(self.make) else None
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        return f" (line {lines[-1]} of {Path(file).name})" if file and lines else ""
+
+    def start(self, title: str, given: Sequence[str]) -> float:
+        """The first of its learning rates on a task.
+
+        Args:
+            title: of the table.
+            given: ``["0.1"]``, or by parts of titles ``["imdb=15", "digits=0.25"]``; what is not there is looked for in
+                the function's attribute ``rates``, a number or a dictionary.
+        """
+        own = getattr(self.make, "rates", {})
+        own = own if isinstance(own, Mapping) else {"": own}
+        for rates in (_parsed(given), {str(k): v for k, v in own.items()}):
+            for part, rate in sorted(rates.items(), key=lambda item: -len(item[0])):  # the one that says most
+                if part.lower() in title.lower():
+                    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate < math.inf:
+                        raise ContenderError(f"a learning rate must be a positive number; got {rate!r} for {title}.")
+                    return float(rate)
+        raise ContenderError(
+            f"at which learning rate should {self.label} start on {title}? Pass --rates 0.1, or --rates imdb=15 "
+            f"digits=0.25, or set {self.label}.rates: the candidates are that number times 1, 2, 4, ..."
+        )
+
+    def check(self) -> None:
+        """Builds one on the side, and refuses what could not be compared with the others."""
+        four = {"l2_clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 100}
+        decay_to = getattr(self.make, "decay_to", 0.0)
+        if decay_to is not None and not (isinstance(decay_to, int | float) and 0 <= decay_to < math.inf):
+            raise ContenderError(
+                f"{self.label}.decay_to is the share of the learning rate at which it ends, or None for a number that "
+                f"stays; got {decay_to!r}."
+            )
+        try:
+            inspect.signature(self.make).bind(0.1, **four, key=0, **({"steps": 10} if self.takes("steps") else {}))
+        except TypeError as error:
+            raise ContenderError(
+                f"{self.source} cannot be called as {self.label}{SIGNATURE}: {error}. It is "
+                f"{self.label}{inspect.signature(self.make)}; other arguments need defaults, but for steps."
+            ) from error
+        first, second = (
+            self.build(self.options(0.1), steps=10, privacy_four=four | {"key": jax.random.key(seed)})
+            for seed in (0, 1)
+        )
+        if first.privacy.unit != "example":
+            raise ContenderError(
+                f"{self.source} states its privacy for one {first.privacy.unit}: state it for examples."
+            )
+        try:
+            dpopt.privacy_event(first, sampling=dpopt.PoissonSampler(1_000, 100, seed=0), steps=10)
+        except Exception as error:
+            raise ContenderError(f"what {self.source} returns cannot be accounted for: {_said(error)}.") from error
+        states = [jax.tree.leaves(optimizer.init({"w": jnp.zeros((2, 2))})) for optimizer in (first, second)]
+        if all(bool(jnp.all(a == b)) for a, b in zip(*states, strict=True)):
+            raise ContenderError(f"{self.source} does not use its key: every seed would draw the same noise.")
+
+
+def load(source: str) -> Contender:
+    """The function at ``path/to/module.py:function`` or ``package.module:function``.
+
+    Raises:
+        ContenderError: if there is no such file, module or function.
+    """
+    place, colon, name = source.rpartition(":")
+    if not (place and colon and name.isidentifier()):
+        raise ContenderError(
+            f"an optimizer is named path/to/module.py:function or package.module:function; got {source!r}."
+        )
+    module = _from_file(Path(place)) if place.endswith(".py") or "/" in place else _from_path(place)
+    if not hasattr(module, name):
+        own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        raise ContenderError(f"{place} has no {name}; its functions are: {', '.join(own) or 'none'}.")
+    make = getattr(module, name)
+    if not callable(make):
+        raise ContenderError(f"{source} must be a function {SIGNATURE}; it is {_kind(make)}.")
+    return Contender(source, make, _text(module, make))
+
+
+@functools.lru_cache(maxsize=8)
+def same(source: str, sha256: str) -> Contender:
+    """The same function, for a process that is to run what another has looked at; kept, since runs ask often.
+
+    Raises:
+        ContenderError: if the text has changed since; see also `load`.
+    """
+    found = load(source)
+    if sha256 != found.sha256:
+        raise ContenderError(f"{source} has changed since these runs began: start them again.")
+    return found
+
+
+def check_noise(label: str, event_at: Callable[[float], Any]) -> None:
+    """Refuses an optimizer whose event does not know the noise multiplier: no noise would meet the target."""
+    if events.to_json(event_at(7.0)) == events.to_json(event_at(14.0)):
+        raise ContenderError(
+            f"{label} spends the same at noise multipliers of 7 and 14: it must draw the noise that noise_multiplier "
+            "says, or no epsilon but its own can be asked of it."
+        )
+
+
+def check_spent(label: str, spent: float, asked: float, noise_multiplier: float) -> None:
+    """Refuses an optimizer that spends more than was asked for, or so much less that the comparison would not be fair.
+
+    Its noise is calibrated by its event at one learning rate.
+    """
+    if not LEAST * asked <= spent <= asked * (1 + 1e-6):
+        raise ContenderError(
+            f"{label} spends epsilon {spent:.4g} at a noise multiplier of {noise_multiplier:.4g}, and {asked:g} was "
+            "asked for: what it spends must fall with noise_multiplier, and depend on nothing else that varies here, "
+            "such as the learning rate."
+        )
+
+
+def _from_file(path: Path) -> Any:
+    path = path.resolve()
+    if not path.is_file():
+        raise ContenderError(f"there is no file {path}.")
+    name = f"_contender_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # of a path that ends with .py
+    if str(path.parent) not in sys.path:  # its neighbours, as `python module.py` finds them
+        sys.path.append(str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ContenderError(f"{path} cannot be imported: {_said(error)}.") from error
+    return module
+
+
+def _from_path(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ContenderError(
+            f"{name} cannot be imported: {_said(error)}. A file is named by its path, with .py at the end."
+        ) from error
+
+
+def _text(*objects: Any) -> str:
+    """A hash of the files that define these."""
+    files = []
+    for found in objects:
+        while isinstance(found, functools.partial):
+            found = found.func
+        try:
+            files.append(inspect.getsourcefile(inspect.unwrap(found)))
+        except TypeError:  # something without a source of its own
+            continue
+    digest = hashlib.sha256()
+    for file in dict.fromkeys(f for f in files if f is not None):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _parsed(given: Sequence[str]) -> dict[str, float]:
+    rates = {}
+    for text in given:
+        part, _, number = text.rpartition("=")
+        try:
+            rates[part] = float(number)
+        except ValueError as error:
+            raise ContenderError(f"--rates takes numbers, or imdb=15 for a task of its own; got {text!r}.") from error
+    return rates
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}" if str(error) else type(error).__name__
+
+
+def _kind(found: Any) -> str:
+    if isinstance(found, optax.GradientTransformation):
+        return "an Optax transformation, which does not"
+    return f"a {type(found).__name__}" if found is not None else "None"
