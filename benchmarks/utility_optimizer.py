@@ -84,7 +84,9 @@ def _markdown(
 ) -> str:
     parts = [f"# {label} among the shipped contenders\n"]
     where = [(r["environment"]["device"], r["environment"]["versions"]["jax"]) for r in (rows[0], *shipped)]
-    parts.append("\nThe other rows are recorded ones. The privacy cost of tuning is not counted, but for contenders that say so.\n")
+    parts.append(
+        "\nThe other rows are recorded ones. The privacy cost of tuning is not counted, but for contenders that say so.\n"
+    )
     if len(set(where)) > 1:
         parts.append(
             f"\nIts rows were computed on {where[0][0]} by JAX {where[0][1]}, some of the others elsewhere or by "
