@@ -85,7 +85,7 @@ def _markdown(
     parts = [f"# {label} among the shipped contenders\n"]
     where = [(r["environment"]["device"], r["environment"]["versions"]["jax"]) for r in (rows[0], *shipped)]
     parts.append(
-        "\nThe other rows are recorded ones. The privacy cost of tuning is not counted, but for contenders that say so.\n"
+        "\nThe other rows are recorded ones. The cost of tuning is not counted, but for contenders that say so.\n"
     )
     if len(set(where)) > 1:
         parts.append(
