@@ -257,7 +257,11 @@ MISTAKES = {
         "def mine(learning_rate): pass",
         r"cannot be called as mine\(learning_rate, \*, l2_clip",
     ),
-    "one more": ("{}:mine", f"def mine(learning_rate, *, beta, **four): {GOOD}", "missing a required argument: 'beta'"),
+    "one more": (
+        "{}:mine",
+        f"def mine(learning_rate, *, beta, **four): {GOOD}",
+        "missing a required (keyword-only )?argument: 'beta'",
+    ),
     "raises": (
         "{}:mine",
         "def mine(learning_rate, **four): raise OSError('gone')",

@@ -291,8 +291,8 @@ def test_a_private_score_moves_by_one_example_as_much_as_it_pays_for(monkeypatch
 def test_a_private_score_has_the_noise_that_it_states():
     score = PrivateScore(per_example=lambda w: np.full(100, 0.5), num_examples=100, noise_multiplier=8.0)
     drawn = (np.array([score(None, key) for key in jax.random.split(jax.random.key(1), 800)]) - 0.5) * 100
-    assert stats.kstest(drawn, "norm", args=(0, 8.0)).pvalue > 1e-3
-    assert stats.kstest(drawn, "norm", args=(0, 8.0 * 2 / 3)).pvalue < 1e-3
+    assert stats.kstest(drawn / 8.0, "norm").pvalue > 1e-3
+    assert stats.kstest(drawn / 8.0 * 3 / 2, "norm").pvalue < 1e-3
     assert 0.999 * 8 < score.event.noise_multiplier < 8.0
 
 
