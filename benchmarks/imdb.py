@@ -6,9 +6,9 @@ functions that make one (`most_frequent`) say which reviews they read.
 
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -64,9 +64,41 @@ def load(where: str | Path | None = None) -> Imdb:
     return Imdb(arrays["words"], parts["train"], parts["test"], arrays["shipped"])
 
 
+def texts(path: Path) -> dict[str, tuple[list[str], list[int]]]:
+    """The reviews of each part as they were written, without line breaks' marks, and their labels, in order of names.
+
+    Raises:
+        data.DamagedData
+    """
+    return {
+        part: ([text for _, _, text in found], [label for _, label, _ in found])
+        for part, found in _read(path, lambda text: text)[0].items()
+    }
+
+
 def _parse(path: Path) -> dict[str, np.ndarray]:
     places: dict[str, int] = {}
-    texts: dict[str, list] = {"train": [], "test": []}
+
+    def numbers(text: str) -> np.ndarray:
+        words = _WORD.findall(text.lower())
+        return np.array([places.setdefault(word, len(places)) for word in words], np.int32)
+
+    texts, vocabulary = _read(path, numbers)
+    words = np.array(sorted(places))
+    rank = np.empty(len(words), np.int32)
+    rank[[places[word] for word in words]] = np.arange(len(words), dtype=np.int32)
+    shipped = [places[w] for w in vocabulary.decode("utf-8", "replace").split() if w in places]
+    arrays = {"words": words, "shipped": rank[np.array(shipped, np.int64)]}
+    for part, found in texts.items():
+        arrays[f"{part}_tokens"] = rank[np.concatenate([tokens for *_, tokens in found])]
+        arrays[f"{part}_starts"] = np.cumsum([0, *(len(tokens) for *_, tokens in found)])
+        arrays[f"{part}_labels"] = np.array([label for _, label, _ in found], np.int32)
+    return arrays
+
+
+def _read(path: Path, take: Callable[[str], Any]) -> tuple[dict[str, list[tuple[str, int, Any]]], bytes]:
+    """Name, label and what ``take`` makes of the text of each review, by part; and the shipped vocabulary."""
+    parts: dict[str, list] = {"train": [], "test": []}
     vocabulary = b""
     for name, content in _files(path):
         if name.endswith("imdb.vocab"):
@@ -77,27 +109,15 @@ def _parse(path: Path) -> dict[str, np.ndarray]:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise data.DamagedData(f"{path}: {name} is not text in UTF-8: {error}") from error
-            words = _WORD.findall(_BREAK.sub(" ", text.lower()))
-            numbers = np.array([places.setdefault(word, len(places)) for word in words], np.int32)
-            # By name, since folders and archives come in any order.
-            texts[part].append((name[match.start(1) :], int(sentiment == "pos"), numbers))
-    for part, found in texts.items():
+            parts[part].append((name[match.start(1) :], int(sentiment == "pos"), take(_BREAK.sub(" ", text))))
+    for part, found in parts.items():
         if len({label for _, label, _ in found}) < 2:
             raise data.DamagedData(
                 f"{path} holds {len(found)} reviews for {part}; expected files {part}/pos/ID_RATING.txt and "
                 f"{part}/neg/ID_RATING.txt, as in {ADDRESS}."
             )
-    words = np.array(sorted(places))
-    rank = np.empty(len(words), np.int32)
-    rank[[places[word] for word in words]] = np.arange(len(words), dtype=np.int32)
-    shipped = [places[w] for w in vocabulary.decode("utf-8", "replace").split() if w in places]
-    arrays = {"words": words, "shipped": rank[np.array(shipped, np.int64)]}
-    for part, found in texts.items():
-        found.sort()
-        arrays[f"{part}_tokens"] = rank[np.concatenate([tokens for *_, tokens in found])]
-        arrays[f"{part}_starts"] = np.cumsum([0, *(len(tokens) for *_, tokens in found)])
-        arrays[f"{part}_labels"] = np.array([label for _, label, _ in found], np.int32)
-    return arrays
+        found.sort(key=lambda row: row[0])  # folders and archives come in any order
+    return parts, vocabulary
 
 
 def _files(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -106,6 +106,7 @@ TASKS = {
     "imdb": ("text_task", "Imdb"),
     "imdb-lstm": ("network_tasks", "ImdbLSTM"),
     "imdb-transformer": ("network_tasks", "ImdbTransformer"),
+    "imdb-pretrained": ("pretrained.task", "PretrainedReviews"),
     "movielens": ("rating_task", "MovieLens"),
     "movielens-films": ("film_task", "Films"),
     "mnist": ("network_tasks", "MnistClassification"),

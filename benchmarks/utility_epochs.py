@@ -192,16 +192,13 @@ def contests() -> list[Contest]:
         task="mnist",
         task_options={},
     )
-    transformer = functools.partial(
-        _contests,
+    sequences = _contests(
         "Transformer on 64 words of IMDB",
-        delta=1e-5,
-        clip=1.0,
+        [Compute(1, 25_000, 250), Compute(3, 25_000, 500), Compute(10, 25_000, 1_000)],
+        1e-5,
+        1.0,
+        {"DP-SGD, momentum": by_factor(0.5, count=3), "DP-AdamBC": by_factor(0.005, count=3)},
         task="imdb-transformer",
         task_options={"length": 64},
     )
-    momentum = {"DP-SGD, momentum": by_factor(0.5, count=3)}
-    few = [Compute(1, 25_000, 250), Compute(3, 25_000, 500)]
-    sequences = transformer(computes=few, rates=momentum | {"DP-AdamBC": by_factor(0.005, count=3)})
-    sequences += transformer(computes=[Compute(10, 25_000, 1_000)], rates=momentum)
     return imdb + movielens + mnist + sequences

@@ -1,0 +1,61 @@
+"""Texts as token numbers. Needs dpopt[pretrained] (tokenizers)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import data, imdb
+
+AT_A_TIME = 1_000
+
+
+class Texts(NamedTuple):
+    """Token numbers of texts, all cut or padded to one length."""
+
+    ids: np.ndarray  # (n, length) int32
+    mask: np.ndarray  # (n, length) bool: False behind the end
+
+
+class Split(NamedTuple):
+    """Reviews and their labels, 1 for a good one."""
+
+    train: Texts
+    train_labels: np.ndarray
+    test: Texts
+    test_labels: np.ndarray
+
+
+def encode(texts: Sequence[str], where: Path, length: int) -> Texts:
+    """Token numbers by ``where/tokenizer.json``, which was made from other texts: a review's depend on it alone."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length)
+    ids, mask = np.zeros((len(texts), length), np.int32), np.zeros((len(texts), length), bool)
+    for start in range(0, len(texts), AT_A_TIME):
+        for row, found in enumerate(tokenizer.encode_batch(list(texts[start : start + AT_A_TIME])), start):
+            ids[row], mask[row] = found.ids, found.attention_mask
+    return Texts(ids, mask)
+
+
+def reviews(where: str | Path | None, model: Path, length: int) -> Split:
+    """The IMDB reviews, the first ``length`` tokens of each; cached after the first time.
+
+    Raises:
+        data.MissingData, data.DamagedData
+    """
+    path = data.find(where, imdb.NAMES, what="IMDB", address=imdb.ADDRESS)
+
+    def build() -> dict[str, np.ndarray]:
+        arrays = {}
+        for part, (texts, labels) in imdb.texts(path).items():
+            ids, mask = encode(texts, model, length)
+            arrays |= {f"{part}_ids": ids, f"{part}_mask": mask, f"{part}_labels": np.array(labels, np.int32)}
+        return arrays
+
+    arrays = data.cached(path, f"imdb-{model.name}-{length}", build)
+    train, test = (Texts(arrays[f"{part}_ids"], arrays[f"{part}_mask"]) for part in ("train", "test"))
+    return Split(train, arrays["train_labels"], test, arrays["test_labels"])

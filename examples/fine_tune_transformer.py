@@ -1,0 +1,131 @@
+"""A pretrained Transformer learns the sentiment of film reviews within a privacy budget.
+
+    python examples/fine_tune_transformer.py --epsilon 8 --directory runs/reviews
+
+It trains adapters (LoRA) and a new head; ``--train all`` or ``--train head`` trains other parts. A run that is stopped,
+in whatever way, goes on with the same command. Needs dpopt[pretrained], and the data (a message says where to get them).
+"""
+
+import argparse
+import contextlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import dpopt
+import dpopt.flax
+from benchmarks.data import DamagedData, MissingData
+from benchmarks.pretrained import bert, tokens, weights
+from dpopt import correlated
+from dpopt.checkpoint import Checkpointer
+
+DELTA = 1e-5  # well below one over the number of training reviews
+TOGETHER = 64  # reviews that go through the network at a time, whatever the batch
+MOMENTUM = 0.9
+
+# Rules for what comes out of the noise, and learning rates at which each does well here.
+RULES = {
+    "adam": (3e-3, optax.adam),
+    "sgd": (0.5, lambda rate: optax.sgd(rate, momentum=MOMENTUM)),
+}
+
+
+def make_plan(options: argparse.Namespace, num_examples: int) -> dpopt.Plan:
+    """Clip, noise for the budget, and the rule."""
+    rate, rule = RULES[options.optimizer]
+    clip = 1.0 if options.clip == "flat" else dpopt.LayerwiseClip(0.1)  # of each matrix and vector
+    secret = dpopt.secure_key() if options.seed is None else jax.random.key(options.seed)
+    correlate = options.noise == "correlated"
+    builder = dpopt.Builder(
+        num_examples=num_examples,
+        expected_batch_size=options.batch_size,
+        steps=options.steps,
+        key=secret,
+        sampling="cyclic_poisson" if correlate else "poisson",
+        parts=options.bands if correlate else None,
+        pad_to=TOGETHER,
+    )
+    if correlate:  # noise of later steps takes back some of that of earlier ones; batches come from parts in turn
+        falling = correlated.workload(options.steps, momentum=MOMENTUM, learning_rate=lambda t: 1 - t / options.steps)
+        builder = builder.correlate(correlated.optimized_banded(options.bands, steps=options.steps, workload=falling))
+    falling_rate = optax.linear_schedule(options.learning_rate or rate, 0.0, options.steps)
+    return builder.clip(clip).budget(epsilon=options.epsilon, delta=DELTA).then(rule(falling_rate)).build()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epsilon", type=float, default=8.0, help="budget of the whole run (default 8)")
+    parser.add_argument("--train", choices=("lora", "head", "all"), default="lora", help="what is trained")
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters (default 8)")
+    parser.add_argument("--clip", choices=("flat", "layerwise"), default="flat")
+    parser.add_argument("--noise", choices=("independent", "correlated"), default="independent")
+    parser.add_argument("--bands", type=int, default=4, help="of correlated noise (default 4)")
+    parser.add_argument("--optimizer", choices=tuple(RULES), default="adam")
+    parser.add_argument("--learning-rate", type=float, help="at first; it falls to 0")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=500, help="expected size of a batch (default 500)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a review that are read (default 128)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of what is frozen")
+    parser.add_argument("--train-reviews", type=int, help="take only so many (default: all)")
+    parser.add_argument("--test-reviews", type=int, default=2_000, help="to be tested on (default 2000)")
+    parser.add_argument("--data", type=Path, help="folder with the data (default: DPOPT_DATA, then ./data)")
+    parser.add_argument("--directory", type=Path, help="where checkpoints and the journal of the budget are kept")
+    parser.add_argument("--seed", type=int, help="for a run that can be repeated; without it the noise key is secret")
+    options = parser.parse_args(argv)
+
+    try:
+        files = weights.folder(options.data)
+        reviews = tokens.reviews(options.data, files, options.length)
+    except (MissingData, DamagedData) as error:
+        parser.exit(2, f"{error}\n")
+    order = np.random.default_rng(0).permutation(len(reviews.train_labels))[: options.train_reviews]
+    ids, mask, labels = reviews.train.ids[order], reviews.train.mask[order], reviews.train_labels[order]
+    tested = np.random.default_rng(1).permutation(len(reviews.test_labels))[: options.test_reviews]
+
+    body, config = weights.load(files, dtype=None if options.dtype == "float32" else options.dtype)
+    model = bert.Classifier(body, config.hidden_size, 2, rngs=nnx.Rngs(0))
+    if options.train == "lora":
+        bert.adapt(model.body, options.rank, rngs=nnx.Rngs(1))
+
+    def mean_loss(model, batch):
+        (ids, mask), labels = batch
+        return optax.softmax_cross_entropy_with_integer_labels(model(ids, mask), labels).mean()
+
+    loss_fn, params = dpopt.flax.nnx_loss(model, mean_loss, wrt=bert.trained(options.train))
+
+    predict = nnx.jit(lambda model, ids, mask: jnp.argmax(model(ids, mask), -1))
+
+    def accuracy(params) -> float:
+        nnx.update(model, params)
+        groups = np.array_split(tested, -(-len(tested) // TOGETHER))
+        right = [predict(model, reviews.test.ids[g], reviews.test.mask[g]) == reviews.test_labels[g] for g in groups]
+        return float(np.mean(np.concatenate(right)))
+
+    plan = make_plan(options, len(labels))
+    print(plan.summary(params))
+    with contextlib.ExitStack() as stack:
+        checkpointer = None
+        if options.directory is not None:
+            checkpointer = stack.enter_context(Checkpointer(options.directory, every=5))
+        result = plan.run(
+            loss_fn,
+            params,
+            lambda rows: ((ids[rows], mask[rows]), labels[rows]),
+            microbatch_size=TOGETHER,
+            checkpointer=checkpointer,
+            eval_fn=accuracy,
+            eval_every=max(1, options.steps // 4),
+        )
+
+    for step, value in result.history:
+        print(f"after {step} steps: test accuracy {value:.3f}")
+    print(f"epsilon {result.epsilon(delta=DELTA):.2f} at delta {DELTA:g}, test accuracy {accuracy(result.params):.3f}")
+    print(result.statement(delta=DELTA))
+
+
+if __name__ == "__main__":
+    main()
