@@ -81,9 +81,11 @@ def to_be_scored(state: Any, params: Any) -> Any:
 
 
 def clip_function(clip: Any) -> Any:
-    """A clip norm, ``{"normalized": C}``, or ``{"adaptive": C_0, "quantile": gamma}``."""
+    """A clip norm, ``{"normalized": C}``, ``{"layerwise": C}``, or ``{"adaptive": C_0, "quantile": gamma}``."""
     if not isinstance(clip, dict):
         return clip
+    if "layerwise" in clip:
+        return dpopt.LayerwiseClip(clip["layerwise"])
     if "normalized" in clip:
         return dpopt.NormalizedClip(clip["normalized"])
     return quantile_clip(clip["adaptive"], quantile=clip["quantile"])

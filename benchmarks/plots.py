@@ -1,5 +1,6 @@
 """The plots of the benchmarks: small, readable in black and white, from the rows of the tables alone."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ def _curves(title: str, rows: Sequence[dict[str, Any]], out: Path) -> Path:
     return _save(figure, out / f"{stem('papers', title)}-curve.svg")
 
 
-def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
+def frontier(rows: Sequence[dict[str, Any]], out: Path, suite: str = "frontier") -> list[Path]:
     """One plot a task: the score against epsilon, a line for each contender, named at its end."""
     paths = []
     looks = dict(zip(dict.fromkeys(r["contender"] for r in rows), itertools.cycle(_SERIES), strict=False))
@@ -105,7 +106,7 @@ def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
         axes.set_ylabel(f"{own[0]['metric']} ({'higher' if own[0]['higher_is_better'] else 'lower'} is better)")
         axes.set_title(title, fontsize=10)
         _name_lines(axes, ends)
-        paths.append(_save(figure, out / f"{stem('frontier', title)}.svg"))
+        paths.append(_save(figure, out / f"{stem(suite, title)}.svg"))
     return paths
 
 
@@ -197,4 +198,9 @@ def _epochs(row: dict[str, Any]) -> int:
     return int(row["table"].rsplit(", ", 1)[1].split()[0])
 
 
-DRAW = {"papers": papers, "frontier": frontier, "epochs": epochs}
+DRAW = {
+    "papers": papers,
+    "frontier": frontier,
+    "epochs": epochs,
+    "pretrained": functools.partial(frontier, suite="pretrained"),
+}

@@ -6,7 +6,17 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import paid_tuning, plots, records, summaries, sweeps, utility_epochs, utility_frontier, utility_papers
+from benchmarks import (
+    paid_tuning,
+    plots,
+    records,
+    summaries,
+    sweeps,
+    utility_epochs,
+    utility_frontier,
+    utility_papers,
+    utility_pretrained,
+)
 
 
 def papers(options: Any, console: Console) -> list[dict[str, Any]]:
@@ -36,6 +46,11 @@ def epochs(options: Any, console: Console) -> list[dict[str, Any]]:
     return tuned(utility_epochs.contests(), options, console)
 
 
+def pretrained(options: Any, console: Console) -> list[dict[str, Any]]:
+    """A pretrained Transformer on IMDB: a head, adapters or all parameters are trained."""
+    return tuned(utility_pretrained.contests(), options, console)
+
+
 def tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict[str, Any]]:
     """Tunes every contender on held-out training data with the same number of runs, then scores the winners."""
     out = []
@@ -54,8 +69,10 @@ def tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict[
                 out.append(summaries.summarize(runs, tuning_is_paid=True, **names))
                 _say(out[-1], console)
                 continue
-            found = _sweep(tried, [0], options, console)  # one seed each: the budget of tuning
-            best = utility_frontier.best(found)
+            best = 0
+            if len(tried) > 1:
+                found = _sweep(tried, [0], options, console)  # one seed each: the budget of tuning
+                best = utility_frontier.best(found)
             final = contest.candidates(epsilon, validate=False)[best]
             runs = _sweep([final], range(options.seeds), options, console)
             out.append(summaries.summarize(runs, **names))
@@ -67,7 +84,7 @@ def _say(row: dict[str, Any], console: Console) -> None:
     console.print(f"{row['table']}, epsilon {row['target_epsilon']:g}, {row['contender']}: {summaries.spread(row)}")
 
 
-SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs}
+SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs, "pretrained": pretrained}
 
 
 def wanted(only: str | None, name: str) -> bool:

@@ -13,10 +13,25 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import contenders, plots, records, report, summaries, sweeps, utility, utility_epochs, utility_frontier
+from benchmarks import (
+    contenders,
+    plots,
+    records,
+    report,
+    summaries,
+    sweeps,
+    utility,
+    utility_epochs,
+    utility_frontier,
+    utility_pretrained,
+)
 from benchmarks.contenders import Contender, ContenderError
 
-SUITES = {"frontier": utility_frontier.contests, "epochs": utility_epochs.contests}
+SUITES = {
+    "frontier": utility_frontier.contests,
+    "epochs": utility_epochs.contests,
+    "pretrained": utility_pretrained.contests,
+}
 REFERENCE = "DP-SGD, momentum"  # on every task, with nothing before the clip: its settings are taken over
 RECORDED = Path(__file__).parent / "results"
 
@@ -106,7 +121,9 @@ def main(options: Any) -> None:
     """Runs it in the suites asked for; writes its rows, tables and plots into a folder of its own, and prints them."""
     console = Console()
     if options.suite == "papers":
-        raise ContenderError("the suite papers repeats what papers did: take --suite frontier, epochs or all.")
+        raise ContenderError(
+            "the suite papers repeats what papers did: take --suite frontier, epochs, pretrained or all."
+        )
     contender = contenders.load(options.optimizer)
     contender.check()
     label = _label(contender)

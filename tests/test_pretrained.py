@@ -1,7 +1,10 @@
 """The pretrained Transformer: hidden states against the library that its weights were written for, and its training."""
 
+import dataclasses
+import importlib.util
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -9,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import slow_unless
 
 import dpopt
 import dpopt.flax
-from benchmarks import data
+from benchmarks import data, runs, utility_pretrained
 from benchmarks.pretrained import bert, task, tokens, weights
+from dpopt import entropy
 
 st = pytest.importorskip("safetensors.numpy")
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -121,7 +126,7 @@ def test_another_kind_of_model_is_refused(copy, name, value):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(data.MissingData, match="huggingface.co"):
+    with pytest.raises(data.MissingData, match=r"huggingface\.co"):
         weights.folder(tmp_path)
     (tmp_path / weights.NAME).mkdir()
     with pytest.raises(data.MissingData, match=r"config\.json"):
@@ -178,3 +183,150 @@ def test_clipped_gradients_are_those_formed_one_by_one(what, clip):
         promise = dpopt.per_example_grads(loss_fn, engine=engine)(params, examples, mask=None)
         found.append(core.update(promise, core.init(params), params)[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-7), *found)
+
+
+# --- The suite, on a few reviews of the official layout
+
+WORDS = ["[PAD]", "[UNK]", "good", "bad", "film", "the", "a", "was"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A data folder: the tiny model with a tokenizer, and 48 reviews."""
+    tokenizers = pytest.importorskip("tokenizers")
+    where = tmp_path_factory.mktemp("data")
+    shutil.copytree(TINY, where / weights.NAME)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(where / weights.NAME / "tokenizer.json"))
+    rng = np.random.default_rng(0)
+    for part in ("train", "test"):
+        for sentiment, word in (("pos", "good"), ("neg", "bad")):
+            reviews = where / "aclImdb" / part / sentiment
+            reviews.mkdir(parents=True)
+            for i in range(24):
+                text = " ".join(rng.choice([word, *WORDS[4:], "unheard"], rng.integers(2, 9)))
+                (reviews / f"{i}_{9 if word == 'good' else 2}.txt").write_text(text + "<br /><br />" + word)
+    (where / "aclImdb" / "imdb.vocab").write_text("\n".join(WORDS[2:]))
+    return where
+
+
+def test_reviews_become_tokens_in_the_order_of_their_names(folder):
+    split = tokens.reviews(folder, folder / weights.NAME, 6)
+    assert split.train.ids.shape == (48, 6) and sorted(np.bincount(split.train_labels)) == [24, 24]
+    assert (split.train.ids[~split.train.mask] == 0).all() and split.train.mask[:, 0].all()
+    for label, word in ((1, "good"), (0, "bad")):
+        said = split.test.ids[split.test_labels == label]
+        assert not (said == WORDS.index("bad" if word == "good" else "good")).any()
+    again = tokens.reviews(folder, folder / weights.NAME, 6)  # from the cache
+    np.testing.assert_array_equal(again.train.ids, split.train.ids)
+
+
+def small(contest):
+    """The contest on a few tokens of a few reviews, in a few steps."""
+
+    def make(epsilon, rate):
+        fields = contest.make(epsilon, rate)
+        own = {"length": 6, "test": 8} | ({"public_share": 0.25} if "public_share" in fields["task_options"] else {})
+        options = fields["task_options"] | own
+        return fields | {"steps": 8, "expected_batch_size": 8.0, "delta": 1e-3, "task_options": options}
+
+    return dataclasses.replace(contest, make=make, rates=contest.rates[:1])
+
+
+CONTESTS = {f"{c.table}, {c.label}": c for c in utility_pretrained.contests()}
+BASE = "MiniLM on IMDB, adapters (LoRA), DP-Adam"
+
+
+@pytest.mark.parametrize("name", slow_unless([BASE], list(CONTESTS)))
+def test_every_row_of_the_suite_runs_at_its_epsilon(folder, name):
+    with jax.numpy_rank_promotion("allow"):
+        (setting,) = small(CONTESTS[name]).candidates(8.0, validate=True)
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(task, "TOGETHER", 4)
+        try:
+            (record,) = runs.Program(setting, where=folder).train([0])
+        finally:
+            monkey.undo()
+    assert 7.5 < record["epsilon"]["pld"] <= 8.0 and 0 <= record["score"] <= 1
+    assert record["not_covered_by_epsilon"] == ()
+
+
+def test_only_what_is_trained_moves_and_stays_in_float32(folder):
+    made = task.PretrainedReviews(folder, trained="all", length=6, dtype="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(made.init(0))} == {np.dtype("float32")}
+    adapters = task.PretrainedReviews(folder, trained="lora", length=6, dtype="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(adapters.init(0))} == {np.dtype("float32")}
+    frozen = [x for x in jax.tree.leaves(adapters._frozen) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {str(x.dtype) for x in frozen} == {"bfloat16"}
+    grads = made.promise(made.init(0), (jnp.arange(4), jnp.ones(4, bool))).materialize()
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
+
+
+def test_public_reviews_leave_the_private_set(folder):
+    made = task.PretrainedReviews(folder, trained="head", length=6, public_share=0.25)
+    assert made.num_examples == 36 and made.has_public_data
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(task, "TOGETHER", 6)
+        grads = made.public_grads(made.init(0))
+    own = jax.grad(lambda p: task.mean_loss(nnx.merge(made._graph, p, made._frozen), made._public))(made.init(0))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, own)
+
+
+# --- The example
+
+
+def example(folder, *options):
+    spec = importlib.util.spec_from_file_location(
+        "fine_tune", GOLDEN.parents[1] / "examples" / "fine_tune_transformer.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tiny = "--seed 0 --epsilon 2 --steps 8 --batch-size 8 --length 6 --test-reviews 8".split()
+    with jax.numpy_rank_promotion("allow"), pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(module, "TOGETHER", 4)
+        module.main([*tiny, "--data", str(folder), *options])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    ("--optimizer", "adam"),
+    ("--optimizer", "adam_bc", "--train", "all", "--dtype", "bfloat16"),
+    ("--optimizer", "sgd", "--noise", "correlated", "--clip", "layerwise"),
+    ("--optimizer", "dp2", "--train", "head"),
+])  # fmt: skip
+def test_the_example_keeps_to_its_budget(folder, capsys, options):
+    example(folder, *options)
+    printed = capsys.readouterr().out
+    spent, accuracy = re.search(r"epsilon ([\d.]+) at delta 1e-05, test accuracy ([\d.]+)", printed).groups()
+    assert 1.9 < float(spent) <= 2.0 and 0 <= float(accuracy) <= 1
+
+
+@pytest.mark.slow
+def test_the_example_resumes_where_it_was_stopped(folder, tmp_path, capsys, caplog, monkeypatch):
+    """Stopped after its sixth step, it goes on from the checkpoint at five, pays for both, and stays within budget."""
+    from dpopt import loop
+
+    real, steps = loop._Run._next, []
+
+    def stops(self, *args):
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        steps.append(real(self, *args))
+        return steps[-1]
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop._Run, "_next", stops)
+        example(folder, "--directory", str(tmp_path))
+    entropy._runs.clear()  # as in a new process
+    capsys.readouterr()
+    example(folder, "--directory", str(tmp_path))
+    printed = capsys.readouterr().out
+    assert 1.5 < float(re.search(r"epsilon ([\d.]+) at delta", printed).group(1)) <= 2.0
+    assert "1 steps are spent and not in the parameters" in caplog.text
+
+
+def test_the_example_says_what_is_missing(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        example(tmp_path)
+    assert "huggingface.co" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""A pretrained Transformer, fine-tuned privately: the model, its weights and tokens, and the suite that compares ways."""
+"""A pretrained Transformer, fine-tuned privately: the model, its weights and tokens, and what the suite trains."""

@@ -28,13 +28,15 @@ class PretrainedReviews(Indexed):
             adapters on every dense layer; ``"all"``, the head and the whole encoder.
         rank: of the adapters.
         length: tokens of a review that are read.
-        dtype: ``"float32"`` or ``"bfloat16"``: of the computation and of what is not trained.
+        dtype: ``"float32"`` or ``"bfloat16"``: of the computation and of what is not trained. What is trained is in
+            float32.
         public_share: share of the training reviews that count as public; they leave the private set.
         test: how many of the test reviews are scored; None: all 25,000.
         validate: score a fifth of the training reviews, held out, instead of the test: for tuning.
     """
 
     metric, higher_is_better = "accuracy", True
+    checkpoints = 1  # a score takes as long as a few steps
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class PretrainedReviews(Indexed):
         tested = np.random.default_rng(1).permutation(len(split.test_labels))[:test]
 
         self._trained, self._rank = trained, rank
-        self._body, self._config = weights.load(model, dtype=None if dtype == "float32" else dtype)
+        kept = "float32" if trained == "all" else dtype
+        self._body, self._config = weights.load(model, dtype=dtype, param_dtype=kept)
         inputs, tests = tuple(split.train), tuple(split.test)
         if trained == "head":
             inputs, tests = _features(self._body, split, data.find(where, imdb.NAMES, what="IMDB", address=""), dtype)

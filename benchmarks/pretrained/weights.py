@@ -48,12 +48,14 @@ def folder(where: str | Path | None = None) -> Path:
     return found
 
 
-def load(where: Path, *, dtype: Any = None) -> tuple[Bert, Config]:
+def load(where: Path, *, dtype: Any = None, param_dtype: Any = None) -> tuple[Bert, Config]:
     """The encoder with the weights of ``where/model.safetensors``, and its sizes.
 
     Args:
         where: holds ``config.json`` and ``model.safetensors``.
-        dtype: of the computation and of the weights, such as ``jnp.bfloat16``; None: the weights' own.
+        dtype: of the computation, such as ``jnp.bfloat16``; None: that of the weights.
+        param_dtype: of the weights; None: that of the computation, or else the file's. Weights that are trained should
+            stay in float32: private updates are small, and a coarser type rounds them away.
 
     Raises:
         data.DamagedData: if weights are missing, left over, or of another shape than the sizes say.
@@ -81,7 +83,7 @@ def load(where: Path, *, dtype: Any = None) -> tuple[Bert, Config]:
         found = stored[name].T if path[-1] == "kernel" else stored[name]  # stored as (outputs, inputs)
         if found.shape != like.shape:
             raise data.DamagedData(f"{name} has the shape {found.shape}; config.json says {like.shape}.")
-        return jnp.asarray(found, dtype)
+        return jnp.asarray(found, param_dtype or dtype)
 
     pure = nnx.to_pure_dict(params)
     filled = jax.tree_util.tree_map_with_path(lambda path, like: value(tuple(p.key for p in path), like), pure)
