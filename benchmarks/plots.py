@@ -84,8 +84,8 @@ def _curves(title: str, rows: Sequence[dict[str, Any]], out: Path) -> Path:
     return _save(figure, out / f"{stem('papers', title)}-curve.svg")
 
 
-def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
-    """One plot a task: the score against epsilon, a line for each contender, named at its end."""
+def frontier(rows: Sequence[dict[str, Any]], out: Path, suite: str = "frontier") -> list[Path]:
+    """One plot a task: the score against epsilon, a line for each contender, named at its end; crosses for others'."""
     paths = []
     looks = dict(zip(dict.fromkeys(r["contender"] for r in rows), itertools.cycle(_SERIES), strict=False))
     for title, own in _tables(rows).items():
@@ -97,6 +97,11 @@ def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
             x, y, error = zip(*points, strict=True)
             axes.errorbar(x, y, yerr=error, color=color, marker=marker, capsize=2, markersize=5, linewidth=1.2)
             ends.append((x[-1], y[-1], name, color))
+        published = {r["target_epsilon"]: r["reference"] for r in own if "reference" in r}
+        if published:
+            name = next(iter(published.values()))["name"]
+            axes.plot(list(published), [p["score"] for p in published.values()], "x", color="black", label=name)
+            axes.legend(fontsize=8)
         axes.set_xscale("log")
         ticks = sorted({r["target_epsilon"] for r in own})
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks], fontsize=8)
@@ -105,7 +110,7 @@ def frontier(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
         axes.set_ylabel(f"{own[0]['metric']} ({'higher' if own[0]['higher_is_better'] else 'lower'} is better)")
         axes.set_title(title, fontsize=10)
         _name_lines(axes, ends)
-        paths.append(_save(figure, out / f"{stem('frontier', title)}.svg"))
+        paths.append(_save(figure, out / f"{stem(suite, title)}.svg"))
     return paths
 
 
@@ -197,4 +202,9 @@ def _epochs(row: dict[str, Any]) -> int:
     return int(row["table"].rsplit(", ", 1)[1].split()[0])
 
 
-DRAW = {"papers": papers, "frontier": frontier, "epochs": epochs}
+def others(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
+    """As the frontier's, with what others published."""
+    return frontier(rows, out, "others")
+
+
+DRAW = {"papers": papers, "frontier": frontier, "epochs": epochs, "others": others}

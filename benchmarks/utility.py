@@ -6,7 +6,17 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import paid_tuning, plots, records, summaries, sweeps, utility_epochs, utility_frontier, utility_papers
+from benchmarks import (
+    paid_tuning,
+    plots,
+    records,
+    summaries,
+    sweeps,
+    utility_epochs,
+    utility_frontier,
+    utility_others,
+    utility_papers,
+)
 
 
 def papers(options: Any, console: Console) -> list[dict[str, Any]]:
@@ -22,6 +32,7 @@ def papers(options: Any, console: Console) -> list[dict[str, Any]]:
     for row in rows:
         runs = [r for key in by_setting for r in by_setting[key] if r["setting"] == row.setting.content()]
         label = {"label": row.setting.label, "table": row.table, "published": row.published}
+        label |= {} if row.tried is None else {"tried": row.tried}
         out.append(summaries.summarize(runs, **label))
     return out
 
@@ -36,6 +47,11 @@ def epochs(options: Any, console: Console) -> list[dict[str, Any]]:
     return tuned(utility_epochs.contests(), options, console)
 
 
+def others(options: Any, console: Console) -> list[dict[str, Any]]:
+    """Our contenders beside what others published for methods that are not ours."""
+    return tuned(utility_others.contests(), options, console)
+
+
 def tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict[str, Any]]:
     """Tunes every contender on held-out training data with the same number of runs, then scores the winners."""
     out = []
@@ -48,6 +64,9 @@ def tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict[
             tried = contest.candidates(epsilon, validate=True)
             names = {"table": contest.table, "contender": contest.contender, "label": contest.contender}
             names |= {"target_epsilon": epsilon, "tried": len(tried)}
+            reference = getattr(contest, "reference", None)
+            if reference is not None:
+                names["reference"] = {"name": reference.name, "score": reference.scores[epsilon]}
             if getattr(contest, "is_paid", False):
                 seeds = range(options.seeds)
                 runs = paid_tuning.sweep(contest, epsilon, seeds, out=options.out / "runs", where=options.data)
@@ -67,7 +86,7 @@ def _say(row: dict[str, Any], console: Console) -> None:
     console.print(f"{row['table']}, epsilon {row['target_epsilon']:g}, {row['contender']}: {summaries.spread(row)}")
 
 
-SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs}
+SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs, "others": others}
 
 
 def wanted(only: str | None, name: str) -> bool:
