@@ -42,7 +42,7 @@ def main() -> None:
     imdb.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
     imdb.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
     utility = commands.add_parser("utility", help="the papers' tables on real data, and what beats them (hours)")
-    suites = ("papers", "frontier", "epochs", "pretrained", "all")
+    suites = ("papers", "frontier", "epochs", "others", "pretrained", "all")
     utility.add_argument("--suite", choices=suites, help="(default papers; frontier with --optimizer)")
     utility.add_argument("--optimizer", help="yours, beside the recorded rows: path/to/module.py:function")
     utility.add_argument(

@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks import data
 
 ADDRESS = "https://yann.lecun.org/exdb/mnist/ (train-images-idx3-ubyte.gz and three more)"
+RANKS = {"images": 3, "labels": 1}
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -36,6 +37,17 @@ def read(path: Path) -> np.ndarray:
     return values.reshape(shape).astype(kind.newbyteorder("="))
 
 
+def path(where: str | Path | None, part: str, kind: str) -> Path:
+    """Where a file is: of ``part`` ``"train"`` or ``"t10k"``, the ``"images"`` or the ``"labels"``.
+
+    Raises:
+        data.MissingData: if it is nowhere.
+    """
+    name = f"{part}-{kind}-idx{RANKS[kind]}-ubyte"
+    names = tuple(f"{prefix}{name}{end}" for prefix in ("mnist/", "") for end in (".gz", ""))
+    return data.find(where, names, what="MNIST", address=ADDRESS)
+
+
 def load(where: str | Path | None = None) -> data.Split:
     """Images ``(n, 28, 28, 1)`` float32 in [0, 1] and labels int32, as many as the files hold.
 
@@ -44,12 +56,11 @@ def load(where: str | Path | None = None) -> data.Split:
     """
     arrays = []
     for part in ("train", "t10k"):
-        for kind, rank in (("images", 3), ("labels", 1)):
-            name = f"{part}-{kind}-idx{rank}-ubyte"
-            names = tuple(f"{prefix}{name}{end}" for prefix in ("mnist/", "") for end in (".gz", ""))
-            arrays.append(read(data.find(where, names, what="MNIST", address=ADDRESS)))
+        for kind, rank in RANKS.items():
+            found = path(where, part, kind)
+            arrays.append(read(found))
             if arrays[-1].ndim != rank:
-                raise data.DamagedData(f"{name}: expected rank {rank}; got shape {arrays[-1].shape}.")
+                raise data.DamagedData(f"{found.name}: expected rank {rank}; got shape {arrays[-1].shape}.")
         if len(arrays[-2]) != len(arrays[-1]):
             raise data.DamagedData(f"MNIST, {part}: {len(arrays[-2])} images and {len(arrays[-1])} labels.")
     train_x, train_y, test_x, test_y = arrays

@@ -86,7 +86,7 @@ def _curves(title: str, rows: Sequence[dict[str, Any]], out: Path) -> Path:
 
 
 def frontier(rows: Sequence[dict[str, Any]], out: Path, suite: str = "frontier") -> list[Path]:
-    """One plot a task: the score against epsilon, a line for each contender, named at its end."""
+    """One plot a task: the score against epsilon, a line for each contender, named at its end; crosses for others'."""
     paths = []
     looks = dict(zip(dict.fromkeys(r["contender"] for r in rows), itertools.cycle(_SERIES), strict=False))
     for title, own in _tables(rows).items():
@@ -98,6 +98,11 @@ def frontier(rows: Sequence[dict[str, Any]], out: Path, suite: str = "frontier")
             x, y, error = zip(*points, strict=True)
             axes.errorbar(x, y, yerr=error, color=color, marker=marker, capsize=2, markersize=5, linewidth=1.2)
             ends.append((x[-1], y[-1], name, color))
+        published = {r["target_epsilon"]: r["reference"] for r in own if "reference" in r}
+        if published:
+            name = next(iter(published.values()))["name"]
+            axes.plot(list(published), [p["score"] for p in published.values()], "x", color="black", label=name)
+            axes.legend(fontsize=8)
         axes.set_xscale("log")
         ticks = sorted({r["target_epsilon"] for r in own})
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks], fontsize=8)
@@ -202,5 +207,6 @@ DRAW = {
     "papers": papers,
     "frontier": frontier,
     "epochs": epochs,
+    "others": functools.partial(frontier, suite="others"),
     "pretrained": functools.partial(frontier, suite="pretrained"),
 }

@@ -28,6 +28,12 @@ def environment(packages: Sequence[str] = PACKAGES, device: str | None = None) -
     }
 
 
+def load(folder: Path, name: str) -> Any:
+    """What a command left in ``NAME.json``, or None if it never ran."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON whole or not at all, so that a killed run leaves no half file."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,13 +69,18 @@ def noise_for(setting: Setting, task: tasks.Task) -> float:
     if setting.noise_multiplier is not None:
         return setting.noise_multiplier
     # Two runs that differ in what comes after the noise, or before the clip, need the same.
-    alike = json.dumps(events.to_json(event_of(setting, task, 7.0))) + f"{setting.epsilon} {setting.delta}"
+    accountant = setting.accountant or "pld"
+    alike = json.dumps(events.to_json(event_of(setting, task, 7.0)))
+    alike += f"{setting.epsilon} {setting.delta} {accountant}"
     if setting.source is not None:  # whoever wrote it may treat another multiplier in another way
         alike += setting.program()
         contenders.check_noise(setting.label, lambda sigma: event_of(setting, task, sigma))
     if alike not in _CALIBRATED:
         _CALIBRATED[alike] = calibrate_event(
-            lambda sigma: event_of(setting, task, sigma), epsilon=setting.epsilon, delta=setting.delta
+            lambda sigma: event_of(setting, task, sigma),
+            epsilon=setting.epsilon,
+            delta=setting.delta,
+            accountant=accountant,
         )
     return _CALIBRATED[alike]
 
@@ -84,7 +89,8 @@ def _check_spent(setting: Setting, task: tasks.Task, noise_multiplier: float) ->
     """Refuses a contender that would not spend what was asked for: its noise is calibrated at one learning rate."""
     if setting.source is not None and setting.epsilon is not None:
         event = json.dumps(events.to_json(event_of(setting, task, noise_multiplier)))
-        contenders.check_spent(setting.label, _epsilons(event, setting.delta)["pld"], setting.epsilon, noise_multiplier)
+        spent = _epsilons(event, setting.delta)[setting.accountant or "pld"]
+        contenders.check_spent(setting.label, spent, setting.epsilon, noise_multiplier)
 
 
 @functools.lru_cache(maxsize=16)
@@ -93,6 +99,15 @@ def _drawn(num_examples: int, batch_size: float, parts: int, seed: int, steps: i
     if parts > 1:
         sampler = dpopt.CyclicPoissonSampler(num_examples, batch_size, parts=parts, seed=seed)
     return [sampler.drawn(t).astype(np.int32) for t in range(steps)]
+
+
+def step_bytes(compiled: Any) -> int | None:
+    """Bytes of scratch memory that XLA plans for a compiled program; None where a backend does not say.
+
+    Arguments and results (parameters, state, examples) are not counted.
+    """
+    memory = compiled.memory_analysis()
+    return None if memory is None else int(memory.temp_size_in_bytes)
 
 
 class Program:
@@ -114,6 +129,7 @@ class Program:
         self._compiled: dict[Any, Any] = {}
         self._sizes: tuple[int, ...] = ()
         self.compile_seconds = 0.0
+        self.step_bytes: int | None = None  # of the compiled steps of all seeds that run together
         self._step = jax.jit(self._scan_seeds, donate_argnums=0)
         # An argument of the program: as a constant of it, XLA would compute with it while compiling.
         self._whole = task.all_examples() if self.is_whole else None
@@ -165,6 +181,7 @@ class Program:
             began = time.perf_counter()
             self._compiled[shapes] = self._step.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began
+            self.step_bytes = step_bytes(self._compiled[shapes])
         return jax.block_until_ready(self._compiled[shapes](*args))
 
     def _score(self, params: Any) -> np.ndarray:
@@ -225,6 +242,8 @@ class Program:
             advance((stop - start) * len(seeds))
         seconds = time.perf_counter() - began - (self.compile_seconds + self._scoring_seconds - apart)
         timing = {"seconds": seconds, "seeds_together": len(seeds), "sampling_seconds": sampling_seconds}
+        if self.step_bytes is not None:
+            timing["step_bytes"] = self.step_bytes
         self.trained = carry[0]
         last = self._score(carry[0])
         return [

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import dpopt
 from benchmarks import tasks
-from dpopt import correlated
+from dpopt import accounting, correlated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class Setting:
     steps: int
     noise: dict[str, Any] | None = None  # correlated over steps: {"bands", "momentum"}; see `strategy`
     average_from: float | None = None  # average the parameters from this share of the run on; free post-processing
+    accountant: accounting.Accountant | None = None  # by which ``epsilon`` is met: None is "pld"
     label: str = dataclasses.field(default="", compare=False)
     source: str | None = dataclasses.field(default=None, compare=False)  # where `benchmarks.contenders` finds it
 
@@ -35,8 +36,9 @@ class Setting:
         fields = dataclasses.asdict(self)
         fields.pop("label")
         fields.pop("source")
-        if self.noise is None:  # as records say that are older than this field
-            fields.pop("noise")
+        for later in ("noise", "accountant"):  # as records say that are older than these fields
+            if fields[later] is None:
+                fields.pop(later)
         return fields
 
     def name(self, seed: int) -> str:
@@ -73,6 +75,7 @@ class Row(NamedTuple):
     table: str
     setting: Setting
     published: float | None
+    tried: int | None = None  # how many candidates it was chosen from; None: the paper does not say
 
 
 @functools.lru_cache(maxsize=64)

@@ -28,12 +28,18 @@ def summarize(records: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         "std": statistics.stdev(scores) if len(scores) > 1 else None,
         # Of one run, whatever ran beside it.
         "seconds": statistics.median(r["seconds"] / r["seeds_together"] for r in records),
+        "step_bytes": max((_step_bytes(r) for r in records if "step_bytes" in r), default=None),
         "curve": [
             [points[0][0], statistics.fmean(p[1] for p in points)]
             for points in zip(*(r["curve"] for r in records), strict=True)
         ],
         **more,
     }
+
+
+def _step_bytes(record: dict[str, Any]) -> int:
+    """Scratch memory of the compiled steps, of one run; older records do not have it."""
+    return record["step_bytes"] // record["seeds_together"]
 
 
 def grouped(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -110,6 +110,7 @@ TASKS = {
     "movielens": ("rating_task", "MovieLens"),
     "movielens-films": ("film_task", "Films"),
     "mnist": ("network_tasks", "MnistClassification"),
+    "mnist-scattering": ("scattering_task", "MnistScattering"),
     "mnist-autoencoder": ("network_tasks", "MnistAutoencoder"),
     "digits": ("network_tasks", "Digits"),
     "synthetic-tags": ("synthetic_task", "SyntheticTags"),

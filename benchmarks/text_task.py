@@ -28,7 +28,7 @@ class Imdb:
         least: with ``"public"``, the least number of public reviews that a word must occur in.
         pairs: whether pairs of neighbours that occur in two public reviews or more are features as well.
         public_share: share of the training reviews that count as public; they leave the private set.
-        frequency: for the diagonal, where word frequencies come from: None, ``"public"``, ``"train"`` (taken for free:
+        frequency: for the diagonal, where word frequencies come from: None, ``"public"``, ``"train"`` (read for free:
             NOT covered by epsilon) or ``{"release": sigma}``: the sum of every private review's words as a vector of
             length at most 1, plus Gaussian noise of deviation sigma, whose event is in `release`.
         pair_weight: of pairs, against 1 for words, before a row's length is made 1.

@@ -14,6 +14,7 @@ from benchmarks import (
     sweeps,
     utility_epochs,
     utility_frontier,
+    utility_others,
     utility_papers,
     utility_pretrained,
 )
@@ -32,6 +33,7 @@ def papers(options: Any, console: Console) -> list[dict[str, Any]]:
     for row in rows:
         runs = [r for key in by_setting for r in by_setting[key] if r["setting"] == row.setting.content()]
         label = {"label": row.setting.label, "table": row.table, "published": row.published}
+        label |= {} if row.tried is None else {"tried": row.tried}
         out.append(summaries.summarize(runs, **label))
     return out
 
@@ -44,6 +46,11 @@ def frontier(options: Any, console: Console) -> list[dict[str, Any]]:
 def epochs(options: Any, console: Console) -> list[dict[str, Any]]:
     """Independent and correlated noise at 1, 3 and 10 epochs."""
     return tuned(utility_epochs.contests(), options, console)
+
+
+def others(options: Any, console: Console) -> list[dict[str, Any]]:
+    """Our contenders beside what others published for methods that are not ours."""
+    return tuned(utility_others.contests(), options, console)
 
 
 def pretrained(options: Any, console: Console) -> list[dict[str, Any]]:
@@ -62,7 +69,10 @@ def tuned(contests: Sequence[Any], options: Any, console: Console) -> list[dict[
                 continue
             tried = contest.candidates(epsilon, validate=True)
             names = {"table": contest.table, "contender": contest.contender, "label": contest.contender}
-            names |= {"target_epsilon": epsilon, "tried": len(tried)}
+            names |= {"target_epsilon": epsilon, "tried": len(tried) if len(tried) > 1 else None}
+            reference = getattr(contest, "reference", None)
+            if reference is not None:
+                names["reference"] = {"name": reference.name, "score": reference.scores[epsilon]}
             if getattr(contest, "is_paid", False):
                 seeds = range(options.seeds)
                 runs = paid_tuning.sweep(contest, epsilon, seeds, out=options.out / "runs", where=options.data)
@@ -84,7 +94,7 @@ def _say(row: dict[str, Any], console: Console) -> None:
     console.print(f"{row['table']}, epsilon {row['target_epsilon']:g}, {row['contender']}: {summaries.spread(row)}")
 
 
-SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs, "pretrained": pretrained}
+SUITES = {"papers": papers, "frontier": frontier, "epochs": epochs, "others": others, "pretrained": pretrained}
 
 
 def wanted(only: str | None, name: str) -> bool:

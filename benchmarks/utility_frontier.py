@@ -1,8 +1,8 @@
 """Accuracy against epsilon: every optimizer, and combinations that no paper tried, on the same features and budget.
 
-Nothing private is taken for free. For IMDB, 1% of the training reviews are declared public and leave the private set:
-the list of words, how many documents each occurs in, and the diagonals all come from those. For MovieLens nothing is
-read from the ratings before training: 3 is the middle of the scale. Digits need nothing.
+Epsilon covers all that is read off private data. For IMDB, 1% of the training reviews are declared public and leave the
+private set: the list of words, how many documents each occurs in, and the diagonals all come from those. For MovieLens
+nothing is read from the ratings before training: 3 is the middle of the scale. Digits need nothing.
 
 Every contender gets the same number of candidates (`BUDGET`), which differ in what that optimizer's users tune. Which
 of them is the best is found out for free, but for the contenders that say "tuning paid" (`benchmarks.paid_tuning`).

@@ -17,13 +17,13 @@ from benchmarks import (
     contenders,
     plots,
     records,
-    report,
     summaries,
     sweeps,
     utility,
     utility_epochs,
     utility_frontier,
     utility_pretrained,
+    utility_report,
 )
 from benchmarks.contenders import Contender, ContenderError
 
@@ -111,7 +111,7 @@ def _markdown(
     for title in dict.fromkeys(row["table"] for row in rows):
         own = [row for row in (*rows, *shipped) if row["table"] == title]
         # What the table's text refers to is a section of the page it is made for.
-        text = re.sub(r"\[([^]]+)\]\(#[^)]*\)", r"\1 in benchmarks/RESULTS.md", report.TABLES[suite](own))
+        text = re.sub(r"\[([^]]+)\]\(#[^)]*\)", r"\1 in benchmarks/RESULTS.md", utility_report.TABLES[suite](own))
         parts.append(f"\n\n## {title}\n\n{text}\n")
     parts += [f"\n![{path.stem}]({path.name})\n" for path in drawn]
     return "".join(parts)

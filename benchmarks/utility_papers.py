@@ -109,7 +109,12 @@ def adadps_imdb() -> list[Row]:
         (_imdb("AdaDPS, 1% public", "AdaDPS", 5.0, task_options=public, learning_rate=1.0, eps=1e-3), 0.80),
         (_imdb("AdaDPS, frequency in 1% public", "AdaDPS", 5.0, task_options=frequency, **fixed), 0.75),
         (_imdb("AdaDPS, frequency released privately", "AdaDPS", 5.0, task_options=released, **fixed), None),
-        (_imdb("AdaDPS, frequency taken for free", "AdaDPS", 5.0, task_options={"frequency": "train"}, **fixed), 0.75),
+        (
+            _imdb(
+                "AdaDPS, frequency not covered by epsilon", "AdaDPS", 5.0, task_options={"frequency": "train"}, **fixed
+            ),
+            0.75,
+        ),
         (
             _imdb("AdaDPS, TF-IDF, 1% public", "AdaDPS", 5.0, task_options=frequency | {"kind": "tf-idf"}, **fixed),
             0.80,

@@ -1,0 +1,121 @@
+"""The scattering transform of small images: fixed wavelets, moduli and averages, learned from no data.
+
+A channel is the average, over a neighbourhood of ``2**scales`` pixels, of the image (order 0), of ``|image * psi|``
+(order 1), or of ``||image * psi| * psi'|`` with psi' a coarser wavelet (order 2). The wavelets are Morlet's: a wave
+under a Gaussian window, less as much of the window as makes their mean 0. All products are taken in frequency.
+
+Convolution wraps around; `transform` puts zeros around the image, wide enough for its border.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+WIDTH = 0.8  # deviation of the finest window, in pixels
+FREQUENCY = 3 * np.pi / 4  # of the finest wave, in radians a pixel
+ALIASES = 3  # how many periods of the frequency axes are added up on either side: the rest is below 1e-12
+
+
+def _gaussian(size: int, deviation: float, centre: float, angle: float, slant: float) -> np.ndarray:
+    """Fourier transform, at the ``size x size`` frequencies, of a window of unit integral on a wave of ``centre``.
+
+    Args:
+        size: pixels of a side.
+        deviation: of the window along the wave.
+        centre: frequency of the wave, in radians a pixel.
+        angle: direction of the wave; 0 is along the rows' axis.
+        slant: deviation along the wave over that across it.
+    """
+    own = 2 * np.pi * np.fft.fftfreq(size)
+    shifts = 2 * np.pi * np.arange(-ALIASES, ALIASES + 1)
+    axis = own[:, None] + shifts
+    first, second = axis[:, None, :, None], axis[None, :, None, :]
+    along = first * np.cos(angle) + second * np.sin(angle) - centre
+    across = second * np.cos(angle) - first * np.sin(angle)
+    return np.exp(-0.5 * deviation**2 * (along**2 + (across / slant) ** 2)).sum((2, 3))
+
+
+def morlet(size: int, scale: int, turn: int, angles: int) -> np.ndarray:
+    """Fourier transform of a wavelet, real: ``scale`` 0 is the finest, ``turn`` counts directions out of ``angles``."""
+    deviation, centre = WIDTH * 2.0**scale, FREQUENCY / 2.0**scale
+    angle, slant = np.pi * turn / angles, 4 / angles
+    wave = _gaussian(size, deviation, centre, angle, slant)
+    window = _gaussian(size, deviation, 0.0, angle, slant)
+    return wave - wave[0, 0] / window[0, 0] * window
+
+
+@functools.lru_cache(maxsize=4)
+def filters(size: int, scales: int, angles: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fourier transforms of the average, ``(size, size)``, and of the wavelets, ``(scales, angles, size, size)``.
+
+    The wavelets are scaled, all alike, as far as it takes for no frequency to be amplified: for real images, average
+    and wavelets together then have at most the energy of the image (Littlewood and Paley's condition).
+    """
+    average = _gaussian(size, WIDTH * 2.0 ** (scales - 1), 0.0, 0.0, 1.0)
+    average /= average[0, 0]
+    wavelets = np.array([[morlet(size, j, k, angles) for k in range(angles)] for j in range(scales)])
+    squares = (wavelets**2).sum((0, 1))
+    opposite = np.roll(squares[::-1, ::-1], 1, (0, 1))  # at the negative of each frequency
+    energy = (squares + opposite) / 2
+    room = 1 - average**2
+    is_used = energy > 1e-9 * energy.max()
+    wavelets *= np.sqrt((room[is_used] / energy[is_used]).min())
+    return average, wavelets
+
+
+def paths(scales: int, angles: int) -> list[tuple[tuple[int, int], ...]]:
+    """The channels in their order: of each, the wavelets (scale, direction) passed, coarser from one to the next."""
+    first = [(j, k) for j in range(scales) for k in range(angles)]
+    second = [(a, b) for a in first for b in first if b[0] > a[0]]
+    return [(), *((a,) for a in first), *second]
+
+
+def _convolved(transformed: jax.Array, spectrum: jax.Array) -> jax.Array:
+    return jnp.abs(jnp.fft.ifft2(transformed * spectrum))
+
+
+def averages(images: jax.Array, *, scales: int, angles: int) -> jax.Array:
+    """All channels at every pixel of ``(..., size, size)``, as ``(..., channels, size, size)``; it wraps around."""
+    average, wavelets = (jnp.asarray(f, jnp.float32) for f in filters(images.shape[-1], scales, angles))
+
+    def smooth(transformed):
+        return jnp.fft.ifft2(transformed * average).real
+
+    zeroth = jnp.fft.fft2(images)[..., None, :, :]
+    out, second = [smooth(zeroth)], []
+    for j in range(scales):
+        moduli = jnp.fft.fft2(_convolved(zeroth, wavelets[j]))  # (..., angles, size, size)
+        out.append(smooth(moduli))
+        if j + 1 < scales:
+            coarser = wavelets[j + 1 :].reshape(-1, *wavelets.shape[2:])
+            both = jnp.fft.fft2(_convolved(moduli[..., None, :, :], coarser))
+            second.append(smooth(both).reshape(*images.shape[:-2], -1, *images.shape[-2:]))
+    return jnp.concatenate(out + second, axis=-3)
+
+
+def transform(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Array:
+    """The channels of square images, one value for every ``2**scales`` pixels.
+
+    Args:
+        images: ``(..., size, size)``, with ``size`` a multiple of ``2**scales``.
+        scales, angles: how many sizes and directions of wavelets.
+
+    Returns:
+        ``(..., channels, size / 2**scales, size / 2**scales)``: 81 channels of 7 x 7 for 28 x 28 pixels at the default.
+
+    Raises:
+        ValueError: for images of another shape.
+    """
+    if scales < 1 or angles < 1:
+        raise ValueError(f"scales and angles must be at least 1; got {scales} and {angles}.")
+    step = 2**scales
+    if images.ndim < 2 or images.shape[-1] != images.shape[-2] or images.shape[-1] % step:
+        raise ValueError(f"images must be square with sides that {step} divides; got shape {images.shape}.")
+    # In front half a step, so that the values lie around the middle of the image.
+    front, behind = step // 2, 3 * step // 2
+    around = [(0, 0)] * (images.ndim - 2) + [(front, behind)] * 2
+    found = averages(jnp.pad(images, around), scales=scales, angles=angles)
+    kept = slice(step, step + images.shape[-1], step)
+    return found[..., kept, kept]
