@@ -245,7 +245,9 @@ class Program:
         if self.step_bytes is not None:
             timing["step_bytes"] = self.step_bytes
         self.trained = carry[0]
-        last = self._score(carry[0])
+        # Scored once, where the point that is scored is the last one: of a Transformer that takes as long as training.
+        is_other = s.average_from is not None or methods.to_be_scored(carry[1], carry[0]) is not None
+        last = self._score(carry[0]) if is_other else curve[-1][1]
         return [
             self.common(s)
             | timing

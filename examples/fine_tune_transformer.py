@@ -24,7 +24,7 @@ from dpopt import correlated
 from dpopt.checkpoint import Checkpointer
 
 DELTA = 1e-5  # well below one over the number of training reviews
-TOGETHER = 64  # reviews that go through the network at a time, whatever the batch
+TOGETHER = 16  # reviews that are scored at a time
 MOMENTUM = 0.9
 
 # What follows the noise, and a learning rate that suits it for what is trained.
@@ -53,7 +53,7 @@ def make_plan(options: argparse.Namespace, num_examples: int) -> dpopt.Plan:
         key=secret,
         sampling="cyclic_poisson" if correlate else "poisson",
         parts=options.bands if correlate else None,
-        pad_to=TOGETHER,
+        pad_to=options.microbatch or TOGETHER,
     )
     if correlate:  # noise of later steps takes back some of that of earlier ones; batches come from parts in turn
         falling = correlated.workload(options.steps, momentum=MOMENTUM, learning_rate=lambda t: 1 - t / options.steps)
@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, help="at first; it falls to 0")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=500, help="expected size of a batch (default 500)")
+    parser.add_argument("--microbatch", type=int, help="reviews in memory at a time (default: left to the engine)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a review that are read (default 128)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is not trained"
@@ -130,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
             loss_fn,
             params,
             lambda rows: ((ids[rows], mask[rows]), labels[rows]),
-            microbatch_size=TOGETHER,
+            microbatch_size=options.microbatch,
             checkpointer=checkpointer,
             eval_fn=accuracy,
             eval_every=max(1, options.steps // 4),
