@@ -201,7 +201,7 @@ class Loss:
         if size == self.batch_size:
             return self._microbatch(self.batch, mask, scale, offset, clip, plan)
 
-        blocks = Blocks(self.batch_size, size)
+        blocks = Blocks(self.batch_size, size, apart=jax.device_count() > 1)
 
         def step(total, microbatch):
             batch, mask = microbatch

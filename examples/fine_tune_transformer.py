@@ -4,10 +4,16 @@
 
 It trains adapters (LoRA) and a new head; ``--train all`` or ``--train head`` trains other parts. A run that is stopped,
 in whatever way, goes on with the same command. Needs dpopt[pretrained], and the data (a message says where to get them).
+
+On several devices, and as one of several processes (each runs this), it trains the same:
+
+    python examples/fine_tune_transformer.py --mesh data=4,fsdp=2
+    python examples/fine_tune_transformer.py --mesh data=2 --processes localhost:12355 2 0
 """
 
 import argparse
 import contextlib
+import functools
 from pathlib import Path
 
 import jax
@@ -20,7 +26,7 @@ import dpopt
 import dpopt.flax
 from benchmarks.data import DamagedData, MissingData
 from benchmarks.pretrained import bert, tokens, weights
-from dpopt import correlated
+from dpopt import correlated, meshes, sharding
 from dpopt.checkpoint import Checkpointer
 
 DELTA = 1e-5  # well below one over the number of training reviews
@@ -38,7 +44,7 @@ def make_plan(options: argparse.Namespace, num_examples: int) -> dpopt.Plan:
     """Clip, noise for the budget, and the rule."""
     rate, rule = RULES[options.optimizer]
     clip = 1.0 if options.clip == "flat" else dpopt.LayerwiseClip(0.1)  # of each matrix and vector
-    secret = dpopt.secure_key() if options.seed is None else jax.random.key(options.seed)
+    secret = dpopt.secure_key(shared=True) if options.seed is None else jax.random.key(options.seed)
     correlate = options.noise == "correlated"
     builder = dpopt.Builder(
         num_examples=num_examples,
@@ -75,7 +81,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder with the data (default: DPOPT_DATA, then ./data)")
     parser.add_argument("--directory", type=Path, help="where checkpoints and the journal of the budget are kept")
     parser.add_argument("--seed", type=int, help="for a run that can be repeated; without it the noise key is secret")
+    parser.add_argument("--mesh", help="of devices, such as data=4,fsdp=2; fsdp splits the weights, all axes the batch")
+    words = "ADDRESS", "COUNT", "INDEX"
+    parser.add_argument("--processes", nargs=3, metavar=words, help="of the first one; how many; number of this one")
     options = parser.parse_args(argv)
+    try:
+        mesh = meshes.start(options.mesh, options.processes)
+    except ValueError as error:
+        parser.error(str(error))
 
     try:
         files = weights.folder(options.data)
@@ -100,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     predict = nnx.jit(lambda model, ids, mask: jnp.argmax(model(ids, mask), -1))
 
     def accuracy(params) -> float:
-        nnx.update(model, params)
+        nnx.update(model, sharding.whole(params))
         groups = np.array_split(tested, -(-len(tested) // TOGETHER))
         right = [predict(model, reviews.test.ids[g], reviews.test.mask[g]) == reviews.test_labels[g] for g in groups]
         return float(np.mean(np.concatenate(right)))
@@ -111,7 +124,8 @@ def main(argv: list[str] | None = None) -> None:
         checkpointer = None
         if options.directory is not None:
             checkpointer = stack.enter_context(Checkpointer(options.directory, every=5))
-        result = plan.run(
+        run = plan.run if mesh is None else functools.partial(meshes.train_on, mesh, plan)
+        result = run(
             loss_fn,
             params,
             lambda rows: ((ids[rows], mask[rows]), labels[rows]),
