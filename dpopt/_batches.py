@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpopt.constants import constants_of, given, shapes_of
+
 
 def batch_size(batch: Any, name: str = "batch") -> int:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -64,9 +66,9 @@ def checked_example_mask(example_mask: Any, shape: tuple[int, int], unit: str) -
 
 def check_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, has_aux: bool) -> None:
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)  # no sharding: engines see none
+    shapes, held = shapes_of(params), shapes_of(constants_of(loss_fn))  # no sharding: engines see none
     try:
-        value = jax.eval_shape(loss_fn, shapes, example)
+        value = jax.eval_shape(lambda p, x, c: given(loss_fn, c)(p, x), shapes, example, held)
     except Exception as error:
         error.add_note(
             f"dpopt called loss_fn(params, example) with params, a {type(params).__name__}, and a single example, "

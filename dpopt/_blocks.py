@@ -12,10 +12,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A batch of ``size`` rows, ``rows`` at a time. The last block is filled up with copies of the last row."""
+    """A batch of ``size`` rows, ``rows`` at a time. The last block is filled up with copies of the last row.
+
+    Of n blocks that are ``apart`` one holds rows i, i + n, i + 2n...: of a batch that is split over devices each finds
+    its share of every block on itself, while rows in a row would all lie on one device, and be sent to the others.
+    """
 
     size: int
     rows: int
+    apart: bool = False
 
     @property
     def count(self) -> int:
@@ -28,8 +33,19 @@ class Blocks:
             rows = np.minimum(np.arange(whole), self.size - 1)
             batch, mask = jax.tree.map(lambda x: x[rows], (batch, mask))
             mask = jnp.where(np.arange(whole) < self.size, mask, False)
-        return jax.tree.map(lambda x: x.reshape(self.count, self.rows, *x.shape[1:]), (batch, mask))
+
+        def block(x):
+            if self.apart:
+                return jnp.swapaxes(x.reshape(self.rows, self.count, *x.shape[1:]), 0, 1)
+            return x.reshape(self.count, self.rows, *x.shape[1:])
+
+        return jax.tree.map(block, (batch, mask))
 
     def join(self, tree: Any) -> Any:
         """The inverse, of a pytree."""
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: self.size], tree)
+
+        def row(x):
+            x = jnp.swapaxes(x, 0, 1) if self.apart else x
+            return x.reshape(-1, *x.shape[2:])[: self.size]
+
+        return jax.tree.map(row, tree)

@@ -22,6 +22,7 @@ from dpopt._once import if_any
 from dpopt._programs import equations
 from dpopt._rows import batched_by_hand, check_rows_are_independent
 from dpopt._stacked import EngineResult, clip_stacked, finite_rows, layer_axes, own_clip_norms, row_coefficients
+from dpopt.constants import constants_of, given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +177,15 @@ class Loss:
 
     def run(self, mask, scale, offset, clip) -> EngineResult:
         """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
-        args = self.params, self.batch, mask, scale, offset
+        args = self.params, self.batch, mask, scale, offset, constants_of(self.loss_fn)
         mesh = _meshes.explicit_mesh(args)
         if mesh is not None:
 
-            def run(params: Any, batch: Any, mask: Any, scale: Any, offset: Any, held: Any) -> EngineResult:
-                loss = dataclasses.replace(self, params=params, batch=batch)
+            def run(
+                params: Any, batch: Any, mask: Any, scale: Any, offset: Any, constants: Any, held: Any
+            ) -> EngineResult:
+                loss_fn = given(self.loss_fn, constants)
+                loss = dataclasses.replace(self, loss_fn=loss_fn, params=params, batch=batch)
                 return loss.run(mask, scale, offset, clip if held is None else held)
 
             def places(result: EngineResult) -> EngineResult:
@@ -197,7 +201,7 @@ class Loss:
         if size == self.batch_size:
             return self._microbatch(self.batch, mask, scale, offset, clip, plan)
 
-        blocks = Blocks(self.batch_size, size)
+        blocks = Blocks(self.batch_size, size, apart=jax.device_count() > 1)
 
         def step(total, microbatch):
             batch, mask = microbatch

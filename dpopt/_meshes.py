@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def explicit_mesh(tree: Any) -> Any:
@@ -18,6 +18,19 @@ def explicit_mesh(tree: Any) -> Any:
         if getattr(jax.typeof(x).sharding.mesh, "explicit_axes", ()):
             return jax.typeof(x).sharding.mesh if isinstance(x, Tracer) else x.sharding.mesh
     return None
+
+
+def with_automatic_types(tree: Any) -> Any:
+    """The same arrays, where they are, in whose types no axis is explicit: for operations that do not say."""
+
+    def retyped(x: Any) -> Any:
+        place = getattr(x, "sharding", None)
+        if not isinstance(place, NamedSharding) or not place.mesh.explicit_axes:
+            return x
+        mesh = Mesh(place.mesh.devices, place.mesh.axis_names)
+        return jax.device_put(x, NamedSharding(mesh, place.spec))
+
+    return jax.tree.map(retyped, tree)
 
 
 def like_parameters(params: Any, mesh: Any) -> Any:

@@ -14,7 +14,7 @@ from dpopt.journal import Entry, Journal
 _log = logging.getLogger("dpopt.loop")
 
 
-def agree_on_plan(plan: Any, state: TrainState, run: Any, program: Any, options: list) -> None:
+def agree_on_plan(plan: Any, state: TrainState, constants: Any, run: Any, program: Any, options: list) -> None:
     """Refuses to start where the processes of a run differ; see `dpopt.entropy.agree`."""
     if jax.process_count() == 1:
         return
@@ -25,6 +25,7 @@ def agree_on_plan(plan: Any, state: TrainState, run: Any, program: Any, options:
             "seed": str(plan.sampler.seed),
             "plan": {"identity": run, "program": program},
             "parameters": identity.state_digest(state),
+            "constants of the loss": identity.state_digest(TrainState(constants, ())),
             "steps, replay and budget": options,
         }
     )

@@ -3,6 +3,7 @@
 Needs the extra ``dpopt[flax]``; nothing else in dpopt imports Flax.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import optax
 from flax import errors, linen, nnx
 
 from dpopt import _batches, _validate
+from dpopt.constants import with_constants
 from dpopt.flax_layers import check as check
 from dpopt.flax_layers import draws, refuse, watch
 from dpopt.flax_layers import replace_batch_norm as replace_batch_norm
@@ -134,7 +136,8 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., Any], *, wrt: Any = nnx.Para
     Args:
         model: the module; it is read, not changed. ``nnx.update(model, params)`` puts trained parameters back.
         loss: ``loss(model, batch) -> scalar``, given a merged model and a batch of one.
-        wrt: NNX filter of what is trained; everything else (frozen parameters, constants) is closed over.
+        wrt: NNX filter of what is trained. Floating arrays that are not are the loss's constants
+            (`dpopt.constants`), which `dpopt.sharding.place_constants` lays on a mesh; all else is closed over.
 
     Returns:
         ``loss_fn(params, example)``, and the parameters as plain arrays in an NNX state. If the model draws random
@@ -156,19 +159,26 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., Any], *, wrt: Any = nnx.Para
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be an flax.nnx module; got {type(model).__name__}. For linen see linen_loss.")
     check(model)
-    graphdef, params, keys, counts, rest = nnx.split(model, wrt, nnx.RngKey, nnx.RngCount, ...)
+    graphdef, params, keys, counts, frozen, rest = nnx.split(model, wrt, nnx.RngKey, nnx.RngCount, _is_floating, ...)
     if not jax.tree.leaves(params):
         raise ValueError(f"the filter {wrt!r} selects no parameters of {type(model).__name__}.")
 
-    def batch_loss(params, batch, key=None):
+    def batch_loss(frozen, params, batch, key=None):
         own = keys if key is None else _streams(keys, key)
-        merged = nnx.merge(graphdef, params, own, counts, rest, copy=True)
+        merged = nnx.merge(graphdef, params, own, counts, frozen, rest, copy=True)
         value = loss(merged, batch)
         if key is None and _has_drawn(merged, counts):
             raise ValueError(f"{type(model).__name__} {_NO_KEY}")
         return value
 
-    return (_random_example_loss if draws(model) else example_loss)(batch_loss), nnx.as_pure(params)
+    takes_key = draws(model)
+    of_example = _random_example_loss if takes_key else example_loss
+
+    def loss_of(params, example, frozen):
+        return of_example(functools.partial(batch_loss, frozen))(params, example)
+
+    cast(Any, loss_of).takes_key = takes_key
+    return with_constants(loss_of, nnx.as_pure(frozen)), nnx.as_pure(params)
 
 
 def nnx_grads(
@@ -202,6 +212,11 @@ def nnx_grads(
         return per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size)(params, batch, mask=mask)
 
     return grads
+
+
+def _is_floating(path: Any, value: Any) -> bool:
+    del path
+    return jnp.issubdtype(jnp.result_type(getattr(value, "dtype", value)), jnp.inexact)
 
 
 def _streams(keys: Any, key: jax.Array) -> Any:

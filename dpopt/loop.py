@@ -15,6 +15,7 @@ from dpopt import _program, _resume, _validate, entropy, events, identity, verif
 from dpopt._data import read, rows_of
 from dpopt._watch import Watch
 from dpopt.allowance import steps_within
+from dpopt.constants import constants_of, given
 from dpopt.gradients import Engine
 from dpopt.identity import TrainState
 from dpopt.journal import Entry
@@ -23,6 +24,7 @@ from dpopt.loading import ahead
 from dpopt.results import BudgetExceeded as BudgetExceeded  # what `train` raises can be had from here, too
 from dpopt.results import ReplayError as ReplayError
 from dpopt.results import TrainResult, make_result, replay_error
+from dpopt.sharding import beside
 from dpopt.training import make_train_step
 
 
@@ -123,7 +125,11 @@ def train(
     _validate.non_negative_int(prefetch=prefetch)
     target = plan.steps if steps is None else steps
     _validate.positive_int(steps=target)
-    step = make_train_step(loss_fn, plan.optimizer, microbatch_size=microbatch_size, engine=engine)
+    make_step = functools.partial(
+        make_train_step, optimizer=plan.optimizer, microbatch_size=microbatch_size, engine=engine
+    )
+    make_step(loss_fn)  # whatever is wrong shows here
+    compiled = _compiled(make_step, loss_fn)
     state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.init(params))
     run = identity.run_identity(plan, state.params)
     program = _program.describe(
@@ -135,7 +141,8 @@ def train(
         engine=engine,
     )
     limit = plan.budget if budget is None else budget
-    _resume.agree_on_plan(plan, state, run, program, [target, replay, repr(limit)])
+    constants = beside(constants_of(loss_fn), state.params)
+    _resume.agree_on_plan(plan, state, constants, run, program, [target, replay, repr(limit)])
     journal = plan.journal
     try:
         if checkpointer is not None:
@@ -155,7 +162,8 @@ def train(
                 check = functools.partial(verification.verify_once, loss_fn, **options)
         return _Run(
             plan,
-            _compiled(step),
+            compiled,
+            constants,
             check,
             example_key,
             getattr(loss_fn, "takes_key", False),
@@ -180,6 +188,7 @@ class _Run:
 
     plan: Any
     step: Callable[..., Any]
+    constants: Any
     check: Callable[[Any, Any], None] | None
     example_key: jax.Array | None
     takes_key: bool
@@ -247,7 +256,7 @@ class _Run:
     def _next(self, state: TrainState, rows: Any) -> tuple[TrainState, str]:
         """The state after one more step, and its digest. Nothing of it may be released yet."""
         more = {} if self.extra is None else self.extra(state.update, state.params)
-        params, opt_state, digest = self.step(state.params, state.opt_state, *rows, more)
+        params, opt_state, digest = self.step(state.params, state.opt_state, *rows, more, self.constants)
         return TrainState(params, opt_state, state.update + 1, state.segment), identity.hex_digest(digest)
 
     def _check(self, expected: Entry, step: int, found: str) -> None:
@@ -281,8 +290,9 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
-    def step_and_digest(params, opt_state, batch, mask, extra):
+def _compiled(make_step: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def step_and_digest(params, opt_state, batch, mask, extra, constants):
+        step = make_step(given(loss_fn, constants))
         params, opt_state, _ = step(params, opt_state, batch, mask, **extra)  # the metrics are not private: dropped
         return params, opt_state, identity.digest((params, opt_state))
 

@@ -6,7 +6,7 @@ and it is drawn once: the clipped sum is added up over devices before the noise 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpopt._batches import is_key
+from dpopt.constants import constants_of, given
 from dpopt.identity import TrainState
 
 
@@ -73,12 +74,17 @@ def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None)
         sharding = along_rows(x, mesh, axes)
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
-        if is_key(x):  # of losses that draw random numbers, which NumPy does not know
-            return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return _put(x, sharding)
 
     return jax.tree.map(place, batch)
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has whole, of which each keeps the parts of its own devices."""
+    if is_key(x):  # of losses that draw random numbers, which NumPy does not know
+        return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def along_rows(x: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> NamedSharding:
@@ -170,11 +176,90 @@ def place_state(optimizer: Any, params: Any, mesh: Mesh, layout: Any = replicate
     >>> place_state(opt, np.ones(3), make_mesh(1)).params.shape
     (3,)
     """
-    params = jax.tree.map(
-        lambda x, s: jax.make_array_from_callback(np.shape(x), s, lambda index, x=x: np.asarray(x)[index]),
-        params,
-        layout(params, mesh),
-    )
+    params = jax.tree.map(_put, params, layout(params, mesh))
     shapes = jax.eval_shape(optimizer.init, params)
     opt_state = jax.jit(optimizer.init, out_shardings=layout(shapes, mesh))(params)
     return TrainState(params, opt_state)
+
+
+def place_constants(loss_fn: Callable[..., Any], mesh: Mesh, layout: Any = replicated) -> Callable[..., Any]:
+    """The same loss, whose constants (frozen weights) lie on a mesh.
+
+    `dpopt.train` copies constants that lie elsewhere to every device of the parameters; this is for another layout.
+
+    Args:
+        loss_fn: a loss with constants: from `dpopt.flax.nnx_loss`, or made by `dpopt.constants.with_constants`.
+        mesh: the mesh of the parameters, its axes automatic or explicit.
+        layout: as `place_state` takes it.
+
+    Raises:
+        TypeError: if the loss says of no arrays that it reads them.
+
+    *Privacy*: moves arrays to devices, and changes nothing.
+
+    >>> from dpopt.constants import constants_of, with_constants
+    >>> loss_fn = with_constants(lambda w, x, frozen: (frozen @ w) @ x, np.ones((4, 2)))
+    >>> constants_of(place_constants(loss_fn, make_mesh(1), fully_sharded)).sharding.spec == PartitionSpec("data")
+    True
+    """
+    constants = constants_of(loss_fn)
+    if constants is None:
+        raise TypeError(
+            f"this loss has no constants that could be placed: {loss_fn!r}. What it closes over is written into its "
+            "program; make the loss by dpopt.constants.with_constants, or of an NNX model by dpopt.flax.nnx_loss."
+        )
+    return given(loss_fn, jax.tree.map(_put, constants, layout(constants, mesh)))
+
+
+def beside(constants: Any, params: Any) -> Any:
+    """The constants of a loss, those that lie on other devices than the parameters copied to each of these.
+
+    Args:
+        constants: pytree of arrays; in a run of several processes each has all of them.
+        params: pytree of arrays. Where none lies on a mesh the constants stay as they are.
+
+    *Privacy*: moves arrays to devices, and changes nothing.
+
+    >>> w = jax.device_put(np.ones(2), replicated(np.ones(2), make_mesh(1)))
+    >>> beside(np.ones(3), w).sharding == w.sharding
+    True
+    """
+    places = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    mesh = next((place.mesh for place in places if isinstance(place, NamedSharding)), None)
+    if mesh is None:
+        return constants
+    devices = set(mesh.devices.flat)
+
+    def place(x):
+        is_there = isinstance(x, jax.Array) and x.sharding.device_set == devices
+        return x if is_there else _put(x, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(place, constants)
+
+
+def whole(tree: Any) -> Any:
+    """Arrays that lie on a mesh, each whole and in this process's own memory: to evaluate, to save, to print.
+
+    In a run of several processes all must call it.
+
+    Args:
+        tree: pytree of arrays, such as parameters.
+
+    Returns:
+        The same with NumPy arrays in the place of those on a mesh; others are as they were.
+
+    *Privacy*: moves arrays, and changes nothing.
+
+    >>> place = NamedSharding(make_mesh(1), PartitionSpec("data"))
+    >>> whole({"w": jax.device_put(np.ones(2), place)})
+    {'w': array([1., 1.], dtype=float32)}
+    """
+
+    def gathered(x):
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+            return x
+        if not x.is_fully_addressable:
+            x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+        return np.asarray(x)
+
+    return jax.tree.map(gathered, tree)

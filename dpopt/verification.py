@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _engines, _trees, _validate
+from dpopt import _engines, _meshes, _trees, _validate
 from dpopt.clipping import FlatClip
+from dpopt.constants import constants_of, given
 from dpopt.gradients import Engine, per_example_grads
 from dpopt.preconditioning import SideInformation
 
@@ -74,25 +75,27 @@ def verify(
     options: dict[str, Any] = {"engine": engine, "microbatch_size": microbatch_size, "has_aux": has_aux}
     promise = per_example_grads(loss_fn, **options)(params, batch, mask=None)  # the same conditions
     promise = promise if scale is None else promise.scale(scale)
-    params, batch = jax.tree.map(jnp.asarray, (params, batch))
+    params, batch = _meshes.with_automatic_types(jax.tree.map(jnp.asarray, (params, batch)))
+    constants = _meshes.with_automatic_types(constants_of(loss_fn))
     if not all(x.is_fully_addressable for x in jax.tree.leaves((params, batch))):
         _log.warning("dpopt: not verified: other processes hold parts of the parameters or of the batch")
         return
     size = jax.tree.leaves(batch)[0].shape[0]
-    plain = _Plain.of(loss_fn, params, batch, min(examples, size), has_aux, scale)
+    plain = _Plain.of(loss_fn, constants, params, batch, min(examples, size), has_aux, scale)
     known = [n for n in plain.totals if 0 < n < np.inf]
     clip_norm = float(np.median(known)) if known else 1.0
-    tolerance = _tolerance(loss_fn, params, batch)
+    tolerance = _tolerance(loss_fn, constants, params, batch)
 
     @jax.jit
-    def run(params, batch, mask):
-        source = _engines.Loss(loss_fn, params, batch, size, engine, microbatch_size, has_aux)
+    def run(params, batch, mask, constants):
+        own = given(loss_fn, constants)
+        source = _engines.Loss(own, params, batch, size, engine, microbatch_size, has_aux)
         ran = source.run(mask, promise._scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 
     everybody = list(range(len(plain.totals)))
     for chosen in [everybody, *([i] for i in everybody)] if len(everybody) > 1 else [everybody]:
-        norms, total = jax.device_get(run(params, batch, np.isin(np.arange(size), chosen)))
+        norms, total = jax.device_get(run(params, batch, np.isin(np.arange(size), chosen), constants))
         found = plain.difference(norms, total, chosen, clip_norm, tolerance)
         if found is not None:
             raise VerificationError(_explained(found, engine))
@@ -142,12 +145,14 @@ class _Plain(NamedTuple):
     totals: list[float]
 
     @classmethod
-    def of(cls, loss_fn: Callable[..., Any], params: Any, batch: Any, rows: int, has_aux: bool, scale: Any) -> "_Plain":
-        gradient = jax.jit(jax.grad(loss_fn, has_aux=has_aux))
+    def of(
+        cls, loss_fn: Callable[..., Any], constants: Any, params: Any, batch: Any, rows: int, has_aux: bool, scale: Any
+    ) -> "_Plain":
+        gradient = jax.jit(jax.grad(lambda p, x, constants: given(loss_fn, constants)(p, x), has_aux=has_aux))
         scales = None if scale is None else jax.tree.leaves(_trees.broadcast_prefix(scale, params, "scale"))
         grads = []
         for i in range(rows):
-            found = gradient(params, jax.tree.map(lambda x, i=i: x[i], batch))
+            found = gradient(params, jax.tree.map(lambda x, i=i: x[i], batch), constants)
             leaves = jax.tree.leaves(jax.device_get(found[0] if has_aux else found))
             wide = [np.asarray(g).astype(np.float64) for g in leaves]
             grads.append(wide if scales is None else [g * np.asarray(s) for g, s in zip(wide, scales, strict=True)])
@@ -175,9 +180,9 @@ class _Plain(NamedTuple):
         return None
 
 
-def _tolerance(loss_fn: Callable[..., Any], params: Any, batch: Any) -> float:
+def _tolerance(loss_fn: Callable[..., Any], constants: Any, params: Any, batch: Any) -> float:
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    return 2.0**-2 if _computes_narrowly(jax.make_jaxpr(loss_fn)(params, example).jaxpr) else 2.0**-8
+    return 2.0**-2 if _computes_narrowly(jax.make_jaxpr(given(loss_fn, constants))(params, example).jaxpr) else 2.0**-8
 
 
 def _computes_narrowly(jaxpr: Any) -> bool:

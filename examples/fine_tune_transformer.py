@@ -4,10 +4,16 @@
 
 It trains adapters (LoRA) and a new head; ``--train all`` or ``--train head`` trains other parts. A run that was stopped
 is resumed by the same command. Needs dpopt[pretrained], and the data (a message says where to get them).
+
+On several devices, and as one of several processes (each runs this), it trains the same:
+
+    python examples/fine_tune_transformer.py --mesh data=4,fsdp=2
+    python examples/fine_tune_transformer.py --mesh data=2 --processes localhost:12355 2 0
 """
 
 import argparse
 import contextlib
+import functools
 from pathlib import Path
 
 import jax
@@ -20,14 +26,14 @@ import dpopt
 import dpopt.flax
 from benchmarks.data import DamagedData, MissingData
 from benchmarks.pretrained import bert, tokens, weights
-from dpopt import correlated
+from dpopt import correlated, meshes, sharding
 from dpopt.checkpoint import Checkpointer
 
 DELTA = 1e-5  # well below one over the number of training reviews
 TOGETHER = 16  # reviews that are scored at a time
 MOMENTUM = 0.9
 
-# What follows the noise, and a learning rate that suits it for what is trained.
+# What follows the noise, and a learning rate for it by what is trained.
 RULES = {
     "adam": lambda rate: [optax.adam(rate)],
     "adam_bc": lambda rate: [dpopt.scale_by_adam_bc(gamma=1e-7), optax.scale_by_learning_rate(rate)],
@@ -36,15 +42,17 @@ RULES = {
 }
 RATES = {
     "head": {"adam": 0.02, "adam_bc": 0.02, "sgd": 2.0, "dp2": 0.02},
-    "lora": {"adam": 3e-3, "adam_bc": 1e-3, "sgd": 0.5, "dp2": 0.01},
+    "lora": {"adam": 2e-3, "adam_bc": 1e-3, "sgd": 0.2, "dp2": 0.01},
     "all": {"adam": 2e-4, "adam_bc": 1e-4, "sgd": 0.1, "dp2": 1e-3},
 }
+# The head starts at zero and has far to go; what was pretrained has not.
+HEAD_FASTER = {"lora": 10.0, "all": 50.0}
 
 
 def make_plan(options: argparse.Namespace, num_examples: int) -> dpopt.Plan:
     """Clip, noise for the budget, and the rule."""
     clip = 1.0 if options.clip == "flat" else dpopt.LayerwiseClip(1.0)  # each matrix and vector gets a share
-    secret = dpopt.secure_key() if options.seed is None else jax.random.key(options.seed)
+    secret = dpopt.secure_key(shared=True) if options.seed is None else jax.random.key(options.seed)
     correlate = options.noise == "correlated"
     builder = dpopt.Builder(
         num_examples=num_examples,
@@ -62,6 +70,8 @@ def make_plan(options: argparse.Namespace, num_examples: int) -> dpopt.Plan:
         builder = builder.precondition(dpopt.delayed_moments(delay=max(1, options.steps // 8), eps=1e-3))
     rate = optax.linear_schedule(options.learning_rate or RATES[options.train][options.optimizer], 0.0, options.steps)
     stages = RULES[options.optimizer](rate)
+    if options.train != "head":
+        stages.append(optax.masked(optax.scale(HEAD_FASTER[options.train]), bert.of_head))
     return builder.clip(clip).budget(epsilon=options.epsilon, delta=DELTA).then(*stages).build()
 
 
@@ -69,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=8.0, help="budget of the whole run (default 8)")
     parser.add_argument("--train", choices=("lora", "head", "all"), default="lora", help="what is trained")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters (default 8)")
+    parser.add_argument("--rank", type=int, default=4, help="of the adapters (default 4)")
     parser.add_argument("--clip", choices=("flat", "layerwise"), default="flat")
     parser.add_argument("--noise", choices=("independent", "correlated"), default="independent")
     parser.add_argument("--bands", type=int, default=4, help="of correlated noise (default 4)")
@@ -87,7 +97,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder with the data (default: DPOPT_DATA, then ./data)")
     parser.add_argument("--directory", type=Path, help="where checkpoints and the journal of the budget are kept")
     parser.add_argument("--seed", type=int, help="for a run that can be repeated; without it the noise key is secret")
+    parser.add_argument("--mesh", help="of devices, such as data=4,fsdp=2; fsdp splits the weights, all axes the batch")
+    words = "ADDRESS", "COUNT", "INDEX"
+    parser.add_argument("--processes", nargs=3, metavar=words, help="of the first one; how many; number of this one")
     options = parser.parse_args(argv)
+    try:
+        mesh = meshes.start(options.mesh, options.processes)
+    except ValueError as error:
+        parser.error(str(error))
 
     try:
         files = weights.folder(options.data)
@@ -114,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     predict = nnx.jit(lambda model, ids, mask: jnp.argmax(model(ids, mask), -1))
 
     def accuracy(params) -> float:
-        nnx.update(model, params)
+        nnx.update(model, sharding.whole(params))
         groups = np.array_split(tested, -(-len(tested) // TOGETHER))
         right = [predict(model, reviews.test.ids[g], reviews.test.mask[g]) == reviews.test_labels[g] for g in groups]
         found = float(np.mean(np.concatenate(right)))
@@ -127,7 +144,8 @@ def main(argv: list[str] | None = None) -> None:
         checkpointer = None
         if options.directory is not None:
             checkpointer = stack.enter_context(Checkpointer(options.directory, every=5))
-        result = plan.run(
+        run = plan.run if mesh is None else functools.partial(meshes.train_on, mesh, plan)
+        result = run(
             loss_fn,
             params,
             lambda rows: ((ids[rows], mask[rows]), labels[rows]),

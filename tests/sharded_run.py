@@ -18,12 +18,12 @@ from dpopt import entropy, loading, noise, sharding
 from dpopt.journal import Journal
 
 
-def collectives(plan, mesh, layout, engine):
+def collectives(plan, mesh, layout, engine, microbatch_size=None):
     """The collective operations of a compiled step, with the shapes that they move."""
     data = common.make_data()
     state = sharding.place_state(plan.optimizer, common.make_params(), mesh, layout)
     batch, mask = sharding.shard_batch(({k: v[:96] for k, v in data.items()}, np.ones(96, bool)), mesh)
-    step = jax.jit(plan.train_step(common.loss_fn, engine=engine))
+    step = jax.jit(plan.train_step(common.loss_fn, engine=engine, microbatch_size=microbatch_size))
     text = step.lower(state.params, state.opt_state, batch, mask).compile().as_text()
     lines = [line for line in text.splitlines() if re.search(r" (all-|collective-|reduce-scatter)", line)]
     found = [re.search(r"= (.*?) ([a-z-]+)\(", line).groups() for line in lines if "= " in line]
@@ -82,6 +82,9 @@ def main():
                 "sent for draws": sent,
                 "trajectories": trajectories,
                 "data_parallel": {e: collectives(plan, meshes[8], sharding.replicated, e) for e in ("vmap", "ghost")},
+                "in microbatches": {
+                    e: collectives(plan, meshes[8], sharding.replicated, e, 32) for e in ("vmap", "ghost")
+                },
                 "fully_sharded": {"vmap": collectives(plan, meshes[8], sharding.fully_sharded, "vmap")},
             }
         )

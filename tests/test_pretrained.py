@@ -156,7 +156,7 @@ def test_adapters_change_nothing_at_first():
 
 
 def test_the_filters_select_what_they_say():
-    layer = (16 + 16) * 4 + (16 + 24) * 2  # thin matrices of rank 1: four of 16 x 16, two of 16 x 24
+    layer = (16 + 16) * 2  # thin matrices of rank 1: of queries and of values
     head = 16 * 2 + 2
     sizes = {"head": head, "lora": head + 2 * 2 * layer}
     for what in ("head", "lora", "all"):

@@ -126,6 +126,13 @@ def test_the_fast_engines_sharded_step_gathers_no_batch(seen):
     assert not _beyond_scalars(seen["data_parallel"]["ghost"])
 
 
+def test_microbatches_of_a_sharded_batch_stay_on_their_devices(seen):
+    for engine in ("vmap", "ghost"):
+        found = seen["in microbatches"][engine]
+        assert any(op.startswith("all-reduce") for op, _ in found)
+        assert not [op for op, _ in found if not op.startswith("all-reduce")]
+
+
 def test_the_check_of_collectives_can_fail():
     assert _beyond_scalars([("all-gather", "f32[96,16]{1,0}")]) == [(96, 16)]
     assert _beyond_scalars([("all-gather", "(f32[96]{0}, pred[2,96]{1,0})")]) == [(2, 96)]

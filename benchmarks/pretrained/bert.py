@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,21 @@ def mean(hidden: jax.Array, mask: jax.Array) -> jax.Array:
     return total / jnp.maximum(1.0, weights.sum(1, keepdims=True))
 
 
-def adapt(body: Bert, rank: int, *, rngs: nnx.Rngs) -> None:
-    """Adds LoRA adapters (Hu et al. 2021) to every dense layer, in place; at first they change nothing."""
+def adapt(body: Bert, rank: int, *, rngs: nnx.Rngs, layers: Sequence[str] = ("query", "value")) -> None:
+    """Adds LoRA adapters (Hu et al. 2021) to these dense layers of every block, in place; at first they change nothing.
+
+    Few of them, as there: noise falls on every number that is trained.
+    """
     for layer in body.layers:
-        for name in ("query", "key", "value", "out", "up", "down"):
+        for name in layers:
             base = getattr(layer, name)
             adapter = nnx.LoRA(base.in_features, rank, base.out_features, base_module=base, dtype=base.dtype, rngs=rngs)
             setattr(layer, name, adapter)
+
+
+def of_head(params: Any) -> Any:
+    """Which parameters of a `Classifier` are the head's: a pytree of booleans, for ``optax.masked``."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: "head" in jax.tree_util.keystr(path[:1]), params)
 
 
 def trained(what: str) -> Any:

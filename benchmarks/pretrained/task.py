@@ -25,7 +25,7 @@ class PretrainedReviews(Indexed):
     Args:
         where: data folder.
         trained: ``"head"``, on the mean of the encoder's outputs, which are computed once; ``"lora"``, the head and
-            adapters on every dense layer; ``"all"``, the head and the whole encoder.
+            adapters of queries and values; ``"all"``, the head and the whole encoder.
         rank: of the adapters.
         length: tokens of a review that are read.
         dtype: ``"float32"`` or ``"bfloat16"``: of the computation and of what is not trained. What is trained is in
@@ -43,7 +43,7 @@ class PretrainedReviews(Indexed):
         where: Path | None = None,
         *,
         trained: str = "lora",
-        rank: int = 8,
+        rank: int = 4,
         length: int = 128,
         dtype: str = "float32",
         public_share: float = 0.0,
