@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def explicit_mesh(tree: Any) -> Any:
@@ -28,6 +28,18 @@ def like_parameters(params: Any, mesh: Any) -> Any:
 def by_row(batch: Any, mesh: Any) -> NamedSharding:
     """Where what belongs to the rows of a batch lies."""
     return NamedSharding(mesh, PartitionSpec(*jax.typeof(jax.tree.leaves(batch)[0]).sharding.spec[:1]))
+
+
+def automatic(tree: Any) -> Any:
+    """The same arrays where they lie, on meshes whose axes are all automatic."""
+
+    def same(x: Any) -> Any:
+        mesh = explicit_mesh(x)
+        if mesh is None:
+            return x
+        return jax.device_put(x, NamedSharding(Mesh(mesh.devices, mesh.axis_names), x.sharding.spec))
+
+    return jax.tree.map(same, tree)
 
 
 def with_automatic_axes(function: Callable, args: tuple, places: Callable[[Any], Any]) -> Any:

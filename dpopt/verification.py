@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _engines, _trees, _validate
+from dpopt import _engines, _meshes, _trees, _validate
 from dpopt.clipping import FlatClip
 from dpopt.gradients import Engine, per_example_grads
 from dpopt.preconditioning import SideInformation
@@ -78,6 +78,8 @@ def verify(
     if not all(x.is_fully_addressable for x in jax.tree.leaves((params, batch))):
         _log.warning("dpopt: not verified: other processes hold parts of the parameters or of the batch")
         return
+    # Neither plain gradients nor a loss can say what becomes of explicit axes, within which engines have none either.
+    params, batch, scale, own_scale = _meshes.automatic((params, batch, scale, promise._scale))
     size = jax.tree.leaves(batch)[0].shape[0]
     plain = _Plain.of(loss_fn, params, batch, min(examples, size), has_aux, scale)
     known = [n for n in plain.totals if 0 < n < np.inf]
@@ -87,7 +89,7 @@ def verify(
     @jax.jit
     def run(params, batch, mask):
         source = _engines.Loss(loss_fn, params, batch, size, engine, microbatch_size, has_aux)
-        ran = source.run(mask, promise._scale, None, FlatClip(clip_norm))
+        ran = source.run(mask, own_scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 
     everybody = list(range(len(plain.totals)))
