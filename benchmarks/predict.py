@@ -123,11 +123,11 @@ def cost(loss_fn: Callable, params: Any, batch: Any, *, microbatches: float, ste
     return Cost(seconds["ordinary"], time_ratio, size, memory_ratio, microbatches, steps)
 
 
-def against_speed_table() -> list[dict[str, Any]]:
-    """Of every family, the ratio of times that the planner says and those that were recorded."""
+def against_speed_table(only: str = "") -> list[dict[str, Any]]:
+    """Of every family that is named so, the ratio of times that the planner says and those that were recorded."""
     from benchmarks.families import FAMILIES
 
-    rows = json.loads(SPEED.read_text())["runs"]
+    rows = [row for row in json.loads(SPEED.read_text())["runs"] if only in row["family"]]
     found = []
     for row in rows:
         family = FAMILIES[row["family"]]()

@@ -20,6 +20,19 @@ def explicit_mesh(tree: Any) -> Any:
     return None
 
 
+def with_automatic_types(tree: Any) -> Any:
+    """The same arrays, where they are, in whose types no axis is explicit: for operations that do not say."""
+
+    def retyped(x: Any) -> Any:
+        place = getattr(x, "sharding", None)
+        if not isinstance(place, NamedSharding) or not place.mesh.explicit_axes:
+            return x
+        mesh = Mesh(place.mesh.devices, place.mesh.axis_names)
+        return jax.device_put(x, NamedSharding(mesh, place.spec))
+
+    return jax.tree.map(retyped, tree)
+
+
 def like_parameters(params: Any, mesh: Any) -> Any:
     """Where each parameter lies."""
     return jax.tree.map(lambda p: NamedSharding(mesh, jax.typeof(p).sharding.spec), params)
@@ -28,18 +41,6 @@ def like_parameters(params: Any, mesh: Any) -> Any:
 def by_row(batch: Any, mesh: Any) -> NamedSharding:
     """Where what belongs to the rows of a batch lies."""
     return NamedSharding(mesh, PartitionSpec(*jax.typeof(jax.tree.leaves(batch)[0]).sharding.spec[:1]))
-
-
-def automatic(tree: Any) -> Any:
-    """The same arrays where they lie, on meshes whose axes are all automatic."""
-
-    def same(x: Any) -> Any:
-        mesh = explicit_mesh(x)
-        if mesh is None:
-            return x
-        return jax.device_put(x, NamedSharding(Mesh(mesh.devices, mesh.axis_names), x.sharding.spec))
-
-    return jax.tree.map(same, tree)
 
 
 def with_automatic_axes(function: Callable, args: tuple, places: Callable[[Any], Any]) -> Any:

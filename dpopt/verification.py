@@ -74,12 +74,10 @@ def verify(
     options: dict[str, Any] = {"engine": engine, "microbatch_size": microbatch_size, "has_aux": has_aux}
     promise = per_example_grads(loss_fn, **options)(params, batch, mask=None)  # the same conditions
     promise = promise if scale is None else promise.scale(scale)
-    params, batch = jax.tree.map(jnp.asarray, (params, batch))
+    params, batch = _meshes.with_automatic_types(jax.tree.map(jnp.asarray, (params, batch)))
     if not all(x.is_fully_addressable for x in jax.tree.leaves((params, batch))):
         _log.warning("dpopt: not verified: other processes hold parts of the parameters or of the batch")
         return
-    # Neither plain gradients nor a loss can say what becomes of explicit axes, within which engines have none either.
-    params, batch, scale, own_scale = _meshes.automatic((params, batch, scale, promise._scale))
     size = jax.tree.leaves(batch)[0].shape[0]
     plain = _Plain.of(loss_fn, params, batch, min(examples, size), has_aux, scale)
     known = [n for n in plain.totals if 0 < n < np.inf]
@@ -89,7 +87,7 @@ def verify(
     @jax.jit
     def run(params, batch, mask):
         source = _engines.Loss(loss_fn, params, batch, size, engine, microbatch_size, has_aux)
-        ran = source.run(mask, own_scale, None, FlatClip(clip_norm))
+        ran = source.run(mask, promise._scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 
     everybody = list(range(len(plain.totals)))

@@ -147,6 +147,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"after {step} steps: test accuracy {value:.3f}, by the averaged parameters")
     spent, accuracy = result.epsilon(delta=options.delta), result.history[-1][1]
     print(f"epsilon {spent:.2f} at delta {options.delta:g}, test accuracy {accuracy:.3f}")
+    print(result.message)
     print(result.statement(delta=options.delta))
 
 

@@ -248,6 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"epsilon {spent:.2f} at delta {options.delta:g} for one document of {windows.documents}")
     if held_out is not None:
         print(f"held-out loss {held_out_loss(result.params, held_out, options):.3f} a token")
+    print(result.message)
     print(result.statement(delta=options.delta))
     print("Here a user is a document, with all its windows.")
 
