@@ -206,6 +206,8 @@ def test_matrices_and_their_moments_lie_in_parts_and_all_else_whole():
         assert specs["embedding"] == P(None, "fsdp")  # 257 rows are not split
         assert specs["layers"]["qkv"] == P(None, None, "fsdp") and specs["layers"]["down"] == P(None, "fsdp")
         assert specs["layers"]["before_mlp"] == specs["last"] == P()
+    words = decoder.layout(llm_scaling.parameters(8, 128, 256), mesh)["embedding"].spec
+    assert words == P("fsdp")
     core = dpopt.dp_adam(0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=jax.random.key(0))
     places = decoder.layout(jax.eval_shape(core.init, shapes), mesh)
     split = [s.spec for s in jax.tree.leaves(places) if s.spec != P()]

@@ -136,14 +136,3 @@ def test_a_run_is_verified_before_its_first_step(monkeypatch):
         plan.run(other, PARAMS, fetch, engine="ghost")
     assert plan.journal.ledger.steps == 0
     assert make_plan(104).run(other, PARAMS, fetch, engine="ghost", verify=False).ledger.steps == 2
-
-
-def test_arrays_with_explicit_axes_pass_and_are_looked_at(monkeypatch):
-    mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
-    params = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    batch = jax.device_put(BATCH, split)
-    verify(mlp_loss, params, batch, engine="ghost")
-    half_of_a_norm(monkeypatch)
-    with pytest.raises(VerificationError):
-        verify(mlp_loss, params, batch, engine="ghost")
