@@ -1,7 +1,7 @@
 """Where data sets are looked for, and what is said when one is missing or damaged. None is committed.
 
-The readers: `benchmarks.imdb`, `benchmarks.ratings`, `benchmarks.idx`, `benchmarks.synthetic`; scikit-learn's digits
-are here.
+The readers: `benchmarks.imdb`, `benchmarks.ratings`, `benchmarks.idx`, `benchmarks.cifar10`, `benchmarks.synthetic`;
+scikit-learn's digits are here.
 """
 
 import os

@@ -34,10 +34,10 @@ TIMEOUT = 900  # seconds for one row
 _COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
-def parameters(layers: int, width: int) -> Any:
+def parameters(layers: int, width: int, vocabulary: int | None = None) -> Any:
     """Their shapes."""
     shapes = {
-        "embedding": (VOCABULARY, width),
+        "embedding": (VOCABULARY if vocabulary is None else vocabulary, width),
         "layers": {
             "qkv": (layers, width, 3 * width),
             "out": (layers, width, width),
@@ -65,11 +65,16 @@ def _layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
 
 
+def logits(params: Any, tokens: jax.Array) -> jax.Array:
+    """``(length, words)``, of the token that follows each of one example's, ``(length,)``."""
+    x, _ = jax.lax.scan(jax.checkpoint(_layer), params["embedding"][tokens], params["layers"])
+    return _normalized(x, params["last"]) @ params["embedding"].T
+
+
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
     """Of one example, ``(LENGTH + 1,)``."""
-    x, _ = jax.lax.scan(jax.checkpoint(_layer), params["embedding"][tokens[:-1]], params["layers"])
-    logits = _normalized(x, params["last"]) @ params["embedding"].T
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[1:, None], axis=1))
+    foretold = jax.nn.log_softmax(logits(params, tokens[:-1]))
+    return -jnp.mean(jnp.take_along_axis(foretold, tokens[1:, None], axis=1))
 
 
 def _ordinary(params: Any, batch: jax.Array) -> Any:
