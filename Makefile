@@ -1,5 +1,5 @@
 # Every command works on a bare Python 3.11+: it creates .venv here and installs what it needs.
-.PHONY: demo test test-all docs notebooks lint types clean
+.PHONY: demo demo-transformer test test-all docs notebooks lint types clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -10,6 +10,10 @@ demo: .venv/installed-benchmarks
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# A pretrained Transformer, fine-tuned at epsilon 8; DPOPT_DATA names the folder with its weights and the reviews.
+demo-transformer: .venv/installed-pretrained
+	$(BIN)/python examples/fine_tune_transformer.py
 
 # Also what is marked slow: runs killed many times over, simulated devices, the audit.
 test-all: .venv/installed-dev
