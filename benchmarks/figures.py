@@ -185,6 +185,7 @@ SECTIONS = {
     "verdict": figures_utility.verdict,
     "orderings": figures_published.summary,
     "contradicted": figures_published.contradicted,
+    "lstm": figures_published.lstm,
     "undecided": figures_published.undecided,
     "speed": speed,
     "memory": memory,
