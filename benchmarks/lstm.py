@@ -63,6 +63,9 @@ TRIES = (
     # The paper's clip norm, at a rate under which as much noise reaches the parameters: more reviews are cut to it.
     Try(length=64, epochs=3, batch=256, clip=0.1, rate=40.0),
     Try(length=64, epochs=3, batch=256, clip=0.1, rate=40.0, is_private=False),
+    # So many words that half of the reviews are read to their end.
+    Try(length=200, epochs=3, batch=256, clip=0.1, rate=40.0),
+    Try(length=200, epochs=3, batch=256, clip=0.1, rate=40.0, is_private=False),
 )
 
 
