@@ -127,7 +127,7 @@ def test_contenders_beside_others_figures_get_the_same_epsilon_and_candidates():
 
 
 def test_a_table_beside_others_figures_says_who_reaches_them(tmp_path):
-    more = {"tried": 4, "event": events.to_json(EVENT), "num_examples": 10_000, "table": "Beside", "published": None}
+    more = {"tried": 4, "event": events.to_json(EVENT), "num_examples": 10_000, "table": "Beside"}
     reference = {1.0: {"name": "Somebody", "score": 0.85}, 3.0: {"name": "Somebody", "score": 0.9}}
     rows = [
         row(n, m, None, target_epsilon=e, contender=n, reference=reference[e], **more)
