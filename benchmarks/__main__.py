@@ -59,6 +59,9 @@ def main() -> None:
     tuning.add_argument("--seeds", type=int, default=5, help="of every way and epsilon (default 5)")
     tuning.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
     tuning.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON")
+    lstm = commands.add_parser("lstm", help="DP-SGD on IMDB with an LSTM: what was tried (half an hour)")
+    lstm.add_argument("--data", type=Path, help="folder with the data sets (default: DPOPT_DATA, then ./data)")
+    lstm.add_argument("--out", type=Path, default=records.LOCAL, help="folder for the JSON; what it has is kept")
     scaling = commands.add_parser(
         "scaling", help="time and memory of a step as batch, model and sequence grow (minutes)"
     )
@@ -109,9 +112,10 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
     if options.command == "utility" and options.rates and not options.optimizer:
         parser.error("--rates are those of an --optimizer")
-    if options.command in ("utility", "imdb-speed", "tuning"):
+    if options.command in ("utility", "imdb-speed", "tuning", "lstm"):
         from benchmarks.data import DamagedData, MissingData
         from benchmarks.imdb_speed import main as time_imdb
+        from benchmarks.lstm import main as try_lstm
         from benchmarks.tuning import main as tune
 
         try:
@@ -129,6 +133,8 @@ def main() -> None:
                 compare(options)
             elif options.command == "tuning":
                 tune(options.out, options.seeds, options.data)
+            elif options.command == "lstm":
+                try_lstm(options.out, options.data)
             else:
                 time_imdb(options.out, options.steps, options.engine_steps, options.checked_steps, options.data)
         except (MissingData, DamagedData) as error:

@@ -195,6 +195,7 @@ SECTIONS = {
     "verdict": figures_utility.verdict,
     "orderings": figures_published.summary,
     "contradicted": figures_published.contradicted,
+    "lstm": figures_published.lstm,
     "undecided": figures_published.undecided,
     "pretrained": pretrained,
     "speed": speed,

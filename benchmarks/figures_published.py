@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import lstm as lstm_tries
 from benchmarks import markdown, orderings, records, summaries
 from benchmarks.orderings import Pair
 
@@ -86,3 +87,11 @@ def beside_others(results: Path) -> str:
         lines.append([table, *told, f"{apart:+.3f}"])
     head = ["table", "epsilon", "not run here", "published", "best of ours", "measured", "difference"]
     return markdown.rows(head, lines, ["---", "---:", "---", "---:", "---", "---:", "---:"])
+
+
+def lstm(results: Path) -> str:
+    """What was tried to get DP-SGD to the LSTM's published accuracy."""
+    content = records.load(results, "lstm")
+    if content is None:
+        return "Nothing is recorded yet: `python -m benchmarks lstm` measures it on your machine."
+    return lstm_tries.markdown(content)

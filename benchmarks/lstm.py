@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import records, runs
+from benchmarks import markdown as tables
+from benchmarks import records
 
 EPSILON, DELTA = 2.8, 4e-5
 NUM_TRAIN = 20_000  # four fifths of the training reviews
@@ -31,8 +32,10 @@ class Try:
     rule: str = "sgd"
     is_private: bool = True
 
-    def setting(self) -> runs.Setting:
-        """What is run."""
+    def setting(self) -> Any:
+        """What is run, as a `benchmarks.runs.Setting`."""
+        from benchmarks import runs  # here, since a report needs none of it
+
         after = {"kind": "sgd", "momentum": self.momentum} if self.rule == "sgd" else {"kind": self.rule}
         noise = {"epsilon": EPSILON} if self.is_private else {"noise_multiplier": 0.0}
         return runs.Setting(
@@ -60,11 +63,16 @@ TRIES = (
     # The paper's clip norm, at a rate under which as much noise reaches the parameters: more reviews are cut to it.
     Try(length=64, epochs=3, batch=256, clip=0.1, rate=40.0),
     Try(length=64, epochs=3, batch=256, clip=0.1, rate=40.0, is_private=False),
+    # So many words that half of the reviews are read to their end.
+    Try(length=200, epochs=3, batch=256, clip=0.1, rate=40.0),
+    Try(length=200, epochs=3, batch=256, clip=0.1, rate=40.0, is_private=False),
 )
 
 
 def main(out: Path, where: Path | None = None, tries: Sequence[Try] = TRIES) -> dict[str, Any]:
     """Runs the tries that ``lstm.json`` in ``out`` does not have."""
+    from benchmarks import runs
+
     path = out / "lstm.json"
     done = json.loads(path.read_text())["runs"] if path.exists() else []
     for one in tries:
@@ -83,3 +91,36 @@ def _kept(one: Try, record: dict[str, Any]) -> dict[str, Any]:
     kept = {key: record.get(key) for key in keys}
     epsilon = {kind: value if math.isfinite(value) else None for kind, value in record["epsilon"].items()}
     return {"try": dataclasses.asdict(one), "steps": one.setting().steps, "epsilon": epsilon, **kept}
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The tries in the order in which they were made."""
+    lines = []
+    for run in content["runs"]:
+        one = Try(**run["try"])
+        rule = {"sgd": "SGD"}.get(one.rule, one.rule) + (f", momentum {one.momentum:g}" if one.momentum else "")
+        lines.append(
+            [
+                f"{one.length}",
+                f"{one.epochs:g}",
+                f"{run['steps']:,} of {one.batch:,}",
+                rule,
+                f"{one.clip:g}",
+                f"{one.rate:g}",
+                f"{content['epsilon']:g} ({run['noise_multiplier']:.2f})" if one.is_private else "no noise",
+                f"{run['score']:.3f}",
+                f"{run['seconds']:.0f}",
+            ]
+        )
+    head = [
+        "words",
+        "epochs",
+        "steps",
+        "rule",
+        "clip norm",
+        "rate",
+        "epsilon (noise multiplier)",
+        "accuracy",
+        "seconds",
+    ]
+    return tables.rows(head, lines, ["---:"] * 3 + ["---"] + ["---:"] * 5)

@@ -17,6 +17,7 @@ MEASURED = {
     "opacus": "Opacus",
     "imdb-speed": "A full private run on IMDB",
     "tuning": utility_report.TUNING_HEADING,
+    "lstm": "What keeps DP-SGD from learning with an LSTM",
     "scaling": "Scaling",
     "scaling-devices": "Devices (simulated on one processor)",
     "scaling-llm": "Language models on many devices",

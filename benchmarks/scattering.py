@@ -72,27 +72,34 @@ def paths(scales: int, angles: int) -> list[tuple[tuple[int, int], ...]]:
     return [(), *((a,) for a in first), *second]
 
 
-def _convolved(transformed: jax.Array, spectrum: jax.Array) -> jax.Array:
-    return jnp.abs(jnp.fft.ifft2(transformed * spectrum))
+def _modulus(transformed: jax.Array, spectrum: jax.Array) -> jax.Array:
+    """``(..., n, size, size)`` of transformed ``(..., 1, size, size)`` and n spectra."""
+    every = jnp.broadcast_to(spectrum, transformed.shape[:-3] + spectrum.shape)
+    return jnp.abs(jnp.fft.ifft2(transformed * every))
 
 
-def averages(images: jax.Array, *, scales: int, angles: int) -> jax.Array:
-    """All channels at every pixel of ``(..., size, size)``, as ``(..., channels, size, size)``; it wraps around."""
-    average, wavelets = (jnp.asarray(f, jnp.float32) for f in filters(images.shape[-1], scales, angles))
+def _moduli(images: jax.Array, scales: int, angles: int) -> jax.Array:
+    """All channels before the average, ``(..., channels, size, size)``."""
+    wavelets = jnp.asarray(filters(images.shape[-1], scales, angles)[1], jnp.float32)
+    image = jnp.fft.fft2(images)[..., None, :, :]
+    first = [_modulus(image, wavelets[j]) for j in range(scales)]
+    second = []
+    for j in range(scales - 1):
+        coarser = wavelets[j + 1 :].reshape(-1, *wavelets.shape[2:])
+        both = _modulus(jnp.fft.fft2(first[j])[..., None, :, :], coarser)
+        second.append(both.reshape(*images.shape[:-2], -1, *images.shape[-2:]))
+    return jnp.concatenate([images[..., None, :, :], *first, *second], axis=-3)
 
-    def smooth(transformed):
-        return jnp.fft.ifft2(transformed * average).real
 
-    zeroth = jnp.fft.fft2(images)[..., None, :, :]
-    out, second = [smooth(zeroth)], []
-    for j in range(scales):
-        moduli = jnp.fft.fft2(_convolved(zeroth, wavelets[j]))  # (..., angles, size, size)
-        out.append(smooth(moduli))
-        if j + 1 < scales:
-            coarser = wavelets[j + 1 :].reshape(-1, *wavelets.shape[2:])
-            both = jnp.fft.fft2(_convolved(moduli[..., None, :, :], coarser))
-            second.append(smooth(both).reshape(*images.shape[:-2], -1, *images.shape[-2:]))
-    return jnp.concatenate(out + second, axis=-3)
+def averages(images: jax.Array, *, scales: int, angles: int, kept: slice = slice(None)) -> jax.Array:
+    """All channels of ``(..., size, size)`` at the pixels ``kept`` of either axis; convolution wraps around.
+
+    The average is a Gaussian along one axis after the other: two matrix products, of the rows that are kept alone.
+    """
+    average, _ = filters(images.shape[-1], scales, angles)
+    kernel = np.fft.ifft(average[0]).real
+    along = jnp.asarray([np.roll(kernel, i) for i in range(len(kernel))][kept], jnp.float32)
+    return along @ _moduli(images, scales, angles) @ along.T
 
 
 def transform(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Array:
@@ -116,6 +123,5 @@ def transform(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Arr
     # In front half a step, so that the values lie around the middle of the image.
     front, behind = step // 2, 3 * step // 2
     around = [(0, 0)] * (images.ndim - 2) + [(front, behind)] * 2
-    found = averages(jnp.pad(images, around), scales=scales, angles=angles)
     kept = slice(step, step + images.shape[-1], step)
-    return found[..., kept, kept]
+    return averages(jnp.pad(images, around), scales=scales, angles=angles, kept=kept)

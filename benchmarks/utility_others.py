@@ -22,7 +22,7 @@ from benchmarks.utility_frontier import Contest, by_factor
 BUDGET = utility_frontier.BUDGET
 DELTA_IMDB = 1 / 25_000
 DELTA_MNIST = 1e-5
-DIGIT_STEPS = 60
+DIGIT_STEPS = 30
 MOMENTUM = {"kind": "sgd", "momentum": 0.9}
 
 
@@ -121,10 +121,10 @@ def _digits(label: str, after: dict[str, Any], rates: Sequence[float], before: A
 def digits() -> list[Entry]:
     """What stands beside Tramer and Boneh's figures."""
     return [
-        _digits("DP-SGD, momentum", MOMENTUM, by_factor(2.0)),
-        _digits("DP-Adam", {"kind": "adam"}, by_factor(0.01)),
-        _digits("DP-AdamBC", {"kind": "adam_bc", "gamma": 1e-8}, by_factor(0.003)),
-        _digits("delayed diagonal, momentum", MOMENTUM, by_factor(0.01), {"kind": "delayed", "delay": 10, "eps": 1e-3}),
+        _digits("DP-SGD, momentum", MOMENTUM, by_factor(64.0)),
+        _digits("DP-Adam", {"kind": "adam"}, by_factor(0.1)),
+        _digits("DP-AdamBC", {"kind": "adam_bc", "gamma_share": 0.1}, by_factor(0.05)),
+        _digits("delayed diagonal, momentum", MOMENTUM, by_factor(64.0), {"kind": "delayed", "delay": 10, "eps": 1e-3}),
     ]
 
 
