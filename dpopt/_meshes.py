@@ -5,7 +5,7 @@ parameters' types and its by-products the batch's, so only its outside is typed;
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.core import Tracer
@@ -27,7 +27,7 @@ def with_automatic_types(tree: Any) -> Any:
         place = getattr(x, "sharding", None)
         if not isinstance(place, NamedSharding) or not place.mesh.explicit_axes:
             return x
-        mesh = Mesh(place.mesh.devices, place.mesh.axis_names)
+        mesh = Mesh(cast(Any, place.mesh.devices), place.mesh.axis_names)
         return jax.device_put(x, NamedSharding(mesh, place.spec))
 
     return jax.tree.map(retyped, tree)

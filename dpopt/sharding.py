@@ -228,7 +228,7 @@ def beside(constants: Any, params: Any) -> Any:
     mesh = next((place.mesh for place in places if isinstance(place, NamedSharding)), None)
     if mesh is None:
         return constants
-    devices = set(mesh.devices.flat)
+    devices = set(cast(Any, mesh.devices).flat)
 
     def place(x):
         is_there = isinstance(x, jax.Array) and x.sharding.device_set == devices

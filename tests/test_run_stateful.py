@@ -114,7 +114,7 @@ class RunMachine(RuleBasedStateMachine):
         self.backups = []  # (run, path, positions)
         self.real = identity.environment, loop._compiled
         identity.environment = lambda state: {**self.real[0](state), "test": self.environment}
-        loop._compiled = lambda step: compiled[0] if compiled else compiled.append(self.real[1](step)) or compiled[0]
+        loop._compiled = lambda *of: compiled[0] if compiled else compiled.append(self.real[1](*of)) or compiled[0]
 
     def teardown(self):
         identity.environment, loop._compiled = self.real
