@@ -21,7 +21,7 @@ from dpopt.identity import TrainState
 from dpopt.journal import Entry
 from dpopt.keys import example_keys, seeded_key
 from dpopt.loading import ahead
-from dpopt.results import BudgetExceeded as BudgetExceeded  # what `train` raises can be had from here, too
+from dpopt.results import BudgetExceeded as BudgetExceeded  # what `train` raises is importable from here, too
 from dpopt.results import ReplayError as ReplayError
 from dpopt.results import TrainResult, make_result, replay_error
 from dpopt.sharding import beside

@@ -4,7 +4,7 @@
 
 Batches of 4,096, sixteen augmentations of every image averaged before the clip, a moving average of the parameters; 875
 steps at epsilon 1, 2,500 at 8. That is work for an accelerator: ``--predict`` times one ordinary gradient and says what
-the run would take here, and trains nothing. A run that is stopped, in whatever way, goes on with the same command. It
+the run would take here, and trains nothing. The same command resumes a run that was stopped. It
 runs on one device. Needs dpopt[benchmarks,checkpoint] and the official archive (a message says where to get it).
 """
 

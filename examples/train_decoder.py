@@ -3,8 +3,8 @@
     python examples/train_decoder.py --text corpus --epsilon 8 --directory runs/decoder
 
 ``--text`` is a folder of .txt files, each a document, read as bytes; or, with ``--vocabulary`` and ``--end``, a .npy
-file of tokens. ``--predict`` compiles a step and says what memory it takes, and trains nothing. A run that is stopped,
-in whatever way, goes on with the same command. Needs dpopt[benchmarks,checkpoint].
+file of tokens. ``--predict`` compiles a step and says what memory it takes, and trains nothing. The same command
+resumes a run that was stopped. Needs dpopt[benchmarks,checkpoint].
 
 THE UNIT OF PRIVACY IS THE DOCUMENT. A step draws documents, takes a few windows of each at random, and clips the
 gradient of a document's mean loss: epsilon is for adding or removing one document, however long. If a person wrote

@@ -1,12 +1,7 @@
-"""The recipes for larger machines, small: their parts here, whole runs that are killed and resumed when asked for."""
+"""The parts of the recipes for larger machines. Whole runs: test_recipe_runs."""
 
 import importlib.util
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 import types
 
 import jax
@@ -17,7 +12,6 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from runs import ROOT
-from test_cifar10 import batches, binary, pack
 
 pytest.importorskip("rich")
 
@@ -231,88 +225,3 @@ def test_bad_options_of_the_decoder_are_refused(options, why, capsys):
 def test_without_text_the_decoder_says_what_it_expects(tmp_path):
     with pytest.raises(SystemExit, match=r"expected a text file, a folder of \.txt files"):
         decoder.main(["--text", str(tmp_path / "nothing")])
-
-
-# --- Whole runs
-
-
-def command(name, *options, devices=1):
-    """Arguments of `subprocess`."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "PYTHONPATH": str(ROOT)}
-    return {"args": [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options], "env": env, "text": True}
-
-
-def finished(name, *options, devices=1):
-    """What it prints."""
-    done = subprocess.run(**command(name, *options, devices=devices), capture_output=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
-
-
-def journal(directory):
-    path = directory / "ledger.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def killed(name, directory, *options, devices=1):
-    """Starts a run, and kills it once three steps are paid for; how many lines its journal then has."""
-    process = subprocess.Popen(**command(name, *options, devices=devices), stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 1200
-    while len(journal(directory)) < 2 + 3:  # the run's own line, and that of its segment
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    return len(journal(directory))
-
-
-def killed_and_resumed(name, directory, *options, devices=1):
-    """What the second run prints. All steps of both stay paid for, and the budget holds for them together."""
-    options = (*options, "--directory", str(directory), "--save-every", "2")
-    lines = killed(name, directory, *options, devices=devices)
-    assert lines < 2 + 8, "it ended before it was killed"
-    printed = finished(name, *options, devices=devices)
-    assert len(journal(directory)) > lines
-    assert 7 < float(re.search(r"\nepsilon ([\d.]+) at delta 0.001", printed)[1]) <= 8.0
-    assert re.search(r"all 8 steps are done|stopped by the budget after step [5-7] of 8", printed)
-    return printed
-
-
-@pytest.mark.slow
-def test_the_cifar_recipe_predicts_trains_is_killed_and_resumes(tmp_path):
-    pack(tmp_path / "cifar-10-binary.tar.gz", binary(batches(40)))
-    small = ["--data", str(tmp_path), "--depth", "10", "--width", "1", "--multiplicity", "2", "--batch-size", "16"]
-    small += ["--microbatch", "8", "--epsilon", "8", "--delta", "1e-3", "--steps", "8"]
-    said = finished("cifar10_wide_resnet", *small, "--predict")
-    assert re.search(r"times the time and [\d.]+ times the\s+memory \(planned\)", said) and "8 steps about" in said
-    printed = killed_and_resumed("cifar10_wide_resnet", tmp_path / "run", *small)
-    assert 0 <= float(re.search(r"test accuracy ([\d.]+)\n", printed)[1]) <= 1
-    assert "differentially private for adding or removing one example" in printed
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    rng = np.random.default_rng(0)
-    (tmp_path / "text").mkdir()
-    for i in range(48):
-        words = rng.choice(["the", "cat", "sat", "on", "a", "mat"], rng.integers(4, 40))
-        (tmp_path / "text" / f"{i}.txt").write_text(" ".join(words))
-    return tmp_path / "text"
-
-
-SMALL = ["--layers", "2", "--width", "128", "--length", "16", "--windows", "2", "--batch-size", "12", "--delta", "1e-3"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("clip", "copies"), [("layerwise", "2"), ("flat", "1")])
-def test_the_decoder_predicts_trains_is_killed_and_resumes_on_eight_devices(clip, copies, corpus, tmp_path):
-    small = ["--text", str(corpus), *SMALL, "--clip", clip, "--data", copies, "--steps", "8"]
-    said = finished("train_decoder", *small, "--predict", devices=8)
-    ratio = float(re.search(r": ([\d.]+) times as much", said)[1])
-    assert "on 8 devices" in said and 0.5 < ratio < 5
-    small += ["--held-out", str(corpus)]
-    printed = killed_and_resumed("train_decoder", tmp_path / "run", *small, devices=8)
-    assert 1 < float(re.search(r"held-out loss ([\d.]+) a token", printed)[1]) < 8
-    assert "differentially private for adding or removing one user" in printed
-    assert "Here a user is a document" in printed
