@@ -98,7 +98,7 @@ def test_shifts_move_the_channels_and_quarter_turns_exchange_them():
     into = [paths.index(tuple((j, (k + 4) % 8) for j, k in path)) for path in paths]
     expected = np.roll(np.rot90(np.asarray(found), axes=(1, 2)), 1, 1)
     np.testing.assert_allclose(np.asarray(turned)[into], expected, rtol=1e-3, atol=1e-5)
-    # What a small shift changes altogether in rough pixels, it changes little in the features: they are made for that.
+    # A small shift changes rough pixels altogether and the features little: that is what they are for.
     rough = np.random.default_rng(2).normal(size=(SIZE, SIZE)).astype(np.float32)
     a, b = (np.asarray(scattering.transform(jnp.asarray(v))) for v in (rough, np.roll(rough, 1, 0)))
     assert np.linalg.norm(rough - np.roll(rough, 1, 0)) > np.linalg.norm(rough)
