@@ -26,12 +26,11 @@ def papers(options: Any, console: Console) -> list[dict[str, Any]]:
     if not rows:
         names = sorted({row.table for row in utility_papers.rows()})
         raise SystemExit(f"nothing is called {options.only!r}; there are: {'; '.join(names)}.")
-    done = _sweep([row.setting for row in rows], range(options.seeds), options, console)
-    groups = summaries.grouped(done)
-    by_setting = {key: runs for key, runs in groups.items()}
+    settings = {row.setting.name(0): row.setting for row in rows}  # a row of two tables is one run
+    done = _sweep(list(settings.values()), range(options.seeds), options, console)
     out = []
     for row in rows:
-        runs = [r for key in by_setting for r in by_setting[key] if r["setting"] == row.setting.content()]
+        runs = [r for r in done if r["setting"] == row.setting.content()]
         label = {"label": row.setting.label, "table": row.table, "published": row.published}
         label |= {} if row.tried is None else {"tried": row.tried}
         out.append(summaries.summarize(runs, **label))
