@@ -54,12 +54,16 @@ class _Stopped(Exception):
 
 
 def run(train="lora", clip="flat", steps=3, mesh=None, directory=None, dies=None, exits=False, life=0, replay=True,
-        microbatch_size=None, verify=False):  # fmt: skip
-    """What a run ends with. ``dies``: after so many steps; ``exits``: with the process, or else by an exception."""
+        microbatch_size=None, verify=False, planned=None):  # fmt: skip
+    """What a run ends with.
+
+    ``dies``: after so many steps; ``exits``: with the process, or else by an exception. ``planned``: the steps that the
+    budget is for.
+    """
     entropy._runs.clear()  # as a process of its own
     entropy.draw = lambda: np.random.default_rng(life).integers(0, 2**32, 10, np.uint32)
     loss_fn, params, data = problem(train)
-    plan = make_plan(clip, steps)
+    plan = make_plan(clip, planned or steps)
     before = _flat(params)
     with contextlib.ExitStack() as stack:
         checkpointer = None if directory is None else stack.enter_context(Checkpointer(directory, every=2))
@@ -74,7 +78,7 @@ def run(train="lora", clip="flat", steps=3, mesh=None, directory=None, dies=None
             raise _Stopped
 
         options = dict(on_step=on_step, replay=replay, checkpointer=checkpointer, microbatch_size=microbatch_size)
-        options |= dict(verify=verify, progress=False)
+        options |= dict(verify=verify, progress=False, steps=steps)
         try:
             if mesh is None:
                 result = plan.run(loss_fn, params, data, **options)
