@@ -85,10 +85,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--bands", type=int, default=4, help="of correlated noise (default 4)")
     parser.add_argument("--optimizer", choices=tuple(RULES), default="adam")
     parser.add_argument("--learning-rate", type=float, help="at first; it falls to 0")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=500, help="expected size of a batch (default 500)")
     parser.add_argument("--microbatch", type=int, help="reviews in memory at a time (default: left to the engine)")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a review that are read (default 128)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a review that are read (default 64)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is not trained"
     )
