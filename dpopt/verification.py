@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 # A parameter whose gradient is zero but for rounding is compared with this share of the whole gradient (its squares
 # come from sums that cancel), and a gradient far below the clip norm with this share of that.
 _FLOOR, _FAR_BELOW = 2.0**-2, 2.0**-6
+# How often a disagreement must show, each time at parameters that are moved by this share of themselves.
+_TIMES, _MOVE = 3, 2.0**-12
 
 
 class VerificationError(RuntimeError):
@@ -56,6 +58,9 @@ def verify(
     Norms of float32 must agree to 2^-8, sums to 2^-8 of what their terms add up to: a gradient counted twice or not at
     all is far outside, rounding (also a GPU's fast float32) far inside. Of a loss that computes in 16 bits or fewer,
     whose own rounding is larger, 2^-2 is asked.
+
+    Where rounding decides on which side of a corner a loss is (the sign that a ReLU sees), two programs may rightly have
+    two gradients. So a disagreement counts if it shows again at two more points nearby, where it would be chance.
 
     Args:
         loss_fn, engine, microbatch_size, has_aux: see `dpopt.per_example_grads`.
@@ -93,12 +98,36 @@ def verify(
         ran = source.run(mask, promise._scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 
-    everybody = list(range(len(plain.totals)))
-    for chosen in [everybody, *([i] for i in everybody)] if len(everybody) > 1 else [everybody]:
-        norms, total = jax.device_get(run(params, batch, np.isin(np.arange(size), chosen), constants))
-        found = plain.difference(norms, total, chosen, clip_norm, tolerance)
-        if found is not None:
-            raise VerificationError(_explained(found, engine))
+    def difference(params: Any, plain: _Plain) -> _Difference | None:
+        everybody = list(range(len(plain.totals)))
+        for chosen in [everybody, *([i] for i in everybody)] if len(everybody) > 1 else [everybody]:
+            norms, total = jax.device_get(run(params, batch, np.isin(np.arange(size), chosen), constants))
+            found = plain.difference(norms, total, chosen, clip_norm, tolerance)
+            if found is not None:
+                return found
+        return None
+
+    first = difference(params, plain)
+    if first is None:
+        return
+    for attempt in range(1, _TIMES):
+        near = _moved(params, attempt)
+        plain = _Plain.of(loss_fn, constants, near, batch, min(examples, size), has_aux, scale)
+        if difference(near, plain) is None:
+            return
+    raise VerificationError(_explained(first, engine))
+
+
+def _moved(params: Any, seed: int) -> Any:
+    """Parameters nearby; zeros stay zeros, since what holds there only (an adapter that is off) must be seen."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+
+    def move(x: jax.Array, key: jax.Array) -> jax.Array:
+        share = max(_MOVE, 4 * float(jnp.finfo(x.dtype).eps))  # beyond what rounding decides, also in 16 bits
+        return x * (1 + share * jax.random.normal(key, x.shape, x.dtype))
+
+    return structure.unflatten([move(x, key) for x, key in zip(leaves, keys, strict=True)])
 
 
 _verified: "weakref.WeakKeyDictionary[Callable, set]" = weakref.WeakKeyDictionary()

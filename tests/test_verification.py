@@ -54,6 +54,32 @@ def test_a_model_in_bfloat16_passes():
     verify(loss, w, x, engine="ghost")
 
 
+def on_a_corner():
+    """A ReLU network, and examples for which rounding decides whether the only unit is on: one way by itself, another
+    in a batch."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=1_000), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(512, 1_000)), jnp.float32)
+    alone = np.array([jax.jit(jnp.vdot)(w, row) for row in x[:64]])
+    together = np.asarray(jax.jit(lambda w, x: x @ w)(w, x[:64]))
+    apart = np.flatnonzero(alone != together)
+    return w, x[apart], np.maximum(alone, together)[apart]
+
+
+def test_a_corner_that_rounding_is_on_one_or_the_other_side_of_passes():
+    w, x, highest = on_a_corner()
+    if len(x) < 4:  # the units are to be off in one of the two programs, and on in the other
+        pytest.skip("a product of vectors and one of matrices are rounded alike here")
+
+    def loss(w, example):
+        row, corner = example
+        return jax.nn.relu(jnp.vdot(w, row) - corner * (1 - 1e-7) + 1e-30)
+
+    size = 4
+    batch = x[:size], jnp.asarray(highest[:size])
+    verify(loss, w, batch, engine="ghost")
+
+
 def half_of_a_norm(monkeypatch):
     real = engine.leaf_norms
 
