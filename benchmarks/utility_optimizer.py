@@ -22,6 +22,7 @@ from benchmarks import (
     utility,
     utility_epochs,
     utility_frontier,
+    utility_others,
     utility_pretrained,
     utility_report,
 )
@@ -30,6 +31,7 @@ from benchmarks.contenders import Contender, ContenderError
 SUITES = {
     "frontier": utility_frontier.contests,
     "epochs": utility_epochs.contests,
+    "others": utility_others.contests,
     "pretrained": utility_pretrained.contests,
 }
 REFERENCE = "DP-SGD, momentum"  # on every task, with nothing before the clip: its settings are taken over
@@ -122,7 +124,7 @@ def main(options: Any) -> None:
     console = Console()
     if options.suite == "papers":
         raise ContenderError(
-            "the suite papers repeats what papers did: take --suite frontier, epochs, pretrained or all."
+            "the suite papers repeats what papers did: take --suite frontier, epochs, others, pretrained or all."
         )
     contender = contenders.load(options.optimizer)
     contender.check()

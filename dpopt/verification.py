@@ -59,8 +59,8 @@ def verify(
     all is far outside, rounding (also a GPU's fast float32) far inside. Of a loss that computes in 16 bits or fewer,
     whose own rounding is larger, 2^-2 is asked.
 
-    Where rounding decides on which side of a corner a loss is (the sign that a ReLU sees), two programs may rightly have
-    two gradients. So a disagreement counts if it shows again at two more points nearby, where it would be chance.
+    Where rounding decides on which side of a corner a loss is (the sign that a ReLU sees), two programs may rightly
+    have two gradients. So a disagreement counts if it shows again at two more points nearby, where it would be chance.
 
     Args:
         loss_fn, engine, microbatch_size, has_aux: see `dpopt.per_example_grads`.
