@@ -5,6 +5,7 @@ the same. The runs here get what is drawn afresh from a fixed seed: a moved run 
 ends that died at the same steps and drew the same.
 """
 
+import concurrent.futures
 import json
 import os
 import socket
@@ -78,7 +79,8 @@ def test_two_processes_train_what_one_does(alone):
         )
         for number in (0, 1)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=1_200) for process in started]
+    with concurrent.futures.ThreadPoolExecutor(2) as readers:  # both at once: each waits for the other when it ends
+        outputs = list(readers.map(lambda process: process.communicate(timeout=1_200), started))
     assert all(process.returncode == 0 for process in started), [error[-3000:] for _, error in outputs]
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     assert first == second
