@@ -42,7 +42,8 @@ def with_constants(loss: Callable[..., Any], constants: Any) -> Callable[..., An
         return loss(params, example, constants)
 
     made = cast(Any, loss_fn)
-    made.takes_key = getattr(loss, "takes_key", False)  # `dpopt.train` asks
+    if getattr(loss, "takes_key", False):
+        made.takes_key = True  # `dpopt.train` asks
     made.constants, made.given = constants, lambda others: with_constants(loss, others)
     return loss_fn
 
