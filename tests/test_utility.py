@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import dp_accounting
 import jax
@@ -20,6 +21,8 @@ from test_benchmark_data import mnist_files, ratings_file
 pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
+
+from rich.console import Console
 
 import dpopt
 from benchmarks import (
@@ -37,6 +40,7 @@ from benchmarks import (
     sweeps,
     tasks,
     text_task,
+    utility,
     utility_epochs,
     utility_frontier,
     utility_papers,
@@ -448,6 +452,16 @@ def test_a_part_of_a_suite_leaves_the_other_rows_alone():
     assert [(r["label"], r["mean"]) for r in summaries.merged(old, new)] == [
         ("a", 0.1), ("b", 0.9), ("d", 0.4), ("c", 0.3)
     ]  # fmt: skip
+
+
+def test_a_run_that_two_tables_show_is_counted_once(tmp_path, monkeypatch):
+    fields = dict(task="digits", method="DP-SGD", options={"learning_rate": 0.1}, delta=1e-4, noise_multiplier=1.0)
+    setting = runs.Setting(**fields, expected_batch_size=64, steps=1)
+    rows = [runs.Row(table, setting, None) for table in ("one", "other")]
+    monkeypatch.setattr(utility.utility_papers, "rows", lambda: rows)
+    options = types.SimpleNamespace(only=None, seeds=2, out=tmp_path, data=None, jobs=1, together=2)
+    found = utility.papers(options, Console(quiet=True))
+    assert [(r["table"], r["seeds"]) for r in found] == [("one", [0, 1]), ("other", [0, 1])]
 
 
 @pytest.fixture
