@@ -1,8 +1,7 @@
 """From records of single runs to the rows of a table."""
 
-import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -40,14 +39,6 @@ def summarize(records: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
 def _step_bytes(record: dict[str, Any]) -> int:
     """Scratch memory of the compiled steps, of one run; older records do not have it."""
     return record["step_bytes"] // record["seeds_together"]
-
-
-def grouped(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs by setting (their content, not their label), in the order of first appearance."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for r in records:
-        groups.setdefault(json.dumps(r["setting"], sort_keys=True), []).append(r)
-    return groups
 
 
 def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

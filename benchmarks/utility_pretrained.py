@@ -2,7 +2,7 @@
 
 Every row reads the first 64 tokens of each review. Adapters and all parameters get 20 steps of 500 reviews, less than
 half an epoch; the head, whose features are computed once, as much as helps it. A row of adapters or of all parameters
-takes minutes to an hour on two cores, so that one learning rate is tried, which a few runs at epsilon 8 suggested.
+takes minutes to an hour on two cores, so that one learning rate is tried for each, which is not tuned.
 """
 
 import functools

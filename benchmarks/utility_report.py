@@ -119,7 +119,7 @@ def pretrained(rows: Sequence[Row]) -> str:
     noise = [f"{e:g} ({next(iter(own.values()))['noise_multiplier']:.3g})" for e, own in by_epsilon.items()]
     setting, tried = rows[0]["setting"], rows[0]["tried"]
     tested, length = setting["task_options"]["test"], setting["task_options"]["length"]
-    how = f"the best of {tried} learning rates" if tried else "one learning rate, from a few runs at epsilon 8"
+    how = f"the best of {tried} learning rates" if tried else "one learning rate, which is not tuned"
     return (
         f"{_direction(rows)} {tested:,} test reviews, {length} tokens of each; {setting['steps']} steps of "
         f"{setting['expected_batch_size']:,} reviews; {rows[0]['parameters']:,} parameters are trained; {how}. Epsilon "
