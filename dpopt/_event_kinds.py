@@ -90,6 +90,17 @@ def everything_in(event: Any) -> Iterator[Any]:
         yield from everything_in(part)
 
 
+def following(earlier: dp.DpEvent | None, event: dp.DpEvent) -> dp.DpEvent:
+    """The event of both; of ``event`` alone where nothing was spent earlier.
+
+    *Privacy*: a description; reads no data.
+
+    >>> following(None, dp.GaussianDpEvent(2.0))
+    GaussianDpEvent(noise_multiplier=2.0)
+    """
+    return event if earlier is None else dp.ComposedDpEvent([earlier, event])
+
+
 def with_one_more(event: Any) -> Any:
     """The same run on data of one example more, on whose number truncated samples depend.
 

@@ -48,7 +48,7 @@ def steps_within(
 
     if budget != plan.budget:  # the plan's own was looked at when it was set
         _validate.small_delta(budget.delta, plan.sampler.num_examples)
-    spent = ledger.event
+    spent = events.following(budget.earlier, ledger.event)
     more = events.composer(plan.optimizer.privacy, plan.sampler.scheme, start, start if origin is None else origin)
     return accounting.steps_affordable(
         lambda steps: dp_accounting.ComposedDpEvent([spent, more(steps)]),

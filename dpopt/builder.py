@@ -137,13 +137,23 @@ class Builder:
         self._check_noise_is_free("noise")
         return dataclasses.replace(self, _noise_multiplier=noise_multiplier)._checked()
 
-    def budget(self, *, epsilon: float, delta: float, accountant: accounting.Accountant = "pld") -> Builder:
+    def budget(
+        self,
+        *,
+        epsilon: float,
+        delta: float,
+        accountant: accounting.Accountant = "pld",
+        earlier: dp_accounting.DpEvent | None = None,
+    ) -> Builder:
         """Asks for the least noise that keeps the whole run within (epsilon, delta).
+
+        ``earlier`` is what was spent before on the same examples (``result.ledger.event``): it and the run together
+        keep to the budget, and are in every epsilon and statement of the plan and of its results.
 
         Warns (UserWarning) where delta is not below 1 / num_examples.
         """
         self._check_noise_is_free("budget")
-        budget = Budget(epsilon, delta, accountant)
+        budget = Budget(epsilon, delta, accountant, earlier)
         _validate.small_delta(delta, self.num_examples)
         if self.sampling == "fixed_size" and accountant != "rdp":
             raise ValueError("batches of fixed size are accounted for by Renyi only: pass accountant='rdp'.")
@@ -218,7 +228,8 @@ class Builder:
 
     def _calibrated(self, budget: Budget) -> float:
         def make_event(noise_multiplier: float) -> dp_accounting.DpEvent:
-            return events.compose(self._optimizer(noise_multiplier).privacy, self._sampler(), self.steps)
+            event = events.compose(self._optimizer(noise_multiplier).privacy, self._sampler(), self.steps)
+            return events.following(budget.earlier, event)
 
         return accounting.calibrate_event(
             make_event, epsilon=budget.epsilon, delta=budget.delta, accountant=budget.accountant

@@ -11,6 +11,7 @@ from typing import Any, cast
 from dpopt import _steps, _validate
 from dpopt._event_kinds import check as check
 from dpopt._event_kinds import everything_in as everything_in
+from dpopt._event_kinds import following as following
 from dpopt._event_kinds import from_json as from_json
 from dpopt._event_kinds import is_replace_one as is_replace_one
 from dpopt._event_kinds import renyi_alone as renyi_alone

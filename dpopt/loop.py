@@ -140,7 +140,7 @@ def train(
         microbatch_size=microbatch_size,
         engine=engine,
     )
-    limit = plan.budget if budget is None else budget
+    limit = plan.budget if budget is None else budget.replacing(plan.budget)
     constants = beside(constants_of(loss_fn), state.params)
     _resume.agree_on_plan(plan, state, constants, run, program, [target, replay, repr(limit)])
     journal = plan.journal

@@ -41,7 +41,13 @@ Sampler = (
 class Budget:
     """What may be spent.
 
-    *Privacy*: a limit on (epsilon, delta) for the whole run.
+    Attributes:
+        epsilon, delta: the limit.
+        accountant: see `dpopt.epsilon`.
+        earlier: what was spent before the run on the same examples, such as the ``ledger.event`` of an earlier result;
+            it counts against the limit. None: nothing.
+
+    *Privacy*: a limit on (epsilon, delta) for the whole run and what came before it.
 
     >>> Budget(3.0, 1e-5).accountant
     'pld'
@@ -50,16 +56,26 @@ class Budget:
     epsilon: float
     delta: float
     accountant: accounting.Accountant = "pld"
+    earlier: dp_accounting.DpEvent | None = None
 
     def __post_init__(self):
         _validate.positive(epsilon=self.epsilon, delta=self.delta)
         if self.delta >= 1:
             raise ValueError(f"delta must be below 1; got {self.delta}.")
         _validate.one_of(("pld", "rdp"), accountant=self.accountant)
+        if self.earlier is not None:
+            events.check(self.earlier)
 
     def spent(self, ledger: Ledger) -> float:
-        """Epsilon that a ledger holds, at this delta and by this accountant."""
-        return ledger.epsilon(delta=self.delta, accountant=self.accountant)
+        """Epsilon of what a ledger holds and of what was spent earlier, at this delta and by this accountant."""
+        event = events.following(self.earlier, ledger.event)
+        return accounting.epsilon_of_event(event, delta=self.delta, accountant=self.accountant)
+
+    def replacing(self, other: Budget | None) -> Budget:
+        """This budget instead of another: what that one counts as spent earlier stays spent."""
+        if self.earlier is not None or other is None:
+            return self
+        return dataclasses.replace(self, earlier=other.earlier)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,8 +91,9 @@ class Plan:
         budget: the `Budget`, or None.
         journal: what `run` has spent so far; it grows with every step, whoever holds the plan.
 
-    *Privacy*: `event` and `epsilon` say what the planned steps will cost, `spent` what the run has cost: more, where
-    steps were lost. Both cover the parameters after every step; ``print(plan)`` is safe to publish.
+    *Privacy*: `event` says what the planned steps will cost; `epsilon` what they and all that the budget counts as
+    spent earlier will cost; `spent` what the run has cost, and that: more, where steps were lost. They cover the
+    parameters after every step; ``print(plan)`` is safe to publish.
 
     >>> import dpopt, optax
     >>> builder = dpopt.Builder(num_examples=1_000, expected_batch_size=100, steps=10, key=dpopt.secure_key())
@@ -110,7 +127,7 @@ class Plan:
         _validate.non_negative_int(step=step)
         if step > self.steps:
             raise ValueError(f"the plan covers {self.steps} steps; got step {step}. A longer run is another plan.")
-        event = events.compose(self.optimizer.privacy, self.sampler, step)
+        event = events.following(self._earlier, events.compose(self.optimizer.privacy, self.sampler, step))
         return accounting.epsilon_of_event(event, delta=self._delta(delta), accountant=self._accountant)
 
     def spent(self, *, delta: float | None = None) -> float:
@@ -119,7 +136,8 @@ class Plan:
         Raises:
             ValueError: if no delta is set anywhere.
         """
-        return self.journal.ledger.epsilon(delta=self._delta(delta), accountant=self._accountant)
+        event = events.following(self._earlier, self.journal.ledger.event)
+        return accounting.epsilon_of_event(event, delta=self._delta(delta), accountant=self._accountant)
 
     def statement(self, *, delta: float | None = None) -> Statement:
         """What all planned steps promise, for a paper or a file (`dpopt.statement`). A run's own: ``result.statement``.
@@ -128,12 +146,16 @@ class Plan:
             ValueError: if no delta is set anywhere.
         """
         return state(
-            self.event,
+            events.following(self._earlier, self.event),
             delta=self._delta(delta),
             unit=self.optimizer.privacy.unit,
             accountant=self._accountant,
             correlation=self.optimizer.privacy.correlation,
         )
+
+    @property
+    def _earlier(self) -> dp_accounting.DpEvent | None:
+        return None if self.budget is None else self.budget.earlier
 
     def _delta(self, given: float | None) -> float:
         default = None if self.budget is None else self.budget.delta
@@ -183,6 +205,7 @@ class Plan:
             ("sampling", f"{sampling}, {self.sampler.expected_batch_size:g} of {self.sampler.num_examples} expected"),
             *self._correlation(),
             ("step event", self._step_event()),
+            *self._spent_earlier(),
             ("planned epsilon", self._epsilon_by_step()),
             ("optimizer state", f"{_bytes_per_parameter(self.optimizer, params)} bytes per parameter"),
         ]
@@ -206,6 +229,11 @@ class Plan:
         if isinstance(scheme, InParts):  # a step is as dear as those before it make it
             return f"the first: {events.step_event(privacy, scheme, 0)!r}"
         return repr(privacy.step_event(0, scheme.relation))
+
+    def _spent_earlier(self) -> list[tuple[str, str]]:
+        if self.budget is None or self._earlier is None:
+            return []
+        return [("spent earlier", f"{self.budget.spent(Ledger()):.3g} (in the planned epsilon)")]
 
     def _noise_multiplier(self) -> str:
         if callable(self.noise_multiplier):

@@ -1,10 +1,13 @@
 """How a call of `dpopt.loop.train` ends: its result, or what it raises."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 from typing import Any, NamedTuple
 
-from dpopt import _validate, accounting
+from dpopt import _validate, accounting, events
+from dpopt._lazy import dp_accounting
 from dpopt.averaging import averaged_params
 from dpopt.identity import TrainState
 from dpopt.journal import Journal
@@ -28,7 +31,7 @@ class BudgetExceeded(RuntimeError):
     True
     """
 
-    result: "TrainResult"
+    result: TrainResult
 
 
 class ReplayError(RuntimeError):
@@ -70,6 +73,7 @@ class TrainResult:
         delta: the budget's, or None.
         num_examples: how many examples there are to sample from.
         correlation: how noise is correlated over steps, in a word; None: not at all.
+        earlier: what the budget counts as spent before the run; not in `ledger`, but in `epsilon` and `statement`.
 
     *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
 
@@ -87,6 +91,7 @@ class TrainResult:
     delta: float | None = None
     num_examples: int | None = None
     correlation: str | None = None
+    earlier: dp_accounting.DpEvent | None = None
 
     @property
     def params(self) -> Any:
@@ -110,7 +115,8 @@ class TrainResult:
         Raises:
             ValueError: if no delta is set anywhere.
         """
-        return self.ledger.epsilon(delta=self._delta(delta), accountant=accountant)
+        event = events.following(self.earlier, self.ledger.event)
+        return accounting.epsilon_of_event(event, delta=self._delta(delta), accountant=accountant)
 
     def statement(self, *, delta: float | None = None, accountant: accounting.Accountant | None = None) -> Statement:
         """What the run promises, for a paper or a file (`dpopt.statement`); also of steps that were lost.
@@ -122,7 +128,7 @@ class TrainResult:
             accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size ``"rdp"``.
         """
         return state(
-            self.ledger.event,
+            events.following(self.earlier, self.ledger.event),
             delta=self._delta(delta),
             unit=self.unit,
             accountant=accountant,
@@ -193,6 +199,7 @@ def make_result(
         delta=None if plan.budget is None else plan.budget.delta,
         num_examples=plan.sampler.num_examples,
         correlation=plan.optimizer.privacy.correlation,
+        earlier=None if limit is None else limit.earlier,
     )
     if now.update >= target:
         message = f"all {target} steps are done"

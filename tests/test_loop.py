@@ -1,5 +1,6 @@
 """The training loop charges every step, repeats only what is the same to the last bit, and stops at the budget."""
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ from helpers import assert_identical, slow_unless
 from runs import DATA, DELTA, RDP, fetch, loss_fn, run, start, tiny_plan
 
 import dpopt
-from dpopt import entropy, identity
+from dpopt import entropy, events, identity
 from dpopt.events import privacy_event
 from dpopt.identity import TrainState
 from dpopt.journal import JournalError
@@ -52,6 +53,54 @@ def test_every_step_is_in_the_ledger_before_it_is_let_out():
     assert seen == [(t, t) for t in range(1, 6)]
     event = privacy_event(plan.optimizer, sampling=plan.sampler, steps=5)
     assert plan.journal.ledger.epsilon(delta=DELTA) == dpopt.epsilon_of_event(event, delta=DELTA)
+
+
+def budgeted(budget, steps=6):
+    builder = dpopt.Builder(num_examples=len(DATA), expected_batch_size=8, steps=steps, key=jax.random.key(0))
+    return builder.clip(1.0).budget(**budget).then(optax.sgd(0.1)).build()
+
+
+def composed(*events):
+    return dp_accounting.ComposedDpEvent(list(events))
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_what_was_spent_earlier_counts_against_the_budget(accountant, share):
+    """The first run's cost and the second's, composed by dp_accounting, are what was allowed in all."""
+    allowed = dict(delta=DELTA, accountant=accountant)
+    first = run(budgeted(dict(epsilon=4.0 * share, **allowed)), steps=6).ledger.event
+    plan = budgeted(dict(epsilon=4.0, earlier=first, **allowed))
+    alone = budgeted(dict(epsilon=4.0, **allowed))
+    assert plan.noise_multiplier > alone.noise_multiplier
+    result = run(plan, steps=6)
+    both = composed(first, result.ledger.event)
+    total = dpopt.epsilon_of_event(both, **allowed)
+    assert 3.9 < total <= 4.0 < dpopt.epsilon_of_event(composed(first, alone.event), **allowed)
+    assert plan.epsilon(0) == pytest.approx(dpopt.epsilon_of_event(first, **allowed))
+    assert plan.epsilon() == pytest.approx(plan.spent()) == pytest.approx(total)
+    assert result.epsilon(accountant=accountant) == pytest.approx(total) == pytest.approx(plan.statement().epsilon)
+    assert result.statement(accountant=accountant).epsilon == pytest.approx(total)
+    assert "spent earlier" in plan.summary() and "spent earlier" not in alone.summary()
+
+
+def test_steps_that_were_lost_and_what_was_spent_earlier_share_the_budget():
+    """No step is taken that the two together would not allow, also under a budget passed later that forgets it."""
+    first = composed(*[events.poisson_event(noise_multiplier=1.0, sampling_prob=8 / len(DATA), steps=3)])
+    plan = budgeted(dict(epsilon=4.0, earlier=first, **RDP))
+    state = run(plan, steps=2).state
+    run(plan, params=state, steps=4)  # two more, which are lost
+    result = run(plan, params=state, steps=6)
+    assert result.stopped == "budget" and result.ledger.steps == 6
+    assert result.epsilon(accountant="rdp") <= 4.0
+    more = run(plan, params=result.state, steps=6, budget=dpopt.Budget(5.0, **RDP))
+    assert dpopt.epsilon_of_event(composed(first, more.ledger.event), **RDP) <= 5.0
+    assert more.earlier == first and more.epsilon(accountant="rdp") > more.ledger.epsilon(**RDP)
+
+
+def test_something_else_than_an_event_was_not_spent_earlier():
+    with pytest.raises(TypeError, match="event"):
+        dpopt.Budget(3.0, DELTA, earlier=2.0)
 
 
 def test_a_step_that_cannot_be_entered_is_not_let_out(monkeypatch):
