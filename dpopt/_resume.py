@@ -63,8 +63,8 @@ def check_state(state: TrainState, journal: Journal) -> None:
         raise ValueError(
             f"this state has had {state.update} steps, which are not in this plan's journal ({where}; "
             f"{journal.ledger.steps} steps): their cost would be lost. Go on with the plan that it comes from, or with "
-            "its checkpointer. To start a new run from its parameters pass them alone (state.params); what they cost "
-            "is then yours to add: total = earlier.ledger.copy(); total.record(result.ledger.event)."
+            "its checkpointer. To start a new run from its parameters pass them alone (state.params), and tell its "
+            "budget what they cost: builder.budget(..., earlier=result.ledger.event)."
         )
 
 

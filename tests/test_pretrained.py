@@ -17,7 +17,7 @@ from helpers import slow_unless
 import dpopt
 import dpopt.flax
 from benchmarks import data, runs, utility_pretrained
-from benchmarks.pretrained import bert, task, tokens, weights
+from benchmarks.pretrained import bert, head, task, tokens, weights
 from dpopt import entropy
 
 st = pytest.importorskip("safetensors.numpy")
@@ -156,23 +156,35 @@ def test_adapters_change_nothing_at_first():
 
 
 def test_the_filters_select_what_they_say():
-    layer = (16 + 16) * 2  # thin matrices of rank 1: of queries and of values
-    head = 16 * 2 + 2
-    sizes = {"head": head, "lora": head + 2 * 2 * layer}
-    for what in ("head", "lora", "all"):
-        state = nnx.state(classifier(what), bert.trained(what))
-        sizes.setdefault(what, sum(x.size for x in jax.tree.leaves(nnx.state(classifier("all"), nnx.Param))))
-        assert sum(x.size for x in jax.tree.leaves(state)) == sizes[what]
-    with pytest.raises(ValueError, match="head, lora, all; got 'adapters'"):
-        bert.trained("adapters")
+    rank, head = 2, 16 * 2 + 2
+    adapters = 2 * rank * (16 + 24)  # two blocks; the trained side of a value's and of a wide layer's adapter
+    vectors = 2 * (4 * 16 + 24 + 16 + 2 * 2 * 16)  # biases of attention and of two dense layers, two normalisations
+    everything = sum(x.size for x in jax.tree.leaves(nnx.state(classifier("all"), nnx.Param)))
+    sizes = {"head": head, "bias": head + vectors, "lora": head + adapters, "all": everything}
+    for what, size in sizes.items():
+        state = nnx.state(classifier(what, rank), bert.trained(what, 2))
+        assert sum(x.size for x in jax.tree.leaves(state)) == size
+    with pytest.raises(ValueError, match="head, bias, lora, all; got 'adapters'"):
+        bert.trained("adapters", 2)
 
 
-@pytest.mark.parametrize("what", ["head", "lora", "all"])
+@pytest.mark.parametrize("what", ["bias", "lora"])
+def test_the_first_third_of_the_blocks_stays_as_it_was(what):
+    body, config = weights.load(TINY)
+    body.layers = nnx.List([nnx.clone(body.layers[i % 2]) for i in range(3)])
+    model = bert.Classifier(body, config.hidden_size, 2, rngs=nnx.Rngs(0))
+    if what == "lora":
+        bert.adapt(model.body, 2, rngs=nnx.Rngs(1))
+    paths = nnx.to_flat_state(nnx.state(model, bert.trained(what, 3))).paths
+    assert {path[2] for path in paths if path[0] == "body"} == {1, 2}
+
+
+@pytest.mark.parametrize("what", ["head", "bias", "lora", "all"])
 @pytest.mark.parametrize("clip", ["flat", "layerwise"])
 def test_clipped_gradients_are_those_formed_one_by_one(what, clip):
     model, examples = classifier(what), batch()
     model.head.kernel[...] = jax.random.normal(jax.random.key(2), (16, 2))  # from zero, nothing below would move
-    loss_fn, params = dpopt.flax.nnx_loss(model, task.mean_loss, wrt=bert.trained(what))
+    loss_fn, params = dpopt.flax.nnx_loss(model, task.mean_loss, wrt=bert.trained(what, 2))
     groups = max(1, len(jax.tree.leaves(params)))
     clip_norm = 0.05 if clip == "flat" else dpopt.LayerwiseClip(0.05 / groups**0.5)
     found = []
@@ -222,6 +234,41 @@ def test_reviews_become_tokens_in_the_order_of_their_names(folder):
     np.testing.assert_array_equal(again.train.ids, split.train.ids)
 
 
+def test_of_a_long_review_the_start_and_the_end_are_kept(folder):
+    words = "good film the a was bad film the a good".split()
+    numbers = [WORDS.index(word) for word in words]
+    found = tokens.encode([" ".join(words), " ".join(words[:8]), "bad"], folder / weights.NAME, 8)
+    np.testing.assert_array_equal(found.ids[0], numbers[:2] + numbers[-6:])
+    np.testing.assert_array_equal(found.ids[1], numbers[:8])
+    assert found.mask.sum(1).tolist() == [8, 8, 1] and found.ids[2, 0] == WORDS.index("bad")
+
+
+@pytest.mark.parametrize("reads", ["last", "every"])
+def test_the_head_learns_from_what_the_classifier_shows_it(reads):
+    (ids, mask), _ = batch()
+    body, config = weights.load(TINY)
+    model = bert.Classifier(body, config.hidden_size, 2, reads=reads, rngs=nnx.Rngs(0))
+    model.head.kernel[...] = jax.random.normal(jax.random.key(2), model.head.kernel.shape)
+    found = head.features(body, tokens.Texts(ids, mask), reads)
+    np.testing.assert_allclose(model.head(found), model(ids, mask), rtol=1e-5, atol=1e-6)
+    outputs = [np.asarray(x, np.float64) for x in body.every(ids, mask)]
+    means = [(x * mask[..., None]).sum(1) / mask.sum(1)[:, None] for x in outputs]
+    np.testing.assert_allclose(found, np.concatenate(means[-1:] if reads == "last" else means, 1), atol=1e-5)
+    with pytest.raises(ValueError, match="'last' or 'every'; got 'first'"):
+        bert.features(body, ids, mask, "first")
+
+
+def test_what_the_head_cost_is_part_of_the_release(folder):
+    """Not with its budget at 0, nor where the head is all that is trained."""
+    paid = task.PretrainedReviews(folder, trained="bias", length=6, head_epsilon=2.0, delta=1e-3)
+    assert 1.9 < dpopt.epsilon_of_event(paid.release, delta=1e-3) <= 2.0
+    assert all(np.abs(x).max() > 0.01 for x in jax.tree.leaves(nnx.state(paid._model(0).head)))
+    free = task.PretrainedReviews(folder, trained="bias", length=6, head_epsilon=0.0)
+    alone = task.PretrainedReviews(folder, trained="head", length=6)
+    assert free.release is None and alone.release is None
+    assert not any(np.abs(x).max() for x in jax.tree.leaves((free.init(0)["head"], alone.init(0))))
+
+
 def small(contest):
     """The contest on a few tokens of a few reviews, in a few steps."""
 
@@ -235,7 +282,7 @@ def small(contest):
 
 
 CONTESTS = {f"{c.table}, {c.label}": c for c in utility_pretrained.contests()}
-BASE = "MiniLM on IMDB, adapters (LoRA), DP-Adam"
+BASE = "MiniLM on IMDB, biases and normalisations, DP-Adam"
 
 
 @pytest.mark.parametrize("name", slow_unless([BASE], list(CONTESTS)))
@@ -257,7 +304,8 @@ def test_only_what_is_trained_moves_and_stays_in_float32(folder):
     assert {x.dtype for x in jax.tree.leaves(made.init(0))} == {np.dtype("float32")}
     adapters = task.PretrainedReviews(folder, trained="lora", length=6, dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(adapters.init(0))} == {np.dtype("float32")}
-    frozen = [x for x in jax.tree.leaves(adapters._frozen) if jnp.issubdtype(x.dtype, jnp.floating)]
+    body = nnx.filter_state(adapters._frozen, nnx.Not(nnx.LoRAParam))
+    frozen = [x for x in jax.tree.leaves(body) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {str(x.dtype) for x in frozen} == {"bfloat16"}
     grads = made.promise(made.init(0), (jnp.arange(4), jnp.ones(4, bool))).materialize()
     assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
@@ -291,9 +339,11 @@ def example(folder, *options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
     ("--optimizer", "adam"),
+    ("--train", "lora", "--rank", "2"),
     ("--optimizer", "adam_bc", "--train", "all", "--dtype", "bfloat16"),
     ("--optimizer", "sgd", "--noise", "correlated", "--clip", "layerwise"),
-    ("--optimizer", "dp2", "--train", "head"),
+    ("--optimizer", "dp2"),
+    ("--train", "head", "--reads", "last"),
 ])  # fmt: skip
 def test_the_example_keeps_to_its_budget(folder, capsys, options):
     example(folder, *options)

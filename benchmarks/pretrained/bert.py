@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+# Of the adapters' random matrices: large, so that beside the head's gradient an adapter's is not clipped to nothing.
+GAIN_OF_ADAPTERS = 5.7
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -86,22 +89,48 @@ class Bert(nnx.Module):
 
     def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
         """Token numbers ``(B, T)`` and a boolean mask ``(B, T)``, False where a text has ended; texts of one part."""
+        return self.every(ids, mask)[-1]
+
+    def every(self, ids: jax.Array, mask: jax.Array) -> list[jax.Array]:
+        """The embedded texts, and the outputs of every block: ``(B, T, hidden_size)`` each."""
         places = jnp.arange(ids.shape[1])
         x = self.norm(self.words(ids) + (self.positions(places) + self.types(jnp.zeros_like(places)))[None])
+        outputs = [x]
         for layer in self.layers:
-            x = layer(x, mask)
-        return x
+            outputs.append(layer(outputs[-1], mask))
+        return outputs
 
 
 class Classifier(nnx.Module):
-    """A dense head on the mean of the encoder's outputs over a text."""
+    """A dense head on the means of outputs over a text.
 
-    def __init__(self, body: Bert, width: int, classes: int, *, rngs: nnx.Rngs):
-        self.body = body
-        self.head = head(width, classes, rngs=rngs)
+    Args:
+        body: the encoder.
+        width: of its outputs.
+        classes: how many.
+        reads: ``"last"``, the last block's outputs; ``"every"``, the embeddings and every block's, side by side. What
+            a block was trained for is not all that those below it know.
+        rngs: of the head.
+    """
+
+    def __init__(self, body: Bert, width: int, classes: int, *, reads: str = "last", rngs: nnx.Rngs):
+        self.body, self.reads = body, reads
+        self.head = head(width * (1 if reads == "last" else len(body.layers) + 1), classes, rngs=rngs)
 
     def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        return self.head(mean(self.body(ids, mask), mask))
+        return self.head(features(self.body, ids, mask, self.reads))
+
+
+def features(body: Bert, ids: jax.Array, mask: jax.Array, reads: str) -> jax.Array:
+    """What the head of a `Classifier` sees: ``(B, features)`` in float32.
+
+    Raises:
+        ValueError: for another word than ``"last"`` and ``"every"``.
+    """
+    if reads not in ("last", "every"):
+        raise ValueError(f"reads must be 'last' or 'every'; got {reads!r}.")
+    outputs = body.every(ids, mask)
+    return jnp.concatenate([mean(x, mask) for x in (outputs if reads == "every" else outputs[-1:])], axis=1)
 
 
 def head(width: int, classes: int, *, rngs: nnx.Rngs) -> nnx.Linear:
@@ -116,16 +145,25 @@ def mean(hidden: jax.Array, mask: jax.Array) -> jax.Array:
     return total / jnp.maximum(1.0, weights.sum(1, keepdims=True))
 
 
-def adapt(body: Bert, rank: int, *, rngs: nnx.Rngs, layers: Sequence[str] = ("query", "value")) -> None:
-    """Adds LoRA adapters (Hu et al. 2021) to these dense layers of every block, in place; at first they change nothing.
+def adapt(body: Bert, rank: int, *, rngs: nnx.Rngs, layers: Sequence[str] = ("value", "up")) -> None:
+    """Adds LoRA adapters (Hu et al. 2021) to these dense layers of the blocks from `first_trained` on, in place.
 
-    Few of them, as there: noise falls on every number that is trained.
+    At first they change nothing. The matrix on the input's side stays random (Sun et al. 2024, FFA-LoRA): if both were
+    trained, the noise of one would multiply the noise of the other.
     """
-    for layer in body.layers:
+    for block in list(body.layers)[first_trained(len(body.layers)) :]:
         for name in layers:
-            base = getattr(layer, name)
-            adapter = nnx.LoRA(base.in_features, rank, base.out_features, base_module=base, dtype=base.dtype, rngs=rngs)
-            setattr(layer, name, adapter)
+            base = getattr(block, name)
+            adapter = nnx.LoRA(
+                base.in_features,
+                rank,
+                base.out_features,
+                base_module=base,
+                dtype=base.dtype,
+                a_initializer=nnx.initializers.variance_scaling(GAIN_OF_ADAPTERS**2, "fan_in", "uniform"),
+                rngs=rngs,
+            )
+            setattr(block, name, adapter)
 
 
 def of_head(params: Any) -> Any:
@@ -133,14 +171,38 @@ def of_head(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: "head" in jax.tree_util.keystr(path[:1]), params)
 
 
-def trained(what: str) -> Any:
-    """The NNX filter of what is trained: ``"head"``, ``"lora"`` (the head and the adapters) or ``"all"``.
+def first_trained(blocks: int) -> int:
+    """The first of so many blocks that is trained where not all parameters are.
+
+    Those below know words. They stay as they were, and a backward pass that ends above them costs less.
+    """
+    return blocks // 3
+
+
+def trained(what: str, blocks: int) -> Any:
+    """The NNX filter of what is trained of an encoder of so many blocks; in all cases the head, and besides
+
+    - ``"head"``: nothing;
+    - ``"bias"``: biases and normalisations of the blocks from `first_trained` on (Bu et al. 2022, DP-BiTFiT);
+    - ``"lora"``: adapters;
+    - ``"all"``: everything.
 
     Raises:
         ValueError: for another word.
     """
     own_head = nnx.All(nnx.Param, lambda path, value: path[0] in ("head", "kernel", "bias"))
-    filters = {"head": own_head, "lora": nnx.Any(nnx.LoRAParam, own_head), "all": nnx.Param}
+    adapters = nnx.All(nnx.LoRAParam, lambda path, value: path[-1] == "lora_b")
+
+    def is_late_vector(path: tuple, value: Any) -> bool:
+        in_block = path[:2] == ("body", "layers") and path[2] >= first_trained(blocks)
+        return in_block and path[-1] in ("bias", "scale")
+
+    filters = {
+        "head": own_head,
+        "bias": nnx.Any(own_head, nnx.All(nnx.Param, is_late_vector)),
+        "lora": nnx.Any(own_head, adapters),
+        "all": nnx.Param,
+    }
     if what not in filters:
         raise ValueError(f"what is trained must be one of {', '.join(filters)}; got {what!r}.")
     return filters[what]

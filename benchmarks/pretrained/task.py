@@ -1,5 +1,6 @@
 """Sentiment of film reviews by a pretrained Transformer: a new head, adapters, or everything is trained."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from flax import nnx
 import dpopt
 import dpopt.flax
 from benchmarks import data, imdb
-from benchmarks.pretrained import bert, tokens, weights
+from benchmarks.pretrained import bert, head, tokens, weights
 from benchmarks.tasks import Indexed
 
 TOGETHER = 16  # reviews of a forward pass; on CPUs a few that fit the caches are faster than many
@@ -24,8 +25,11 @@ class PretrainedReviews(Indexed):
 
     Args:
         where: data folder.
-        trained: ``"head"``, on the mean of the encoder's outputs, which are computed once; ``"lora"``, the head and
-            adapters of queries and values; ``"all"``, the head and the whole encoder.
+        trained: ``"head"``, on the mean of the encoder's outputs, which are computed once; or what else `bert.trained`
+            knows, from a head that was learned so with ``head_epsilon`` of the budget.
+        reads: what the head reads (`bert.Classifier`).
+        head_epsilon: what the head's own stage may spend, where more than the head is trained.
+        delta: of that stage.
         rank: of the adapters.
         length: tokens of a review that are read.
         dtype: ``"float32"`` or ``"bfloat16"``: of the computation and of what is not trained. What is trained is in
@@ -43,7 +47,10 @@ class PretrainedReviews(Indexed):
         where: Path | None = None,
         *,
         trained: str = "lora",
-        rank: int = 4,
+        reads: str = "every",
+        head_epsilon: float = 1.0,
+        delta: float = 1e-5,
+        rank: int = 8,
         length: int = 128,
         dtype: str = "float32",
         public_share: float = 0.0,
@@ -57,36 +64,73 @@ class PretrainedReviews(Indexed):
         public, private = np.split(own, [round(public_share * len(own))])
         tested = np.random.default_rng(1).permutation(len(split.test_labels))[:test]
 
-        self._trained, self._rank = trained, rank
-        kept = "float32" if trained == "all" else dtype
+        self._trained, self._rank, self._reads = trained, rank, reads
+        kept = "float32" if trained in ("all", "bias") else dtype
         self._body, self._config = weights.load(model, dtype=dtype, param_dtype=kept)
-        inputs, tests = tuple(split.train), tuple(split.test)
+        source = data.find(where, imdb.NAMES, what="IMDB", address="")
+        test_texts = tokens.Texts(*(x[tested] for x in split.test))
+        inputs, tests = tuple(split.train), tuple(test_texts)
+        of_train = functools.partial(self._features, split.train, source, f"imdb-train-{length}-{dtype}")
+        self._head = bert.Classifier(self._body, self._config.hidden_size, CLASSES, reads=reads, rngs=nnx.Rngs(0)).head
         if trained == "head":
-            inputs, tests = _features(self._body, split, data.find(where, imdb.NAMES, what="IMDB", address=""), dtype)
+            inputs = (of_train(),)
+            tests = (self._features(test_texts, source, f"imdb-test-{len(tested)}-{length}-{dtype}"),)
+        elif head_epsilon > 0:
+            examples = of_train()[private], split.train_labels[private]
+            self.release = self._learn_head(examples, head_epsilon, delta)
 
         def take(inputs: tuple, labels: np.ndarray, rows: np.ndarray) -> Any:
             return jax.tree.map(lambda x: jnp.asarray(x[rows]), (inputs, labels))
 
         self._train, self._public = (take(inputs, split.train_labels, rows) for rows in (private, public))
         self._test = (
-            take(inputs, split.train_labels, held_out[:test]) if validate else take(tests, split.test_labels, tested)
+            take(inputs, split.train_labels, held_out[:test])
+            if validate
+            else take(tests, split.test_labels[tested], np.arange(len(tested)))
         )
         self.num_examples, self.has_public_data = len(private), len(public) > 0
-        self._graph, _, self._frozen = nnx.split(self._model(0), bert.trained(trained), ...)
+        self._graph, _, self._frozen = nnx.split(self._model(0), self._which(), ...)
         self._promise = dpopt.per_example_grads(self._loss_and_params(0)[0])
 
+    def _features(self, texts: tokens.Texts, source: Path, name: str) -> np.ndarray:
+        """What the head reads of each text; cached, since it takes minutes."""
+
+        def build() -> dict[str, np.ndarray]:
+            return {"every": head.features(self._body, texts, "every")}
+
+        every = data.cached(source, f"{name}-{weights.NAME}-ends-outputs", build)["every"]
+        return every if self._reads == "every" else every[:, -self._config.hidden_size :]
+
+    def _learn_head(self, examples: Any, epsilon: float, delta: float) -> Any:
+        """The first stage, from a fixed key, so that all seeds share it; returns the event of what it spent."""
+        loss_fn, params = head.loss_and_params(self._head)
+        count = len(examples[1])
+        plan = head.plan(count, epsilon=epsilon, delta=delta, key=jax.random.key(2_000), pad_to=max(1, count // 10))
+        step, state = jax.jit(plan.train_step(loss_fn)), plan.optimizer.init(params)
+        for t in range(plan.steps):
+            batch = plan.sampler.batch(t)
+            rows = tuple(x[batch.indices] for x in examples)
+            params, state, _ = step(params, state, rows, batch.mask)
+        nnx.update(self._head, params)
+        return plan.event
+
     def _model(self, seed: int) -> nnx.Module:
-        """The network with a new head and, if they are asked for, new adapters."""
+        """The network with the head that it starts from and, if they are asked for, new adapters."""
         rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(1_000), seed))
         if self._trained == "head":
-            return bert.head(self._config.hidden_size, CLASSES, rngs=rngs)
-        model = bert.Classifier(nnx.clone(self._body), self._config.hidden_size, CLASSES, rngs=rngs)
+            return nnx.clone(self._head)
+        body, width = nnx.clone(self._body), self._config.hidden_size
+        model = bert.Classifier(body, width, CLASSES, reads=self._reads, rngs=rngs)
+        model.head = nnx.clone(self._head)
         if self._trained == "lora":
             bert.adapt(model.body, self._rank, rngs=rngs)
         return model
 
     def _loss_and_params(self, seed: int) -> tuple[Any, Any]:
-        return dpopt.flax.nnx_loss(self._model(seed), mean_loss, wrt=bert.trained(self._trained))
+        return dpopt.flax.nnx_loss(self._model(seed), mean_loss, wrt=self._which())
+
+    def _which(self) -> Any:
+        return bert.trained(self._trained, self._config.num_hidden_layers)
 
     def init(self, seed: int) -> Any:
         return self._loss_and_params(seed)[1]
@@ -117,22 +161,3 @@ def mean_loss(model: nnx.Module, batch: Any) -> jax.Array:
     """The mean cross entropy of a batch ``(inputs, labels)``."""
     inputs, labels = batch
     return optax.softmax_cross_entropy_with_integer_labels(model(*inputs), labels).mean()
-
-
-def _features(body: bert.Bert, split: tokens.Split, source: Path, dtype: str) -> tuple[tuple, tuple]:
-    """The means of the encoder's outputs, ``(n, width)`` of each part; cached, since they take minutes."""
-    mean = nnx.jit(lambda body, ids, mask: bert.mean(body(ids, mask), mask))
-
-    def build() -> dict[str, np.ndarray]:
-        return {
-            part: np.concatenate(
-                [
-                    np.asarray(mean(body, texts.ids[i : i + TOGETHER], texts.mask[i : i + TOGETHER]))
-                    for i in range(0, len(texts.ids), TOGETHER)
-                ]
-            )
-            for part, texts in (("train", split.train), ("test", split.test))
-        }
-
-    arrays = data.cached(source, f"imdb-{weights.NAME}-{split.train.ids.shape[1]}-{dtype}-means", build)
-    return (arrays["train"],), (arrays["test"],)
