@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--bands", type=int, default=4, help="of correlated noise (default 4)")
     parser.add_argument("--optimizer", choices=tuple(RULES), default="adam")
     parser.add_argument("--learning-rate", type=float, help="at first; it falls to 0")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=1_600, help="expected size of a batch (default 1600)")
     parser.add_argument("--microbatch", type=int, help="reviews in memory at a time (default: left to the engine)")
     parser.add_argument("--length", type=int, default=64, help="tokens of a review that are read (default 64)")
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
         loss_fn, params = dpopt.flax.nnx_loss(model, mean_loss, wrt=which)
         plan = make_plan(options, len(labels), earlier=result.ledger.event)
         print(plan.summary(params))
-        watch = dict(eval_fn=functools.partial(accuracy, model), eval_every=max(1, options.steps // 2))
+        watch = dict(eval_fn=functools.partial(accuracy, model), eval_every=options.steps)
         result = train(options, mesh, options.train, plan, loss_fn, params, ((ids, mask), labels), **watch)
         scores = dict(result.history)
         is_scored = scores and max(scores) == options.steps
