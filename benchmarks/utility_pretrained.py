@@ -71,7 +71,7 @@ def contests() -> list[Contest]:
     return [
         _contest("head", "DP-SGD, momentum, on the last block", by_factor(8.0), _SGD, reads="last"),
         _contest("head", "DP-Adam, on the last block", by_factor(0.1), _ADAM, reads="last"),
-        _contest("head", "DP-SGD, momentum, on every block", by_factor(8.0), _SGD),
+        _contest("head", "DP-SGD, momentum", by_factor(8.0), _SGD),
         _contest("head", "DP-Adam, on every block", by_factor(0.1), _ADAM),
         _contest("head", "DP-AdamBC, on every block", by_factor(0.1), _BC),
         biases("DP-Adam", [2e-3], _ADAM),
