@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpopt import _validate, accounting, journal, statement
-from dpopt.events import compose
+from dpopt.events import compose, following, from_json
 from dpopt.privacy import Privacy, Query, Relation
 from dpopt.sampling import Poisson, WithoutReplacement
 
@@ -107,7 +107,8 @@ def _statement(given: argparse.Namespace) -> None:
     identity, ledger = journal.read(path)
     delta = 0.1 / identity["num_examples"] if given.delta is None else given.delta
     own = dict(unit=identity["unit"], correlation=identity.get("correlation"))
-    found = statement.state(ledger.event, delta=delta, accountant=given.accountant, **own)
+    earlier = from_json(identity["earlier"]) if "earlier" in identity else None
+    found = statement.state(following(earlier, ledger.event), delta=delta, accountant=given.accountant, **own)
     print(json.dumps(found.to_json(), indent=1) if given.json else found)
 
 

@@ -46,6 +46,7 @@ def steps_within(
     if budget is None:
         return max(0, min(most, plan.steps - ledger.steps))
 
+    budget = budget.replacing(plan.budget)
     if budget != plan.budget:  # the plan's own was looked at when it was set
         _validate.small_delta(budget.delta, plan.sampler.num_examples)
     spent = events.following(budget.earlier, ledger.event)

@@ -18,6 +18,7 @@ from dpopt.averaging import average_params
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function, is_adaptive
 from dpopt.correlated.strategies import Strategy
+from dpopt.ledger import Ledger
 from dpopt.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
 from dpopt.plan import Budget, Plan
 from dpopt.preconditioning import Preconditioner, precondition
@@ -154,6 +155,8 @@ class Builder:
         """
         self._check_noise_is_free("budget")
         budget = Budget(epsilon, delta, accountant, earlier)
+        if earlier is not None and (spent := budget.spent(Ledger())) >= epsilon:
+            raise ValueError(f"earlier: {spent:.4g} is spent already at delta {delta:g}, and epsilon is {epsilon:g}.")
         _validate.small_delta(delta, self.num_examples)
         if self.sampling == "fixed_size" and accountant != "rdp":
             raise ValueError("batches of fixed size are accounted for by Renyi only: pass accountant='rdp'.")

@@ -58,8 +58,8 @@ class TrainState(NamedTuple):
 def run_identity(plan: Any, params: Any) -> dict[str, Any]:
     """What must not change between two parts of one run: the mechanism, the sampling, the data set's size, the model.
 
-    The number of steps and the budget may change; what comes after the noise is named, since it is part of the chain,
-    but its numbers (a learning rate) are free.
+    The number of steps and the budget may change, but for what it counts as spent earlier; what comes after the noise
+    is named, since it is part of the chain, but its numbers (a learning rate) are free.
 
     Args:
         plan: a `dpopt.plan.Plan`.
@@ -81,6 +81,8 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
     core, *post = plan.optimizer.stages
     opt_state = jax.eval_shape(plan.optimizer.init, params)
     more = {"correlation": privacy.correlation, "coins": getattr(sampler, "coins", None)}  # coins: of an audit
+    earlier = None if plan.budget is None else plan.budget.earlier
+    more["earlier"] = None if earlier is None else events.to_json(earlier)
     return {
         "event": costs[0],
         "events": hashlib.sha256(json.dumps(costs).encode()).hexdigest()[:16],

@@ -72,10 +72,18 @@ class Budget:
         return accounting.epsilon_of_event(event, delta=self.delta, accountant=self.accountant)
 
     def replacing(self, other: Budget | None) -> Budget:
-        """This budget instead of another: what that one counts as spent earlier stays spent."""
-        if self.earlier is not None or other is None:
-            return self
-        return dataclasses.replace(self, earlier=other.earlier)
+        """This budget instead of a plan's: what that one counts as spent earlier stays spent.
+
+        Raises:
+            ValueError: if this one counts something else, which the run's journal would not know.
+        """
+        earlier = None if other is None else other.earlier
+        if self.earlier not in (None, earlier):
+            raise ValueError(
+                f"the budget counts {self.earlier} as spent earlier, and the plan's counts {earlier}: say it to the "
+                "plan, Builder.budget(..., earlier=...), whose runs write it down."
+            )
+        return dataclasses.replace(self, earlier=earlier)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

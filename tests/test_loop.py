@@ -1,5 +1,7 @@
 """The training loop charges every step, repeats only what is the same to the last bit, and stops at the budget."""
 
+import json
+
 import dp_accounting
 import jax
 import jax.numpy as jnp
@@ -86,7 +88,7 @@ def test_what_was_spent_earlier_counts_against_the_budget(accountant, share):
 
 def test_steps_that_were_lost_and_what_was_spent_earlier_share_the_budget():
     """No step is taken that the two together would not allow, also under a budget passed later that forgets it."""
-    first = composed(*[events.poisson_event(noise_multiplier=1.0, sampling_prob=8 / len(DATA), steps=3)])
+    first = events.poisson_event(noise_multiplier=1.0, sampling_prob=8 / len(DATA), steps=3)
     plan = budgeted(dict(epsilon=4.0, earlier=first, **RDP))
     state = run(plan, steps=2).state
     run(plan, params=state, steps=4)  # two more, which are lost
@@ -96,11 +98,38 @@ def test_steps_that_were_lost_and_what_was_spent_earlier_share_the_budget():
     more = run(plan, params=result.state, steps=6, budget=dpopt.Budget(5.0, **RDP))
     assert dpopt.epsilon_of_event(composed(first, more.ledger.event), **RDP) <= 5.0
     assert more.earlier == first and more.epsilon(accountant="rdp") > more.ledger.epsilon(**RDP)
+    bought = dpopt.steps_within(plan, dpopt.Budget(5.0, **RDP), most=1_000)
+    assert bought == dpopt.steps_within(plan, dpopt.Budget(5.0, **RDP, earlier=first), most=1_000) < 1_000
+    with pytest.raises(ValueError, match="say it to the plan"):
+        run(plan, params=result.state, budget=dpopt.Budget(9.0, **RDP, earlier=composed(first, first)))
 
 
 def test_something_else_than_an_event_was_not_spent_earlier():
     with pytest.raises(TypeError, match="event"):
         dpopt.Budget(3.0, DELTA, earlier=2.0)
+
+
+def test_what_is_spent_already_leaves_no_budget():
+    with pytest.raises(ValueError, match=r"9\.997 is spent already at delta 1e-05, and epsilon is 1"):
+        budgeted(dict(epsilon=1.0, delta=DELTA, earlier=dp_accounting.GaussianDpEvent(0.5)))
+
+
+def test_the_journal_knows_what_was_spent_earlier(tmp_path, capsys):
+    """A resumed run cannot forget it, and a statement from the file alone has it."""
+    pytest.importorskip("orbax.checkpoint")
+    from dpopt.__main__ import main
+    from dpopt.checkpoint import Checkpointer
+
+    first = dp_accounting.GaussianDpEvent(2.0)
+    allowed = dict(epsilon=8.0, **RDP)
+    with Checkpointer(tmp_path) as checkpointer:
+        result = run(budgeted(dict(**allowed, earlier=first)), steps=6, checkpointer=checkpointer)
+    main(["statement", str(tmp_path), "--delta", str(DELTA), "--accountant", "rdp", "--json"])
+    found = json.loads(capsys.readouterr().out)["epsilon"]
+    assert found == pytest.approx(result.epsilon(accountant="rdp")) and found > result.ledger.epsilon(**RDP)
+    for forgetful in (dict(allowed), dict(**allowed, earlier=dp_accounting.GaussianDpEvent(3.0))):
+        with Checkpointer(tmp_path) as checkpointer, pytest.raises(JournalError, match="earlier"):
+            run(budgeted(forgetful), steps=6, checkpointer=checkpointer)
 
 
 def test_a_step_that_cannot_be_entered_is_not_let_out(monkeypatch):
