@@ -119,10 +119,11 @@ def pretrained(rows: Sequence[Row]) -> str:
     noise = [f"{e:g} ({next(iter(own.values()))['noise_multiplier']:.3g})" for e, own in by_epsilon.items()]
     setting, tried = rows[0]["setting"], rows[0]["tried"]
     tested, length = setting["task_options"]["test"], setting["task_options"]["length"]
+    sizes = " or ".join(f"{size:,}" for size in sorted({row["parameters"] for row in rows}))
     how = f"the best of {tried} learning rates" if tried else "one learning rate, which is not tuned"
     return (
         f"{_direction(rows)} {tested:,} test reviews, {length} tokens of each; {setting['steps']} steps of "
-        f"{setting['expected_batch_size']:,} reviews; {rows[0]['parameters']:,} parameters are trained; {how}. Epsilon "
+        f"{setting['expected_batch_size']:,} reviews; {sizes} parameters are trained; {how}. Epsilon "
         f"(noise multiplier, of the first line): {', '.join(noise)}."
         f"\n\n{markdown.columns(cells)}"
     )

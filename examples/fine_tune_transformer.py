@@ -32,7 +32,7 @@ from dpopt import correlated, meshes, sharding
 from dpopt.checkpoint import Checkpointer
 
 DELTA = 1e-5  # well below one over the number of training reviews
-TOGETHER = 16  # reviews that are scored at a time
+TOGETHER = head.TOGETHER  # reviews that are scored at a time
 MOMENTUM = 0.9
 
 # What follows the noise, and a learning rate for it by what is trained.
@@ -47,9 +47,6 @@ RATES = {
     "lora": {"adam": 5e-4, "adam_bc": 5e-4, "sgd": 0.2, "dp2": 0.01},
     "all": {"adam": 2e-4, "adam_bc": 1e-4, "sgd": 0.1, "dp2": 1e-3},
 }
-HEAD_SHARE = 3 / 8  # of epsilon, for the head's own stage; together they spend what was asked for
-# The head has far to go; what was pretrained has not.
-HEAD_FASTER = {"bias": 1.5, "lora": 6.0, "all": 50.0}
 
 
 def secret_key(options: argparse.Namespace, stage: int) -> jax.Array:
@@ -79,7 +76,7 @@ def make_plan(options: argparse.Namespace, num_examples: int, earlier: Any) -> d
         builder = builder.precondition(dpopt.delayed_moments(delay=max(1, options.steps // 8), eps=1e-3))
     rate = optax.linear_schedule(options.learning_rate or RATES[options.train][options.optimizer], 0.0, options.steps)
     stages = RULES[options.optimizer](rate)
-    stages.append(optax.masked(optax.scale(HEAD_FASTER[options.train]), bert.of_head))
+    stages.append(optax.masked(optax.scale(head.FASTER[options.train]), bert.of_head))
     return builder.clip(clip).budget(epsilon=options.epsilon, delta=DELTA, earlier=earlier).then(*stages).build()
 
 
@@ -154,25 +151,22 @@ def main(argv: list[str] | None = None) -> None:
 
     # First the head alone. What the frozen encoder makes of the reviews is computed once, and only if it is needed.
     outputs = functools.cache(lambda: head.features(body, tokens.Texts(ids, mask), options.reads, progress=True))
-    share = options.epsilon if options.train == "head" else options.head_epsilon or HEAD_SHARE * options.epsilon
+    share = head.BUDGET_SHARE * options.epsilon if options.head_epsilon is None else options.head_epsilon
+    share = options.epsilon if options.train == "head" else share
     plan = head.plan(len(labels), epsilon=share, delta=DELTA, key=secret_key(options, 0), pad_to=TOGETHER)
     loss_fn, params = head.loss_and_params(model.head)
-    result = train(options, mesh, "head", plan, loss_fn, params, lambda rows: (outputs()[rows], labels[rows]))
+    result = train(options, mesh, "head", plan, loss_fn, params, lambda rows: ((outputs()[rows],), labels[rows]))
     reached = accuracy(model.head, result.params)
 
     if options.train != "head":
         if options.train == "lora":
             bert.adapt(model.body, options.rank, rngs=nnx.Rngs(1))
 
-        def mean_loss(model, batch):
-            (ids, mask), labels = batch
-            return optax.softmax_cross_entropy_with_integer_labels(model(ids, mask), labels).mean()
-
         which = bert.trained(options.train, config.num_hidden_layers)
-        loss_fn, params = dpopt.flax.nnx_loss(model, mean_loss, wrt=which)
+        loss_fn, params = dpopt.flax.nnx_loss(model, head.mean_loss, wrt=which)
         plan = make_plan(options, len(labels), earlier=result.ledger.event)
         print(plan.summary(params))
-        watch = dict(eval_fn=functools.partial(accuracy, model), eval_every=options.steps)
+        watch = dict(eval_fn=functools.partial(accuracy, model), eval_every=max(5, options.steps // 4))
         result = train(options, mesh, options.train, plan, loss_fn, params, ((ids, mask), labels), **watch)
         scores = dict(result.history)
         is_scored = scores and max(scores) == options.steps

@@ -255,7 +255,7 @@ def test_the_head_learns_from_what_the_classifier_shows_it(reads):
     means = [(x * mask[..., None]).sum(1) / mask.sum(1)[:, None] for x in outputs]
     np.testing.assert_allclose(found, np.concatenate(means[-1:] if reads == "last" else means, 1), atol=1e-5)
     with pytest.raises(ValueError, match="'last' or 'every'; got 'first'"):
-        bert.features(body, ids, mask, "first")
+        bert.Classifier(body, config.hidden_size, 2, reads="first", rngs=nnx.Rngs(0))
 
 
 def test_what_the_head_cost_is_part_of_the_release(folder):

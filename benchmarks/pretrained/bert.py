@@ -115,22 +115,27 @@ class Classifier(nnx.Module):
 
     def __init__(self, body: Bert, width: int, classes: int, *, reads: str = "last", rngs: nnx.Rngs):
         self.body, self.reads = body, reads
-        self.head = head(width * (1 if reads == "last" else len(body.layers) + 1), classes, rngs=rngs)
+        self.head = head(width * outputs_read(body, reads), classes, rngs=rngs)
 
     def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
         return self.head(features(self.body, ids, mask, self.reads))
 
 
 def features(body: Bert, ids: jax.Array, mask: jax.Array, reads: str) -> jax.Array:
-    """What the head of a `Classifier` sees: ``(B, features)`` in float32.
+    """What the head of a `Classifier` sees: ``(B, features)`` in float32."""
+    outputs = body.every(ids, mask)[-outputs_read(body, reads) :]
+    return jnp.concatenate([mean(x, mask) for x in outputs], axis=1)
+
+
+def outputs_read(body: Bert, reads: str) -> int:
+    """How many of the last outputs (`Bert.every`) a head reads.
 
     Raises:
         ValueError: for another word than ``"last"`` and ``"every"``.
     """
     if reads not in ("last", "every"):
         raise ValueError(f"reads must be 'last' or 'every'; got {reads!r}.")
-    outputs = body.every(ids, mask)
-    return jnp.concatenate([mean(x, mask) for x in (outputs if reads == "every" else outputs[-1:])], axis=1)
+    return 1 if reads == "last" else len(body.layers) + 1
 
 
 def head(width: int, classes: int, *, rngs: nnx.Rngs) -> nnx.Linear:

@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import dpopt
 import dpopt.flax
 from benchmarks import data, imdb
 from benchmarks.pretrained import bert, head, tokens, weights
+from benchmarks.pretrained.head import mean_loss
 from benchmarks.tasks import Indexed
 
-TOGETHER = 16  # reviews of a forward pass; on CPUs a few that fit the caches are faster than many
+TOGETHER = head.TOGETHER
 CLASSES = 2
 
 
@@ -76,7 +76,7 @@ class PretrainedReviews(Indexed):
             inputs = (of_train(),)
             tests = (self._features(test_texts, source, f"imdb-test-{len(tested)}-{length}-{dtype}"),)
         elif head_epsilon > 0:
-            examples = of_train()[private], split.train_labels[private]
+            examples = (of_train()[private],), split.train_labels[private]
             self.release = self._learn_head(examples, head_epsilon, delta)
 
         def take(inputs: tuple, labels: np.ndarray, rows: np.ndarray) -> Any:
@@ -104,12 +104,13 @@ class PretrainedReviews(Indexed):
     def _learn_head(self, examples: Any, epsilon: float, delta: float) -> Any:
         """The first stage, from a fixed key, so that all seeds share it; returns the event of what it spent."""
         loss_fn, params = head.loss_and_params(self._head)
-        count = len(examples[1])
+        (features,), labels = examples
+        count = len(labels)
         plan = head.plan(count, epsilon=epsilon, delta=delta, key=jax.random.key(2_000), pad_to=max(1, count // 10))
         step, state = jax.jit(plan.train_step(loss_fn)), plan.optimizer.init(params)
         for t in range(plan.steps):
             batch = plan.sampler.batch(t)
-            rows = tuple(x[batch.indices] for x in examples)
+            rows = (features[batch.indices],), labels[batch.indices]
             params, state, _ = step(params, state, rows, batch.mask)
         nnx.update(self._head, params)
         return plan.event
@@ -155,9 +156,3 @@ class PretrainedReviews(Indexed):
             return jnp.argmax(model(*(x[None] for x in inputs))[0]) == label
 
         return jnp.mean(jax.lax.map(is_right, self._test, batch_size=TOGETHER))
-
-
-def mean_loss(model: nnx.Module, batch: Any) -> jax.Array:
-    """The mean cross entropy of a batch ``(inputs, labels)``."""
-    inputs, labels = batch
-    return optax.softmax_cross_entropy_with_integer_labels(model(*inputs), labels).mean()
