@@ -29,7 +29,7 @@ gc.set_threshold(200_000, 20, 100)  # tracing makes millions of objects, few of 
 @pytest.fixture(autouse=True)
 def _a_process_of_its_own():
     """Tests and examples use the same few keys: each starts as a new process would, which has trained nothing."""
-    from dpopt import entropy
+    from dpopt.run import entropy
 
     entropy._runs.clear()
 

@@ -88,7 +88,7 @@ def main() -> None:
     report.add_argument("--to", type=Path, default=Path(__file__).parent, help="folder of RESULTS.md")
     options = parser.parse_args()
     if options.command == "speed":
-        from benchmarks.speed import main as measure
+        from benchmarks.cost.speed import main as measure
 
         measure(options.out, options.only, options.others, not options.quick, options.seconds)
     if options.command == "zoo":
@@ -96,15 +96,15 @@ def main() -> None:
 
         measure_zoo(options.out, options.only, options.seconds)
     if options.command == "noise":
-        from benchmarks.noise_speed import main as time_noise
+        from benchmarks.cost.noise import main as time_noise
 
         time_noise(options.out)
     if options.command == "memory":
-        from benchmarks.memory import main as weigh
+        from benchmarks.cost.memory import main as weigh
 
         weigh(options.out, options.only, options.others, options.resume)
     if options.command == "opacus":
-        from benchmarks.opacus_speed import main as compare_opacus
+        from benchmarks.cost.opacus_speed import main as compare_opacus
 
         compare_opacus(options.out, options.only, options.seconds)
     for name in ("seeds", "jobs", "together", "canaries", "runs", "steps", "engine_steps", "checked_steps"):
@@ -113,22 +113,22 @@ def main() -> None:
     if options.command == "utility" and options.rates and not options.optimizer:
         parser.error("--rates are those of an --optimizer")
     if options.command in ("utility", "imdb-speed", "tuning", "lstm"):
+        from benchmarks.cost.imdb_speed import main as time_imdb
         from benchmarks.data import DamagedData, MissingData
-        from benchmarks.imdb_speed import main as time_imdb
-        from benchmarks.lstm import main as try_lstm
-        from benchmarks.tuning import main as tune
+        from benchmarks.utility.lstm import main as try_lstm
+        from benchmarks.utility.tuning import main as tune
 
         try:
             if options.command == "utility" and options.optimizer:
-                from benchmarks.contenders import ContenderError
-                from benchmarks.utility_optimizer import main as enter
+                from benchmarks.utility.contenders import ContenderError
+                from benchmarks.utility.own_optimizer import main as enter
 
                 try:
                     enter(options)
                 except ContenderError as error:
                     parser.exit(2, f"{error}\n")
             elif options.command == "utility":
-                from benchmarks.utility import main as compare
+                from benchmarks.utility.command import main as compare
 
                 compare(options)
             elif options.command == "tuning":
@@ -140,22 +140,22 @@ def main() -> None:
         except (MissingData, DamagedData) as error:
             parser.exit(2, f"{error}\n")
     if options.command == "users":
-        from benchmarks.by_user import main as by_user_and_rating
         from benchmarks.data import DamagedData, MissingData
+        from benchmarks.utility.by_user import main as by_user_and_rating
 
         try:
             by_user_and_rating(options.out, options.seeds, options.data)
         except (MissingData, DamagedData) as error:
             parser.exit(2, f"{error}\n")
     if options.command == "audit":
-        from benchmarks.audit import PARTS
-        from benchmarks.audit import main as attack
+        from benchmarks.audit.command import PARTS
+        from benchmarks.audit.command import main as attack
 
         parts = options.part or PARTS
         attack(options.out, options.canaries, options.runs, options.pipeline_runs, options.only, parts)
     if options.command == "scaling":
-        from benchmarks import llm_scaling
-        from benchmarks.scaling import main as grow
+        from benchmarks.cost import llm_scaling
+        from benchmarks.cost.scaling import main as grow
 
         if options.llm:
             unknown = set(options.size or ()) - set(llm_scaling.SIZES)
@@ -166,7 +166,7 @@ def main() -> None:
         else:
             grow(options.out, options.devices)
     if options.command == "report":
-        from benchmarks.report import main as write
+        from benchmarks.report.command import main as write
 
         write(options.tables, options.to)
     if options.command == "quickstart":

@@ -2,7 +2,7 @@
 
 "Unlocking high-accuracy differentially private image classification through scale", arXiv:2204.13650: settings are
 those of its Wide-ResNet-16-4 that is trained on CIFAR-10 alone, as far as the paper states them; where this recipe
-departs, it says so. The network is `benchmarks.models.WideResNet`: group normalisation, weight standardisation.
+departs, it says so. The network is `benchmarks.cost.models.WideResNet`: group normalisation, weight standardisation.
 """
 
 import math
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.models import WideResNet
+from benchmarks.cost.models import WideResNet
 from dpopt.augmentation import augmented
 from dpopt.flax import linen_loss
 

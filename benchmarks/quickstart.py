@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import dpopt
-from benchmarks import data, models, records
+from benchmarks import data, records
+from benchmarks.cost import models
 from dpopt.flax import nnx_loss
 
 matplotlib.use("Agg")

@@ -10,7 +10,8 @@ from typing import Any
 
 PACKAGES = ("dpopt", "jax", "jaxlib", "optax", "flax", "dp-accounting", "numpy")
 ROOT = Path(__file__).parent.parent  # where `python -m benchmarks` runs
-LOCAL = Path(__file__).parent / "results" / "local"  # not committed
+RESULTS = Path(__file__).parent / "results"
+LOCAL = RESULTS / "local"  # not committed
 
 
 def environment(packages: Sequence[str] = PACKAGES, device: str | None = None) -> dict[str, Any]:

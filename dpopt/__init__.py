@@ -13,41 +13,36 @@
 
 import importlib as _importlib
 import typing as _typing
-import warnings as _warnings
 from importlib import metadata as _metadata
 
+from dpopt import _moved
+
 # One example's gradient: where does it come from, what will it cost?
-from dpopt.gradients import PerExampleGrads as PerExampleGrads
 from dpopt.gradients import per_example_grads as per_example_grads
-from dpopt.verification import VerificationError as VerificationError
 from dpopt.verification import verify as verify
 
 # How is its influence bounded?
 from dpopt.clipping import FlatClip as FlatClip
 from dpopt.clipping import GroupClip as GroupClip
 from dpopt.clipping import LayerwiseClip as LayerwiseClip
-from dpopt.clipping import NormalizedClip as NormalizedClip
 from dpopt.clipping import clip_and_sum as clip_and_sum
 
 # In what geometry?
-from dpopt.preconditioning import precondition as precondition
-from dpopt.preconditioning import precondition_by_side_information as precondition_by_side_information
-from dpopt.preconditioning import scheduled_clip_norm as scheduled_clip_norm
-from dpopt.preconditioning import side_information as side_information
-from dpopt.moments import last_moments as last_moments
-from dpopt.moments import public_moments as public_moments
-from dpopt.delayed import delayed_moments as delayed_moments
+from dpopt.preconditioners.base import precondition as precondition
+from dpopt.preconditioners.base import precondition_by_side_information as precondition_by_side_information
+from dpopt.preconditioners.base import side_information as side_information
+from dpopt.preconditioners.moments import last_moments as last_moments
+from dpopt.preconditioners.moments import public_moments as public_moments
+from dpopt.preconditioners.delayed import delayed_moments as delayed_moments
 
 # Where is noise added?
 from dpopt.noise import add_gaussian_noise as add_gaussian_noise
 from dpopt.noise import normalize_by as normalize_by
-from dpopt.correlated import add_correlated_noise as add_correlated_noise
 
 # How do parts make an optimizer, and what does it cost a step?
 from dpopt.chain import PrivateOptimizer as PrivateOptimizer
 from dpopt.chain import chain as chain
 from dpopt.private_mean import privatize as privatize
-from dpopt.privacy import Privacy as Privacy
 from dpopt.inspection import privacy_of as privacy_of
 
 # What did the run cost?
@@ -60,11 +55,8 @@ from dpopt.events import privacy_event as privacy_event
 # Which examples are in which step?
 from dpopt.sampling import FixedSizeSampler as FixedSizeSampler
 from dpopt.sampling import PoissonSampler as PoissonSampler
-from dpopt.parts import BallsInBinsSampler as BallsInBinsSampler
-from dpopt.parts import CyclicPoissonSampler as CyclicPoissonSampler
-from dpopt.parts import EpochSampler as EpochSampler
-from dpopt import truncated as truncated
-from dpopt.loading import Steps as Steps
+from dpopt.samplers import truncated as truncated
+from dpopt.run.loading import Steps as Steps
 
 # Which optimizer, by name?
 from dpopt.optimizers.sgd import dp_adagrad as dp_adagrad
@@ -74,59 +66,42 @@ from dpopt.optimizers.sgd import dp_rmsprop as dp_rmsprop
 from dpopt.optimizers.sgd import dp_sgd as dp_sgd
 from dpopt.optimizers.sgd import dp_yogi as dp_yogi
 from dpopt.optimizers.adadps import adadps as adadps
-from dpopt.optimizers.adadps import broadcast_feature_scale as broadcast_feature_scale
-from dpopt.optimizers.adadps import scale_from_frequencies as scale_from_frequencies
-from dpopt.optimizers.adadps import tfidf_scores as tfidf_scores
 from dpopt.optimizers.dp2 import dp2 as dp2
-from dpopt.optimizers.dp2 import scale_by_phase_learning_rate as scale_by_phase_learning_rate
 from dpopt.optimizers.adam_bc import dp_adam_bc as dp_adam_bc
-from dpopt.optimizers.adam_bc import scale_by_adagrad_bc as scale_by_adagrad_bc
 from dpopt.optimizers.adam_bc import scale_by_adam_bc as scale_by_adam_bc
-from dpopt.optimizers.adam_bc import scale_by_rms_bc as scale_by_rms_bc
 from dpopt.optimizers.microadam import dp_micro_adam as dp_micro_adam
 from dpopt.optimizers.microadam import scale_by_micro_adam as scale_by_micro_adam
 from dpopt.optimizers.scale_then_privatize import scale_then_privatize as scale_then_privatize
 from dpopt.optimizers.public import warm_start as warm_start
-from dpopt.optimizers.public import with_public_arguments as with_public_arguments
 
 # Which parameters, in the end?
-from dpopt.averaging import average_params as average_params
-from dpopt.averaging import averaged_params as averaged_params
+from dpopt.optimizers.averaging import average_params as average_params
 
 # How is a whole run described?
-from dpopt.plan import Budget as Budget
-from dpopt.builder import Builder as Builder
-from dpopt.plan import Plan as Plan
+from dpopt.run.plan import Budget as Budget
+from dpopt.run.builder import Builder as Builder
+from dpopt.run.plan import Plan as Plan
 
-# How is it trained, stopped at its budget, and resumed? (Checkpoints: dpopt.checkpoint, which needs orbax.)
-from dpopt.training import SensitiveMetrics as SensitiveMetrics
-from dpopt.training import TrainStep as TrainStep
-from dpopt.training import make_train_step as make_train_step
-from dpopt.results import BudgetExceeded as BudgetExceeded
-from dpopt.results import Evaluation as Evaluation
-from dpopt.results import ReplayError as ReplayError
-from dpopt.results import TrainResult as TrainResult
-from dpopt.allowance import steps_within as steps_within
-from dpopt.loop import train as train
-from dpopt.identity import TrainState as TrainState
-from dpopt.journal import Journal as Journal
-from dpopt.journal import JournalError as JournalError
+# How is it trained, stopped at its budget, and resumed? (Checkpoints: dpopt.run.checkpoint, which needs orbax.)
+from dpopt.run.training import make_train_step as make_train_step
+from dpopt.run.results import BudgetExceeded as BudgetExceeded
+from dpopt.run.loop import train as train
 from dpopt.keys import example_keys as example_keys
 from dpopt.keys import secure_key as secure_key
 
 # What the papers compare with, user-level privacy, many devices, tuning, and tools for looking at private data
 from dpopt import adaptive as adaptive
-from dpopt import baselines as baselines
+from dpopt.optimizers import baselines as baselines
 from dpopt import correlated as correlated
 from dpopt import diagnostics as diagnostics
 from dpopt import federated as federated
-from dpopt import loading as loading
-from dpopt import sharding as sharding
+from dpopt.run import loading as loading
+from dpopt.run import sharding as sharding
 from dpopt import sparse as sparse
 from dpopt import tuning as tuning
 from dpopt import users as users
 
-# How a clipped sum is computed: imported when it is used (_lazy.py says why)
+# How a clipped sum is computed: imported when it is used (common/lazy.py says why)
 _LATER = "explain", "ghost"
 
 __version__ = _metadata.version("dpopt")
@@ -136,15 +111,13 @@ if _typing.TYPE_CHECKING:
     from dpopt import ghost as ghost
     from dpopt.ghost import explain as explain
 else:  # to a type checker every name would be there
+    _moved.install()
 
     def __getattr__(name: str):
         if name in _LATER:
             module = _importlib.import_module("dpopt.ghost")
             return module.explain if name == "explain" else module
-        if name not in baselines.__all__:
-            raise AttributeError(f"module 'dpopt' has no attribute {name!r}")
-        _warnings.warn(f"dpopt.{name} has moved: dpopt.baselines.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(baselines, name)
+        return _moved.attribute(name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_LATER})

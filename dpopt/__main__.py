@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpopt import _validate, accounting, journal, statement
+from dpopt import accounting
+from dpopt.common import validate
 from dpopt.events import compose, following, from_json
 from dpopt.privacy import Privacy, Query, Relation
+from dpopt.run import journal, statement
 from dpopt.sampling import Poisson, WithoutReplacement
 
 
@@ -60,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _scheme(given: argparse.Namespace) -> Poisson | WithoutReplacement:
-    _validate.positive(batch_size=given.batch_size)
-    _validate.positive_int(examples=given.examples)
+    validate.positive(batch_size=given.batch_size)
+    validate.positive_int(examples=given.examples)
     if given.sampling == "poisson":
         return Poisson(given.batch_size / given.examples)
     if given.batch_size != int(given.batch_size):
@@ -71,9 +73,9 @@ def _scheme(given: argparse.Namespace) -> Poisson | WithoutReplacement:
 
 def _steps(given: argparse.Namespace) -> int:
     if given.steps is None:
-        _validate.positive(epochs=given.epochs)
+        validate.positive(epochs=given.epochs)
         return math.ceil(given.epochs * given.examples / given.batch_size)
-    _validate.positive_int(steps=given.steps)
+    validate.positive_int(steps=given.steps)
     return given.steps
 
 
@@ -83,7 +85,7 @@ def _defaults(given: argparse.Namespace) -> dict:
 
 
 def _epsilon(given: argparse.Namespace) -> None:
-    _validate.non_negative(noise_multiplier=given.noise_multiplier)
+    validate.non_negative(noise_multiplier=given.noise_multiplier)
     event = compose(Privacy((Query(given.noise_multiplier),)), _scheme(given), _steps(given))
     found = statement.state(event, **_defaults(given))
     print(json.dumps(found.to_json(), indent=1) if given.json else found)

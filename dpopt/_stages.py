@@ -13,7 +13,7 @@ from typing import Any
 
 import optax
 
-from dpopt import _validate
+from dpopt.common import validate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class StagedTransformation(optax.GradientTransformationExtraArgs):
 
     def __new__(cls, init: Callable, update: Callable, stage: Stage) -> "StagedTransformation":
         def recorded_update(updates, state, params=None, **extra_args):
-            _validate.public_arguments(extra_args)
+            validate.public_arguments(extra_args)
             new_updates, new_state = update(updates, state, params, **extra_args)
             record(stage)
             return new_updates, new_state

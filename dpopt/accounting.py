@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
-from dpopt import _bounds, _steps, _validate, events
-from dpopt._lazy import dp_accounting
+from dpopt import events
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
+from dpopt.composition import bounds, step_events
 from dpopt.events import poisson_event
 from dpopt.privacy import Relation
 
@@ -71,9 +73,9 @@ def calibrate(
     >>> 2.99 < globals()["epsilon"](noise_multiplier=sigma, **settings) <= 3.0
     True
     """
-    _validate.positive(epsilon=epsilon)
-    _validate.probability(sampling_prob=sampling_prob)
-    _validate.positive_int(steps=steps)
+    validate.positive(epsilon=epsilon)
+    validate.probability(sampling_prob=sampling_prob)
+    validate.positive_int(steps=steps)
 
     def make_event(noise_multiplier: float) -> dp_accounting.DpEvent:
         return poisson_event(noise_multiplier=noise_multiplier, sampling_prob=sampling_prob, steps=steps)
@@ -96,7 +98,7 @@ def calibrate_event(make_event: Any, *, epsilon: float, delta: float, accountant
     >>> round(calibrate_event(dp_accounting.GaussianDpEvent, epsilon=1.0, delta=1e-5), 1)
     3.7
     """
-    _validate.positive(epsilon=epsilon)
+    validate.positive(epsilon=epsilon)
 
     def gap(noise_multiplier: float) -> float:
         found = epsilon_of_event(make_event(noise_multiplier), delta=delta, accountant=accountant)
@@ -137,8 +139,8 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
     Time and memory do not depend on how small epsilon is or how many steps there are: at most seconds (a schedule of
     truncated samples: up to half a minute), and below a gigabyte. More than 32 different steps (a schedule) are rounded
     first, noise down and sampling probabilities up, by at most 0.1%, or by as much as it takes to be left with 400, or
-    with 64 of truncated samples. The epsilon of truncated samples (`dpopt.truncated`) is the larger of those against
-    data of one example less and of one more.
+    with 64 of truncated samples. The epsilon of truncated samples (`dpopt.samplers.truncated`) is the larger of those
+    against data of one example less and of one more.
 
     Args:
         event: a ``dp_accounting`` event, made of Gaussian queries, Poisson samples, samples without replacement, and
@@ -155,10 +157,10 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
     >>> epsilon_of_event(dp_accounting.GaussianDpEvent(0.0), delta=1e-5)
     inf
     """
-    _validate.positive(delta=delta)
+    validate.positive(delta=delta)
     if delta >= 1:
         raise ValueError(f"delta must be below 1; got {delta}.")
-    _validate.one_of(("pld", "rdp"), accountant=accountant)
+    validate.one_of(("pld", "rdp"), accountant=accountant)
     events.check(event)
     return max(_smallest_bound(steps, float(delta), accountant) for steps in events.flattened_both_ways(event))
 
@@ -173,19 +175,19 @@ def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, account
         fixed = dp_accounting.SampledWithoutReplacementDpEvent
         parts = [e for step in steps for e in events.everything_in(step)]
         sizes = [e.source_dataset_size for e in parts if isinstance(e, fixed)]
-        _validate.small_delta(delta, max(sizes), stacklevel=5)
+        validate.small_delta(delta, max(sizes), stacklevel=5)
     alone = events.renyi_alone(steps)
     if alone is not None and accountant == "pld":
         instead = ", or sample with PoissonSampler" if alone.startswith("sampling") else ""
         raise ValueError(
             f"{alone} has no privacy-loss-distribution bound in dp_accounting; pass accountant='rdp'{instead}."
         )
-    steps = _steps.rounded(steps)
-    bound = _bounds.renyi(steps, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)(delta)
+    steps = step_events.rounded(steps)
+    bound = bounds.renyi(steps, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)(delta)
     if accountant == "rdp" or bound == math.inf:
         return bound
-    bound = min(bound, _bounds.ever_sampled(steps, delta))
-    return min(bound, _bounds.privacy_loss(steps, delta, bound)) if 0 < bound < _HOPELESS else bound
+    bound = min(bound, bounds.ever_sampled(steps, delta))
+    return min(bound, bounds.privacy_loss(steps, delta, bound)) if 0 < bound < _HOPELESS else bound
 
 
 def steps_affordable(

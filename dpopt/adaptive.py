@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _trees, _unit_clip, _validate
-from dpopt._lazy import flow
 from dpopt.chain import PrivateOptimizer
 from dpopt.clipping import as_promise
+from dpopt.common import trees, validate
+from dpopt.common.lazy import flow
+from dpopt.engines import unit_clip
 from dpopt.gradients import ClippedSum
 from dpopt.noise import AddGaussianNoiseState, add_gaussian_noise
-from dpopt.preconditioning import Diagonal, Preconditioner
+from dpopt.preconditioners.base import Diagonal, Preconditioner
 from dpopt.privacy import Privacy, Query
 from dpopt.private_mean import privatize
 
@@ -117,7 +118,7 @@ class QuantileClip:
         gradient_multiplier, count_stddev = self.split(noise_multiplier)
         drawn_stddev = _times(1 + _SLACK * expected_batch_size, count_stddev)
 
-        def core_at(total: jax.Array, clip: _unit_clip.UnitClip) -> PrivateOptimizer:
+        def core_at(total: jax.Array, clip: unit_clip.UnitClip) -> PrivateOptimizer:
             return privatize(
                 l2_clip_norm=clip,
                 noise_multiplier=gradient_multiplier,
@@ -127,14 +128,14 @@ class QuantileClip:
             )
 
         count_noise = add_gaussian_noise(drawn_stddev, jax.random.fold_in(key, _COUNT_KEY))
-        core = core_at(*_unit_clip.factors(self._initial()))
+        core = core_at(*unit_clip.factors(self._initial()))
 
         def init_fn(params):
             noise_state = cast(AddGaussianNoiseState, count_noise.init(params))
             return QuantileClipState(self._initial(), noise_state, core.init(params))
 
         def run(updates, state, params=None, **extra_args):
-            grads, (total, clip) = as_promise(updates, params), _unit_clip.factors(state.clip_norms)
+            grads, (total, clip) = as_promise(updates, params), unit_clip.factors(state.clip_norms)
             mean, core_state, noise_stddev = core_at(total, clip).run(grads, state.core, params, **extra_args)
             counts = flow.bounded(_centred_counts(grads.latest, clip.l2_clip_norms))
             counts, noise_state = count_noise.update(counts, state.count_noise)
@@ -200,12 +201,12 @@ def _centred_counts(seen: ClippedSum, l2_clip_norms: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, l2_clip_norms)
 
     def of_group(c: jax.Array, group: Any) -> jax.Array:
-        norms = _unit_clip.group_norms(c, group)
-        counts = _trees.per_example(seen.sensitive.is_example, norms) & jnp.isfinite(norms)
-        votes = jnp.clip((1 - norms / _unit_clip.per_row(c)) / (2 * HALF_WIDTH), -0.5, 0.5)
+        norms = unit_clip.group_norms(c, group)
+        counts = trees.per_example(seen.sensitive.is_example, norms) & jnp.isfinite(norms)
+        votes = jnp.clip((1 - norms / unit_clip.per_row(c)) / (2 * HALF_WIDTH), -0.5, 0.5)
         return jnp.sum(jnp.where(counts, votes, 0.0).astype(jnp.float32), axis=0)
 
-    counts = [of_group(c, group) for c, group in _unit_clip.groups(l2_clip_norms, seen.leaf_norms)]
+    counts = [of_group(c, group) for c, group in unit_clip.groups(l2_clip_norms, seen.leaf_norms)]
     return jax.tree.unflatten(jax.tree.structure(l2_clip_norms), counts)
 
 
@@ -262,14 +263,14 @@ def quantile_clip(
     for path, entry in entries:
         name = f"initial_l2_clip_norm{jax.tree_util.keystr(path)}"
         for value in entry if np.ndim(entry) == 1 else [entry]:
-            _validate.positive(**{name: value})
-            _validate.at_least(LEAST, _OUT_OF_BOUNDS, **{name: value})
-            if (_validate.concrete(value) or 0) > MOST:
+            validate.positive(**{name: value})
+            validate.at_least(LEAST, _OUT_OF_BOUNDS, **{name: value})
+            if (validate.concrete(value) or 0) > MOST:
                 raise ValueError(f"{name} must be at most {MOST:.3g}; got {value}. {_OUT_OF_BOUNDS}")
-    _validate.non_negative(learning_rate=learning_rate, quantile=quantile)
+    validate.non_negative(learning_rate=learning_rate, quantile=quantile)
     if quantile > 1:
         raise ValueError(f"quantile must lie in [0, 1]; got {quantile}.")
-    _validate.positive(count_share=count_share)
+    validate.positive(count_share=count_share)
     if count_share >= 1:
         raise ValueError(
             f"count_share must lie in (0, 1), so that both the counts and the gradients get noise; got {count_share}."

@@ -9,7 +9,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from dpopt import _batches, _validate
+from dpopt.common import validate
+from dpopt.engines import batches
 
 
 def augmented(
@@ -64,7 +65,7 @@ def augmented(
             "loss_fn makes gradients of many examples. Augment the loss of one, inside: "
             "per_user_grads(augmented(loss_fn, augment, multiplicity=...))."
         )
-    _validate.positive_int(multiplicity=multiplicity)
+    validate.positive_int(multiplicity=multiplicity)
     takes_key = getattr(loss_fn, "takes_key", False)
 
     def mean_loss(params: Any, example_and_key: Any) -> Any:
@@ -90,7 +91,7 @@ def augmented(
 
 
 def _parted(example_and_key: Any) -> tuple[Any, jax.Array]:
-    example, key = _batches.example_and_key(example_and_key)
+    example, key = batches.example_and_key(example_and_key)
     if key is None:
         raise ValueError(
             "an augmented loss takes (example, key), and the example comes without a key, so that all examples would "

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _stages, _sums, _trees, _validate, inspection
-from dpopt._lazy import flow
-from dpopt._names import name_of
+from dpopt import _stages, inspection
 from dpopt.clipping import as_promise
+from dpopt.common import trees, validate
+from dpopt.common.lazy import flow
+from dpopt.common.names import name_of
+from dpopt.engines import sums
 from dpopt.gradients import PerExampleGrads
-from dpopt.preconditioning import apply_diagonal
+from dpopt.preconditioners.base import apply_diagonal
 from dpopt.privacy import PRIVATE_STAGES, Privacy, check_order, check_unit, privacy_of_stages
 
 
@@ -68,7 +70,7 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
         """``run(grads, state, params, **extra) -> (updates, state, noise_stddev)``; the last None where unknown."""
 
         def update(updates, state, params=None, **extra_args):
-            _validate.public_arguments(extra_args)
+            validate.public_arguments(extra_args)
             grads = as_promise(updates, params)
             check_unit(grads.unit, privacy.unit)
             self.updated = self.updated or not flow.is_inspecting()
@@ -174,12 +176,12 @@ def _with_post_processing(core_init, core_run, privacy, rest, stages, is_chained
     post = [optax.with_extra_args_support(t) for t in rest]
 
     def init_fn(params):
-        wide = _trees.upcast(params)
+        wide = trees.upcast(params)
         return core_init(params) + tuple(t.init(wide) for t in post)
 
     def run(updates, state, params=None, **extra_args):
         updates, core_state, noise_stddev = core_run(updates, state[:core_length], params, extra_args)
-        wide = None if params is None else _trees.upcast(params)
+        wide = None if params is None else trees.upcast(params)
         post_state = []
         for t, s in zip(post, state[core_length:], strict=True):
             # To this stage alone: an optax.chain would hand it on to parts that see other noise.
@@ -234,14 +236,14 @@ def _run_parts(parts: Sequence[_stages.StagedTransformation]) -> Callable[..., A
             if isinstance(part.stage, _stages.Noise):
                 noise_stddev = part.stage.stddev_in(states[i])
                 if promise.latest.remainder is not None:
-                    updates = _sums.Sum(updates, promise.latest.remainder)
+                    updates = sums.Sum(updates, promise.latest.remainder)
             if isinstance(part.stage, _stages.Normalize):
                 noise_stddev = noise_stddev / part.stage.divisor
             updates, states[i] = part.update(updates, states[i], params, **extra_args)
 
         for diagonal in diagonals.values():
             if diagonal.release is not None:
-                release = _trees.broadcast_prefix(diagonal.release, updates, "release")
+                release = trees.broadcast_prefix(diagonal.release, updates, "release")
                 updates = jax.tree.map(lambda u, r: u * jnp.asarray(r, u.dtype), updates, release)
                 noise_stddev = _times(noise_stddev, release)
         for i in diagonals:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _stacked, _trees, _validate
-from dpopt._norms import shrink_to, without_denormals
+from dpopt.common import trees, validate
+from dpopt.engines import stacked
+from dpopt.engines.norms import shrink_to, without_denormals
 
 # The least clip norm and gamma. Float32 flushes numbers below 2^-126 to zero: this far above, what a norm near the
 # bound loses to that is less than 2^-20 of it.
@@ -23,13 +24,13 @@ _TOO_SMALL = "Float32 would lose gradients of that size and smaller; multiply th
 
 def _check_clip_norm(*, allow_inf: bool = False, **named: Any) -> None:
     """Raises unless it is 0, which leaves nothing of any example, or large enough for float32."""
-    _validate.non_negative(allow_inf=allow_inf, **named)
+    validate.non_negative(allow_inf=allow_inf, **named)
     for name, value in named.items():
-        if _validate.concrete(value) != 0:
-            _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, **{name: value})
+        if validate.concrete(value) != 0:
+            validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, **{name: value})
 
 
-@_stacked.takes_rows
+@stacked.takes_rows
 @dataclasses.dataclass(frozen=True)
 class FlatClip:
     r"""Scales an example down to norm C over all parameters: :math:`c_i = \min(1, C / \|g_i\|_2)`.
@@ -58,11 +59,11 @@ class FlatClip:
 
     def coefficients(self, leaf_norms: Any) -> Any:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
-        c = shrink_to(self.l2_clip_norm, _stacked.global_norms(leaf_norms))
+        c = shrink_to(self.l2_clip_norm, stacked.global_norms(leaf_norms))
         return jax.tree.map(lambda _: c, leaf_norms)
 
 
-@_stacked.takes_rows
+@stacked.takes_rows
 @dataclasses.dataclass(frozen=True)
 class GroupClip:
     r"""Clips each group of parameters on its own: :math:`c_{i,k} = \min(1, C_k / \|g_{i,k}\|_2)`.
@@ -101,7 +102,7 @@ class GroupClip:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape."""
 
         def one_group(c: Any, group: Any) -> Any:
-            shrink = shrink_to(c, _stacked.global_norms(group))
+            shrink = shrink_to(c, stacked.global_norms(group))
             return jax.tree.map(lambda _: shrink, group)
 
         return self._mapped(one_group, leaf_norms)
@@ -126,7 +127,7 @@ class GroupClip:
             ) from error
 
 
-@_stacked.takes_rows
+@stacked.takes_rows
 @dataclasses.dataclass(frozen=True)
 class LayerwiseClip:
     r"""Clips every parameter on its own, and every layer of those that a scan stacks.
@@ -173,14 +174,14 @@ class LayerwiseClip:
 
     def coefficients(self, leaf_norms: Any) -> Any:
         """Maps norms, a pytree of ``(B,)``, or ``(B, layers)`` where scanned, to coefficients of the same shapes."""
-        is_scanned = _trees.broadcast_prefix(self.scanned, leaf_norms, "scanned")
+        is_scanned = trees.broadcast_prefix(self.scanned, leaf_norms, "scanned")
         norms, tree = jax.tree.flatten(leaf_norms)
         counts = [n.shape[-1] if s else 1 for n, s in zip(norms, jax.tree.leaves(is_scanned), strict=True)]
         return tree.unflatten([shrink_to(self._share(counts), n) for n in norms])
 
     def layer_axes(self, params: Any) -> list[int]:
         """How many leading axes of each parameter number layers: 1 or 0."""
-        is_scanned = jax.tree.leaves(_trees.broadcast_prefix(self.scanned, params, "scanned"))
+        is_scanned = jax.tree.leaves(trees.broadcast_prefix(self.scanned, params, "scanned"))
         if any(s and jnp.ndim(p) == 0 for s, p in zip(is_scanned, jax.tree.leaves(params), strict=True)):
             raise ValueError("scanned is True for a parameter that is a scalar: it has no axis of layers.")
         return [int(s) for s in is_scanned]
@@ -195,7 +196,7 @@ class LayerwiseClip:
         return self.l2_clip_norm / sum(counts) ** 0.5
 
 
-@_stacked.takes_rows
+@stacked.takes_rows
 @dataclasses.dataclass(frozen=True)
 class NormalizedClip:
     r"""Gives every example about the same norm (AUTO-S): :math:`c_i = C / (\|g_i\|_2 + \gamma)`.
@@ -223,11 +224,11 @@ class NormalizedClip:
 
     def __post_init__(self):
         _check_clip_norm(l2_clip_norm=self.l2_clip_norm)
-        _validate.positive(gamma=self.gamma)
-        _validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, gamma=self.gamma)
-        bound = _validate.concrete(self.l2_clip_norm)
+        validate.positive(gamma=self.gamma)
+        validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, gamma=self.gamma)
+        bound = validate.concrete(self.l2_clip_norm)
         if bound is not None:
-            _validate.at_least(bound * LEAST_CLIP_NORM, "C / gamma would overflow.", gamma=self.gamma)
+            validate.at_least(bound * LEAST_CLIP_NORM, "C / gamma would overflow.", gamma=self.gamma)
 
     @property
     def sensitivity(self) -> Any:
@@ -236,6 +237,6 @@ class NormalizedClip:
 
     def coefficients(self, leaf_norms: Any) -> Any:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
-        norms = _stacked.global_norms(leaf_norms)
+        norms = stacked.global_norms(leaf_norms)
         c = without_denormals(self.l2_clip_norm / (norms + self.gamma), norms.dtype)
         return jax.tree.map(lambda _: c, leaf_norms)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _stacked, _stages
-from dpopt._lazy import flow
+from dpopt import _stages
 from dpopt.clip_functions import FlatClip as FlatClip
 from dpopt.clip_functions import GroupClip as GroupClip
 from dpopt.clip_functions import LayerwiseClip as LayerwiseClip
 from dpopt.clip_functions import NormalizedClip as NormalizedClip
+from dpopt.common.lazy import flow
+from dpopt.engines import stacked
 from dpopt.gradients import PerExampleGrads, stacked_grads
 
 
@@ -23,7 +24,7 @@ def is_adaptive(l2_clip_norm: Any) -> bool:
     return hasattr(l2_clip_norm, "private_mean")
 
 
-def as_clip_function(l2_clip_norm: Any) -> _stacked.ClipFunction:
+def as_clip_function(l2_clip_norm: Any) -> stacked.ClipFunction:
     """A clip function as it is; a number C as ``FlatClip(C)``.
 
     Raises:

@@ -2,7 +2,7 @@
 
 A loss may simply close over such arrays. ``jax.jit`` then writes their values into every program that it compiles, on
 each device whole, and refuses arrays of which other processes hold a part. A loss made here says what it reads, so that
-`dpopt.train` hands it over as an argument, and `dpopt.sharding.place_constants` can lay it on a mesh.
+`dpopt.train` hands it over as an argument, and `dpopt.run.sharding.place_constants` can lay it on a mesh.
 """
 
 from collections.abc import Callable

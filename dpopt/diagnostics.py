@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _trees, _validate
+from dpopt.common import trees, validate
+from dpopt.common.averages import at_step
 from dpopt.gradients import SensitiveAux
-from dpopt.optimizers._moments import at_step
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -46,10 +46,10 @@ def sgdm_learning_rate_schedule(learning_rate: Any, *, b1: float = 0.9, noise_st
     >>> round(float(schedule(0)), 2), round(float(schedule(1_000)), 2)
     (6.4, 0.64)
     """
-    _validate.fraction(b1=b1)
+    validate.fraction(b1=b1)
     for name, value in (("learning_rate", learning_rate), ("noise_stddev", noise_stddev)):
         if not callable(value):
-            _validate.positive(**{name: value})
+            validate.positive(**{name: value})
 
     def schedule(step):
         eta, s = at_step(learning_rate, step), at_step(noise_stddev, step)
@@ -88,11 +88,11 @@ def second_moment_error_bound(
     >>> round(second_moment_error_bound(noise_stddev=0.4 * 0.1 / 256, step=10_000) * 1e9, 3)
     5.933
     """
-    _validate.non_negative(noise_stddev=noise_stddev)
-    _validate.fraction(b2=b2)
-    _validate.probability(failure_prob=failure_prob)
+    validate.non_negative(noise_stddev=noise_stddev)
+    validate.fraction(b2=b2)
+    validate.probability(failure_prob=failure_prob)
     if isinstance(step, int):
-        _validate.positive_int(step=step)
+        validate.positive_int(step=step)
     on_host = all(isinstance(x, (int, float)) for x in (noise_stddev, step, b2, failure_prob))
     xp = np if on_host else jnp
 
@@ -132,7 +132,7 @@ def suggest_gamma(
     >>> float(f"{suggest_gamma(noise_stddev=0.4 * 0.1 / 256, steps=10_000):.3e}")
     5.933e-09
     """
-    _validate.positive(noise_stddev=noise_stddev)
+    validate.positive(noise_stddev=noise_stddev)
     fixed = {"noise_stddev": noise_stddev, "b2": b2, "failure_prob": failure_prob}
     if steps is not None:
         return second_moment_error_bound(step=steps, **fixed)
@@ -148,7 +148,7 @@ def tree_quantiles(tree: Any, quantiles: Sequence[float] = QUANTILES) -> jax.Arr
     >>> tree_quantiles({"a": jnp.arange(4.0), "b": jnp.array(4.0)}, (0.0, 0.5, 1.0)).tolist()
     [0.0, 2.0, 4.0]
     """
-    flat = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(_trees.upcast(tree))])
+    flat = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(trees.upcast(tree))])
     return jnp.quantile(flat, jnp.asarray(quantiles, flat.dtype))
 
 
@@ -190,17 +190,17 @@ class SensitiveMomentRecorder:
     b2: float = 0.999
 
     def __post_init__(self):
-        _validate.fraction(b1=self.b1, b2=self.b2)
+        validate.fraction(b1=self.b1, b2=self.b2)
 
     def init(self, params: Any) -> SensitiveMoments:
         """Moments before the first step."""
-        return SensitiveMoments(jnp.zeros([], jnp.int32), *(_trees.zeros(params) for _ in range(5)))
+        return SensitiveMoments(jnp.zeros([], jnp.int32), *(trees.zeros(params) for _ in range(5)))
 
     def update(
         self, moments: SensitiveMoments, clean_mean: Any, private_mean: Any, *, noise_stddev: Any
     ) -> SensitiveMoments:
         """Moments after a step. ``noise_stddev`` is that of the private mean: a number or a pytree (prefix allowed)."""
-        noise = _trees.broadcast_prefix(noise_stddev, moments.noise_v, "noise_stddev")
+        noise = trees.broadcast_prefix(noise_stddev, moments.noise_v, "noise_stddev")
 
         def average(decay, order):
             return lambda old, new: decay * old + (1 - decay) * jnp.asarray(new, old.dtype) ** order
@@ -258,8 +258,8 @@ def sensitive_staleness(clean_means: Any, private_means: Any, *, delay: int, eps
     >>> float(sensitive_staleness(grads, grads, delay=2, eps=0.5))  # (4 + 8) / (1 + 2 + 2 * 0.5)
     3.0
     """
-    _validate.positive_int(delay=delay)
-    _validate.non_negative(eps=eps)
+    validate.positive_int(delay=delay)
+    validate.non_negative(eps=eps)
     clean, private = _flat_steps(clean_means, "clean_means"), _flat_steps(private_means, "private_means")
     steps, d = clean.shape
     if private.shape != clean.shape:
@@ -292,7 +292,7 @@ def sensitive_clip_fraction(aux: SensitiveAux) -> jax.Array:
 
 
 def _flat_steps(tree: Any, name: str) -> jax.Array:
-    leaves = jax.tree.leaves(_trees.upcast(tree))
+    leaves = jax.tree.leaves(trees.upcast(tree))
     if not leaves or any(jnp.ndim(x) == 0 for x in leaves) or len({x.shape[0] for x in leaves}) > 1:
         raise ValueError(f"{name} must have leaves (T, ...), one row a step, of the same T.")
     return jnp.concatenate([x.reshape(x.shape[0], -1) for x in leaves], axis=1)

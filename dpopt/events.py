@@ -8,19 +8,20 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-from dpopt import _steps, _validate
-from dpopt._event_kinds import check as check
-from dpopt._event_kinds import everything_in as everything_in
-from dpopt._event_kinds import following as following
-from dpopt._event_kinds import from_json as from_json
-from dpopt._event_kinds import is_replace_one as is_replace_one
-from dpopt._event_kinds import renyi_alone as renyi_alone
-from dpopt._event_kinds import to_json as to_json
-from dpopt._event_kinds import with_one_more as with_one_more
-from dpopt._lazy import dp_accounting as dp
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting as dp
+from dpopt.composition import step_events
+from dpopt.composition.event_kinds import check as check
+from dpopt.composition.event_kinds import everything_in as everything_in
+from dpopt.composition.event_kinds import following as following
+from dpopt.composition.event_kinds import from_json as from_json
+from dpopt.composition.event_kinds import is_replace_one as is_replace_one
+from dpopt.composition.event_kinds import renyi_alone as renyi_alone
+from dpopt.composition.event_kinds import to_json as to_json
+from dpopt.composition.event_kinds import with_one_more as with_one_more
 from dpopt.inspection import privacy_of
-from dpopt.parts import InParts
 from dpopt.privacy import Privacy, Query
+from dpopt.samplers.parts import InParts
 from dpopt.sampling import Poisson
 
 
@@ -38,7 +39,7 @@ def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) 
     >>> poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=2).count
     2
     """
-    _validate.non_negative(noise_multiplier=noise_multiplier, allow_inf=True)
+    validate.non_negative(noise_multiplier=noise_multiplier, allow_inf=True)
     return compose(Privacy((Query(noise_multiplier),)), Poisson(sampling_prob), steps)
 
 
@@ -65,7 +66,7 @@ def compose(privacy: Privacy, sampling: Any, steps: int, *, start: int = 0) -> d
 
     Args:
         privacy: what a step costs.
-        sampling: a scheme of `dpopt.sampling`, `dpopt.truncated` or `dpopt.parts` (``Poisson``,
+        sampling: a scheme of `dpopt.sampling`, `dpopt.samplers.truncated` or `dpopt.samplers.parts` (``Poisson``,
             ``WithoutReplacement``, ``TruncatedPoisson``, ``InParts``), or a sampler, which has one.
         steps: how many steps; 0 gives the event that costs nothing.
         start: the first step, for optimizers whose cost depends on the step.
@@ -80,7 +81,7 @@ def compose(privacy: Privacy, sampling: Any, steps: int, *, start: int = 0) -> d
     SelfComposedDpEvent(event=PoissonSampledDpEvent(sampling_probability=0.5, \
 event=GaussianDpEvent(noise_multiplier=0.999...)), count=3)
     """
-    _validate.non_negative_int(steps=steps, start=start)
+    validate.non_negative_int(steps=steps, start=start)
     scheme = getattr(sampling, "scheme", sampling)
     if not (hasattr(scheme, "event") and hasattr(scheme, "relation")):
         raise TypeError(
@@ -211,7 +212,7 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
         case dp.TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma):
             query = merged(dp.GaussianDpEvent(sigma))
-            return _unless_trivial(query, lambda e: _steps.with_noise(event, e.noise_multiplier))
+            return _unless_trivial(query, lambda e: step_events.with_noise(event, e.noise_multiplier))
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
             # Whatever is selected from costs nothing.
             return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
@@ -274,7 +275,7 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
             pass
         case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
             if min(event.dataset_size, event.truncated_batch_size, q) > 0:
-                if _steps.cut_beside(event) > 0:
+                if step_events.cut_beside(event) > 0:
                     steps[event] += count
                 else:
                     _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps)

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from dpopt import _batches, _engines, _trees, _validate
 from dpopt._units import stated_for
 from dpopt.chain import PrivateOptimizer
+from dpopt.common import trees, validate
+from dpopt.common.averages import at_step
+from dpopt.engines import batches, promises
 from dpopt.gradients import PerExampleGrads, stacked_grads
-from dpopt.optimizers._moments import at_step
-from dpopt.preconditioning import side_information
+from dpopt.preconditioners.base import side_information
 
 
 class Clients(NamedTuple):
@@ -36,7 +37,7 @@ class Clients(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ClientRuns(_engines.Loss):
+class _ClientRuns(promises.Loss):
     """Local runs to be: a batch is ``(data of the clients, their example masks or None)``, a row one client's run."""
 
     local_steps: int
@@ -72,7 +73,7 @@ class _ClientRuns(_engines.Loss):
             moved = jax.tree.map(lambda d, g: d + jnp.asarray(self.local_learning_rate, g.dtype) * g, moved, grads)
             return moved, loss
 
-        moved, losses = jax.lax.scan(step, _trees.zeros(self.params), jnp.arange(self.local_steps))
+        moved, losses = jax.lax.scan(step, trees.zeros(self.params), jnp.arange(self.local_steps))
         return losses[0], moved
 
     def _local_batch(self, data: Any, mask: jax.Array | None, step: Any) -> tuple[Any, jax.Array]:
@@ -141,29 +142,29 @@ def client_deltas(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
-    _validate.positive_int(local_steps=local_steps)
-    _validate.positive(local_learning_rate=local_learning_rate)
+    validate.positive_int(local_steps=local_steps)
+    validate.positive(local_learning_rate=local_learning_rate)
     for name, size in (("local_batch_size", local_batch_size), ("microbatch_size", microbatch_size)):
         if size is not None:
-            _validate.positive_int(**{name: size})
+            validate.positive_int(**{name: size})
     if scale is not None:
         side_information(scale)  # the same conditions
 
-    @_validate.requires_mask
+    @validate.requires_mask
     def promise(params: Any, client_batches: Any, *, mask: Any, example_mask: Any = None) -> PerExampleGrads:
-        _validate.floating_params(params)
+        validate.floating_params(params)
         if isinstance(client_batches, Clients):
             if example_mask is not None:
                 raise ValueError("Clients hold an example_mask, and another was given.")
             client_batches, example_mask = client_batches
         client_batches = jax.tree.map(jnp.asarray, client_batches)
-        clients, examples = _batches.grouped_shape(client_batches, "client")
-        mask = _batches.checked_mask(mask, clients)
+        clients, examples = batches.grouped_shape(client_batches, "client")
+        mask = batches.checked_mask(mask, clients)
         if example_mask is not None:
-            example_mask = _batches.checked_example_mask(example_mask, (clients, examples), "client")
+            example_mask = batches.checked_example_mask(example_mask, (clients, examples), "client")
         all_examples = jax.tree.map(lambda x: x.reshape((clients * examples,) + x.shape[2:]), client_batches)
-        _batches.check_loss(loss_fn, params, all_examples, has_aux=False)
-        local_scale = None if scale is None else _trees.broadcast_prefix(scale, params, "scale")
+        batches.check_loss(loss_fn, params, all_examples, has_aux=False)
+        local_scale = None if scale is None else trees.broadcast_prefix(scale, params, "scale")
         runs = _ClientRuns(
             loss_fn,
             params,
@@ -257,9 +258,9 @@ def device_noise(noise_multiplier: Any, *, num_devices: int) -> Any:
     >>> device_noise(0.3, num_devices=100)
     3.0
     """
-    _validate.positive_int(num_devices=num_devices)
+    validate.positive_int(num_devices=num_devices)
     shares = math.sqrt(num_devices)
     if callable(noise_multiplier):
         return lambda step: shares * at_step(noise_multiplier, step)
-    _validate.non_negative(noise_multiplier=noise_multiplier)
+    validate.non_negative(noise_multiplier=noise_multiplier)
     return shares * noise_multiplier

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 from flax import errors, linen, nnx
 
-from dpopt import _batches, _validate
+from dpopt.common import validate
 from dpopt.constants import with_constants
+from dpopt.engines import batches
 from dpopt.flax_layers import check as check
 from dpopt.flax_layers import draws, refuse, watch
 from dpopt.flax_layers import replace_batch_norm as replace_batch_norm
@@ -53,7 +54,7 @@ def _random_example_loss(batch_loss: Callable[..., Any]) -> Callable[..., Any]:
     """`example_loss` of ``batch_loss(params, batch, key)``, for examples with or without a key of their own."""
 
     def loss_fn(params, example):
-        example, key = _batches.example_and_key(example)
+        example, key = batches.example_and_key(example)
         return example_loss(lambda params, batch: batch_loss(params, batch, key))(params, example)
 
     cast(Any, loss_fn).takes_key = True  # `dpopt.train` asks
@@ -137,7 +138,7 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., Any], *, wrt: Any = nnx.Para
         model: the module; it is read, not changed. ``nnx.update(model, params)`` puts trained parameters back.
         loss: ``loss(model, batch) -> scalar``, given a merged model and a batch of one.
         wrt: NNX filter of what is trained. Floating arrays that are not are the loss's constants
-            (`dpopt.constants`), which `dpopt.sharding.place_constants` lays on a mesh; all else is closed over.
+            (`dpopt.constants`), which `dpopt.run.sharding.place_constants` lays on a mesh; all else is closed over.
 
     Returns:
         ``loss_fn(params, example)``, and the parameters as plain arrays in an NNX state. If the model draws random
@@ -206,7 +207,7 @@ def nnx_grads(
     (4, 2, 3)
     """
 
-    @_validate.requires_mask
+    @validate.requires_mask
     def grads(model: nnx.Module, batch: Any, mask: Any) -> PerExampleGrads:
         loss_fn, params = nnx_loss(model, loss, wrt=wrt)
         return per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size)(params, batch, mask=mask)

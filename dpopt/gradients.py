@@ -2,7 +2,7 @@
 
 ``per_example_grads(loss_fn)(params, batch)`` computes nothing. It returns a `PerExampleGrads`, which remembers the
 loss, the parameters, the batch, and an affine map ``g_i -> S * g_i + o`` collected on the way. The clip asks it for
-`PerExampleGrads.clipped_sum`, and only there an engine runs. (`dpopt._engines`).
+`PerExampleGrads.clipped_sum`, and only there an engine runs. (`dpopt.engines.promises`).
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt import _batches, _engines, _stacked, _trees, _validate
+from dpopt.common import trees, validate
+from dpopt.engines import batches, promises, stacked
 
 Engine = Literal["auto", "ghost", "vmap"]
 
@@ -59,7 +60,7 @@ class PerExampleGrads:
     """
 
     def __init__(
-        self, source: "_engines.Loss | _stacked.Stacked", mask: jax.Array, scale: Any = None, offset: Any = None
+        self, source: "promises.Loss | stacked.Stacked", mask: jax.Array, scale: Any = None, offset: Any = None
     ):
         self._source = source
         self._mask = mask
@@ -117,7 +118,7 @@ class PerExampleGrads:
         return self._scaled(diagonal, by_hand=True)
 
     def _scaled(self, diagonal: Any, by_hand: bool) -> "PerExampleGrads":
-        diagonal = _trees.broadcast_prefix(diagonal, self._source.like, "scale")
+        diagonal = trees.broadcast_prefix(diagonal, self._source.like, "scale")
 
         def times(tree):
             return jax.tree.map(jnp.multiply, tree, diagonal)
@@ -136,11 +137,11 @@ class PerExampleGrads:
         return self._shifted(offset, by_hand=True)
 
     def _shifted(self, offset: Any, by_hand: bool) -> "PerExampleGrads":
-        offset = _trees.broadcast_prefix(offset, self._source.like, "offset")
+        offset = trees.broadcast_prefix(offset, self._source.like, "offset")
         offset = offset if self._offset is None else jax.tree.map(jnp.add, self._offset, offset)
         return self._mapped(self._scale, offset, by_hand)
 
-    def clipped_sum(self, clip: _stacked.ClipFunction) -> ClippedSum:
+    def clipped_sum(self, clip: stacked.ClipFunction) -> ClippedSum:
         """Runs the engine: ``sum_i clip(S g_i + o)`` over the examples that are real and finite.
 
         Args:
@@ -154,11 +155,11 @@ class PerExampleGrads:
         """
         if self._source.batch_size == 0:  # an empty Poisson batch: the sum of nothing
             empty = jnp.zeros((0,), jnp.float32)
-            result = ClippedSum(_trees.zeros(self._source.like), SensitiveAux(empty, empty, *3 * (self._mask,)))
+            result = ClippedSum(trees.zeros(self._source.like), SensitiveAux(empty, empty, *3 * (self._mask,)))
         else:
             ran = self._source.run(self._mask, self._scale, self._offset, clip)
-            norms = _stacked.global_norms(ran.leaf_norms)
-            coefficients = jax.tree.leaves(_stacked.row_coefficients(clip, ran.leaf_norms))
+            norms = stacked.global_norms(ran.leaf_norms)
+            coefficients = jax.tree.leaves(stacked.row_coefficients(clip, ran.leaf_norms))
             was_clipped = jnp.any(jnp.stack([(c < 1).reshape(len(c), -1).any(1) for c in coefficients]), axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
             result = ClippedSum(ran.sum, aux, ran.remainder, ran.leaf_norms)
@@ -170,8 +171,8 @@ class PerExampleGrads:
 
         *Privacy*: raw per-example gradients, neither clipped nor noised.
         """
-        grads = _stacked.affine(_trees.upcast(self._source.gradients()), self._scale, self._offset)
-        return jax.tree.map(lambda g: jnp.where(_trees.per_example(self._mask, g), g, 0), grads)
+        grads = stacked.affine(trees.upcast(self._source.gradients()), self._scale, self._offset)
+        return jax.tree.map(lambda g: jnp.where(trees.per_example(self._mask, g), g, 0), grads)
 
     @property
     def sensitive(self) -> SensitiveAux:
@@ -270,26 +271,26 @@ def per_example_grads(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
-    _validate.one_of(("auto", "ghost", "vmap"), engine=engine)
+    validate.one_of(("auto", "ghost", "vmap"), engine=engine)
     if microbatch_size is not None:
-        _validate.positive_int(microbatch_size=microbatch_size)
-    _validate.positive(memory=memory)
+        validate.positive_int(microbatch_size=microbatch_size)
+    validate.positive(memory=memory)
 
-    @_validate.requires_mask
+    @validate.requires_mask
     def promise(params: Any, batch: Any, *, mask: Any) -> PerExampleGrads:
-        _validate.floating_params(params)
-        batch_size = _batches.batch_size(batch)
-        mask = _batches.checked_mask(mask, batch_size)
+        validate.floating_params(params)
+        batch_size = batches.batch_size(batch)
+        mask = batches.checked_mask(mask, batch_size)
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
-        _batches.check_loss(loss_fn, params, batch, has_aux)
+        batches.check_loss(loss_fn, params, batch, has_aux)
         return PerExampleGrads(
-            _engines.Loss(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux, memory), mask
+            promises.Loss(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux, memory), mask
         )
 
     return promise
 
 
-@_validate.requires_mask
+@validate.requires_mask
 def stacked_grads(grads: Any, *, mask: Any) -> PerExampleGrads:
     """Wraps gradients that exist already, a pytree with a leading batch axis, in the interface of a promise.
 
@@ -306,7 +307,7 @@ def stacked_grads(grads: Any, *, mask: Any) -> PerExampleGrads:
     >>> stacked_grads({"w": jnp.ones((3, 2))}, mask=None).materialize()["w"].shape
     (3, 2)
     """
-    _validate.floating_params(grads)
+    validate.floating_params(grads)
     grads = jax.tree.map(jnp.asarray, grads)
-    batch_size = _batches.batch_size(grads, "per-example gradients")
-    return PerExampleGrads(_stacked.Stacked(grads, batch_size), _batches.checked_mask(mask, batch_size))
+    batch_size = batches.batch_size(grads, "per-example gradients")
+    return PerExampleGrads(stacked.Stacked(grads, batch_size), batches.checked_mask(mask, batch_size))

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import numpy as np
 
-from dpopt import _validate
-from dpopt._data import rows_of
+from dpopt.common import validate
+from dpopt.run.data import rows_of
 
 _DRAWS = 0x75736572  # so that a sampler of the same seed, which draws from [seed, step], is independent of these
 
@@ -159,14 +159,14 @@ def group(
         ids = ids.astype(str)
     if not len(ids):
         raise ValueError("user_ids is empty: there is nobody to train on.")
-    _validate.positive_int(max_examples=max_examples)
-    _validate.one_of(("first", "sample", "resample"), how=how)
+    validate.positive_int(max_examples=max_examples)
+    validate.one_of(("first", "sample", "resample"), how=how)
     if (seed is None) != (how == "first"):
         raise ValueError(
             f"how={how!r} {'draws, and needs a seed' if seed is None else 'draws nothing: leave seed out'}."
         )
     if seed is not None:
-        _validate.non_negative_int(seed=seed)
+        validate.non_negative_int(seed=seed)
     names, user = np.unique(ids, return_inverse=True)
     first = np.concatenate([[0], np.cumsum(np.bincount(user))])
     by_user = np.argsort(user, kind="stable")

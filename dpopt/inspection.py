@@ -1,9 +1,9 @@
 """What an optimizer does with private data, found out by tracing one update on values that stand for them.
 
-A promise whose engine is a mark in the program (`dpopt._flow`) takes the place of the real one: no model is traced, no
-noise is drawn, no data are read. The stages report what they are, and the program shows where their values go: the clip
-must get the caller's own promise under public diagonals, the noise must fall on the clip's own sum, and nothing else
-that depends on an example may reach the update or the state.
+A promise whose engine is a mark in the program (`dpopt.engines.flow`) takes the place of the real one: no model is
+traced, no noise is drawn, no data are read. The stages report what they are, and the program shows where their values
+go: the clip must get the caller's own promise under public diagonals, the noise must fall on the clip's own sum, and
+nothing else that depends on an example may reach the update or the state.
 """
 
 import inspect
@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _stacked, _stages, _trees, _validate
-from dpopt._lazy import flow
+from dpopt import _stages
+from dpopt.common import trees, validate
+from dpopt.common.lazy import flow
+from dpopt.engines import stacked
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import Privacy, check_order, check_unit, privacy_of_stages
 
@@ -80,7 +82,7 @@ def inspect_optimizer(optimizer: Any, grads: PerExampleGrads, state: Any, params
     Raises:
         ValueError, TypeError: if it is not private, with the reason.
     """
-    _validate.public_arguments(extra)
+    validate.public_arguments(extra)
     if not getattr(optimizer, "is_chained", False):
         update = optax.with_extra_args_support(optimizer).update
         inspect_once(update, optimizer.update, grads, state, params, extra)
@@ -160,7 +162,7 @@ def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = Non
 def check_arguments(update: Callable, name: str) -> None:
     """Raises ValueError if an update cannot do without an argument that is not public."""
     if told := _required_private_arguments(update):
-        raise ValueError(f"{name} must be told {', '.join(sorted(told))}. {_validate.ONLY_PUBLIC_ARGUMENTS}")
+        raise ValueError(f"{name} must be told {', '.join(sorted(told))}. {validate.ONLY_PUBLIC_ARGUMENTS}")
 
 
 def _required_private_arguments(update: Callable) -> set[str]:
@@ -175,7 +177,7 @@ def _required_private_arguments(update: Callable) -> set[str]:
     except (TypeError, ValueError):  # not written in Python
         return set()
     names = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
-    found = {name for name in names if not _validate.is_public_argument(name)}
+    found = {name for name in names if not validate.is_public_argument(name)}
     if str(function.__module__).split(".")[0] == "optax":  # None in a function that was made from text
         closed_over = inspect.getclosurevars(function).nonlocals.values()
         parts = [x for value in closed_over for x in (value if isinstance(value, tuple | list) else [value])]
@@ -184,7 +186,7 @@ def _required_private_arguments(update: Callable) -> set[str]:
 
 
 class _Shown:
-    """Stands where `dpopt._engines.Loss` stands in a real promise; what it returns is marked as private."""
+    """Stands where `dpopt.engines.promises.Loss` stands in a real promise; what it returns is marked as private."""
 
     is_shown = True
 
@@ -200,20 +202,20 @@ class _Shown:
         return _Shown(params, self.unit, self.mask)
 
     def gradients(self) -> Any:
-        rows = jax.tree.map(lambda x: jnp.zeros((_ROWS, *x.shape), x.dtype), _trees.zeros(self.like))
+        rows = jax.tree.map(lambda x: jnp.zeros((_ROWS, *x.shape), x.dtype), trees.zeros(self.like))
         return flow.private(rows, "per-example gradients")
 
-    def run(self, mask: Any, scale: Any, offset: Any, clip: Any) -> _stacked.EngineResult:
+    def run(self, mask: Any, scale: Any, offset: Any, clip: Any) -> stacked.EngineResult:
         if mask is not self.mask:
             raise ValueError("another mask than the caller's reached the clip.")
         flow.public((scale, offset), "a diagonal before the clip")
         flow.public(clip.sensitivity, "the clip norm")
-        total = flow.private(_trees.zeros(self.like), "a sum of per-example gradients")
+        total = flow.private(trees.zeros(self.like), "a sum of per-example gradients")
         per_row = jnp.zeros((_ROWS,), jnp.float32)
-        axes = jax.tree.unflatten(jax.tree.structure(self.like), _stacked.layer_axes(clip, self.like))
+        axes = jax.tree.unflatten(jax.tree.structure(self.like), stacked.layer_axes(clip, self.like))
         norms = jax.tree.map(lambda x, n: jnp.zeros((_ROWS, *jnp.shape(x)[:n])), self.like, axes)
         norms, losses, is_finite = flow.private((norms, per_row, per_row == 0), "per-example norms and losses")
-        return _stacked.EngineResult(total, norms, losses, None, is_finite)
+        return stacked.EngineResult(total, norms, losses, None, is_finite)
 
 
 def _privacy_of_reports(reports: Sequence[_stages.Stage | Privacy]) -> Privacy:
@@ -241,7 +243,7 @@ def _is_own(error: Exception) -> bool:
 def _explained(error: Exception) -> ValueError:
     """What another's error most likely means."""
     if "required keyword-only argument" in str(error):
-        return ValueError(f"{error}. {_validate.ONLY_PUBLIC_ARGUMENTS}")
+        return ValueError(f"{error}. {validate.ONLY_PUBLIC_ARGUMENTS}")
     first_line = str(error).strip().split("\n")[0]
     return ValueError(
         "the update cannot be followed with per-example gradients in the place of the gradient "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dpopt import _validate
+from dpopt.common import validate
 
 _OF_LOSSES = 0x6C6F7373  # samplers draw from the seed and a step, spawned keys are apart from those
 
@@ -67,7 +67,7 @@ def example_keys(key: jax.Array, step: Any, indices: Any) -> jax.Array:
     >>> bool(jnp.all(keys[1:] == fewer))
     True
     """
-    _validate.prng_key(key)
+    validate.prng_key(key)
     indices = jnp.asarray(indices)
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"indices must be a row of integers; got {indices.dtype} of shape {indices.shape}.")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar
 
-from dpopt import _validate, events
-from dpopt._lazy import dp_accounting
+from dpopt import events
 from dpopt.accounting import Accountant, epsilon_of_event
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
 
 
 class Ledger:
@@ -37,7 +38,7 @@ class Ledger:
             TypeError: if ``event`` is of a kind that cannot be stored; ValueError: if ``count`` is below 1, or a number
                 in the event is out of range.
         """
-        _validate.positive_int(count=count)
+        validate.positive_int(count=count)
         if not isinstance(event, dp_accounting.DpEvent):
             raise TypeError(f"a ledger records events of dp_accounting; got {event!r} of type {type(event).__name__}.")
         count = int(count)

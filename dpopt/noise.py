@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _box_muller, _stages, _sums, _threefry, _trees, _validate
-from dpopt._lazy import flow
+from dpopt import _stages
+from dpopt.common import trees, validate
+from dpopt.common.lazy import flow
+from dpopt.engines import sums
 from dpopt.gradients import PerExampleGrads
+from dpopt.normals import box_muller, threefry
 
 SMALL = 2**14  # entries of a leaf that is drawn together with others
 # The least standard deviation. Devices flush what is below 2^-126 to zero; this far above it, that touches only the
@@ -43,9 +46,9 @@ class AddGaussianNoiseState(NamedTuple):
 def standard_normal_like(key: jax.Array, tree: Any) -> Any:
     """Draws independent N(0, 1) values shaped like ``tree``: every privacy noise of dpopt comes from here.
 
-    Values are float32, or float64 for float64 leaves, by `dpopt._box_muller`: tails are right as far as 8 standard
-    deviations. From a threefry key a value is a function of the key, the shapes of the tree and its own place there: it
-    is the same on any number of devices, and a sharded leaf is drawn shard by shard.
+    Values are float32, or float64 for float64 leaves, by `dpopt.normals.box_muller`: tails are right as far as 8
+    standard deviations. From a threefry key a value is a function of the key, the shapes of the tree and its own place
+    there: it is the same on any number of devices, and a sharded leaf is drawn shard by shard.
 
     Args:
         key: a PRNG key, typed or legacy, used for this call only.
@@ -62,7 +65,7 @@ def standard_normal_like(key: jax.Array, tree: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
-    dtypes = tuple(_trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves)
+    dtypes = tuple(trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves)
     for dtype in dtypes:
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"noise is drawn for real arrays only; got dtype {dtype}: pass real and imaginary part.")
@@ -87,7 +90,7 @@ def _draws(key: jax.Array, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[An
         drawn = _draw_in_rows(group_key, int(ends[-1]), dtype)
         for i, start in zip(places, [0, *ends[:-1]], strict=True):
             # Read by index, not sliced: a slice that is split over devices would have the whole vector split and sent.
-            _, index = _threefry.counters(shapes[i])
+            _, index = threefry.counters(shapes[i])
             draws[i] = drawn.at[index + np.uint32(start)].get(mode="promise_in_bounds")
     return [draws[i] for i in range(len(shapes))]
 
@@ -101,20 +104,20 @@ def _keys(key: jax.Array, count: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return _box_muller.normal_from_words(*_threefry.random_words(key, shape), dtype)
+    return box_muller.normal_from_words(*threefry.random_words(key, shape), dtype)
 
 
 def _draw_in_rows(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     """A vector, drawn in a loop over at least two rows: else the compiler writes the draw into each reader."""
     width = min(SMALL, max(1, -(-size // 2)))
-    rows, words = -(-size // width), _threefry.words_of(key)
+    rows, words = -(-size // width), threefry.words_of(key)
     if words is None:
         return _draw(key, (rows * width,), dtype)
 
     def row(counter):
-        return _box_muller.normal_from_words(*_threefry.blocks_at(words, counter), dtype)
+        return box_muller.normal_from_words(*threefry.blocks_at(words, counter), dtype)
 
-    return jax.lax.map(row, _threefry.counters((rows, width))).ravel()
+    return jax.lax.map(row, threefry.counters((rows, width))).ravel()
 
 
 def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTransformationExtraArgs:
@@ -160,7 +163,7 @@ def drawn_by(
     """
     check(noise_stddev, key)
     stage = _stages.Noise(noise_stddev=noise_stddev)
-    is_off = not callable(noise_stddev) and _validate.concrete(noise_stddev) == 0
+    is_off = not callable(noise_stddev) and validate.concrete(noise_stddev) == 0
 
     def init_fn(params):
         del params
@@ -172,10 +175,10 @@ def drawn_by(
         stddev = flow.public(stage.stddev(state.count), "the noise's standard deviation")
 
         def noise(total):
-            drawn = draw(_threefry.fold_in(state.key, state.count), total)
+            drawn = draw(threefry.fold_in(state.key, state.count), total)
             return scaled(drawn, stddev, zero_is_meant=not callable(noise_stddev))
 
-        count = flow.advanced(state.count, _trees.next_count(state.count))
+        count = flow.advanced(state.count, trees.next_count(state.count))
         return released(updates, None if is_off else noise), AddGaussianNoiseState(state.key, count)
 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
@@ -189,20 +192,20 @@ def check(noise_stddev: Any, key: jax.Array) -> None:
     >>> check(1.0, jax.random.key(0))
     """
     if not callable(noise_stddev):
-        _validate.non_negative(noise_stddev=noise_stddev)
-        if 0 < (_validate.concrete(noise_stddev) or 0) < LEAST_STDDEV:
+        validate.non_negative(noise_stddev=noise_stddev)
+        if 0 < (validate.concrete(noise_stddev) or 0) < LEAST_STDDEV:
             raise ValueError(
                 f"noise_stddev must be 0 or at least 2^-100 (7.9e-31); got {noise_stddev}: noise so small vanishes in "
                 "float32. Scale the loss, and with it the clip norm, up."
             )
-    _validate.prng_key(key)
+    validate.prng_key(key)
 
 
 def released(updates: Any, noise: Callable[[Any], Any] | None) -> Any:
     """A clipped sum with noise, at least float32.
 
     Args:
-        updates: the sum, or a `dpopt._sums.Sum` with what rounding it has lost.
+        updates: the sum, or a `dpopt.engines.sums.Sum` with what rounding it has lost.
         noise: from something shaped like the sum to the noise; None for none.
 
     Raises:
@@ -218,7 +221,7 @@ def released(updates: Any, noise: Callable[[Any], Any] | None) -> Any:
             "add_gaussian_noise got per-example gradients: noise protects a clipped sum. Put clip_and_sum first."
         )
     remainder = None
-    if isinstance(updates, _sums.Sum):  # from `dpopt.chain`
+    if isinstance(updates, sums.Sum):  # from `dpopt.chain`
         updates, remainder = updates.value, flow.public(updates.remainder, "a remainder, while nothing is summed")
 
     def add_noise(updates):
@@ -229,7 +232,7 @@ def released(updates: Any, noise: Callable[[Any], Any] | None) -> Any:
             drawn = jax.tree.map(jnp.add, remainder, drawn)
         return jax.tree.map(jnp.add, updates, drawn)
 
-    return flow.released(_trees.upcast(updates), add_noise)
+    return flow.released(trees.upcast(updates), add_noise)
 
 
 def scaled(draw: Any, stddev: Any, *, zero_is_meant: bool) -> Any:
@@ -272,7 +275,7 @@ def normalize_by(expected_batch_size: Any) -> optax.GradientTransformationExtraA
     >>> mean.tolist()
     [2.0]
     """
-    _validate.positive(expected_batch_size=expected_batch_size)
+    validate.positive(expected_batch_size=expected_batch_size)
 
     def init_fn(params):
         del params

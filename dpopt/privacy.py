@@ -15,8 +15,10 @@ from typing import Any
 
 from jax.core import Tracer
 
-from dpopt import _stages, _sums, _validate
-from dpopt._lazy import dp_accounting
+from dpopt import _stages
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
+from dpopt.engines import sums
 
 PRIVATE_STAGES = ("precondition", "clip_and_sum", "add_gaussian_noise", "add_correlated_noise", "normalize_by")
 
@@ -95,7 +97,7 @@ class Privacy:
                 raise ValueError(
                     f"this optimizer's noise is correlated over steps ({query.strategy.name}), so its batches must "
                     "come from a sampler that keeps the steps of an example apart, and no theorem covers this one. "
-                    "Use dpopt.CyclicPoissonSampler (for banded strategies) or dpopt.EpochSampler."
+                    "Use CyclicPoissonSampler (for banded strategies) or EpochSampler, of dpopt.samplers.parts."
                 )
         distance = _distance(relation)
         asked = [q.multiplier(step) / distance for q in self.queries if q.active is None or q.active(step)]
@@ -130,7 +132,7 @@ class Privacy:
 
 
 def _distance(relation: Relation) -> float:
-    return (2.0 if Relation.of(relation) is Relation.REPLACE_ONE else 1.0) * (1 + _sums.ROUNDING)
+    return (2.0 if Relation.of(relation) is Relation.REPLACE_ONE else 1.0) * (1 + sums.ROUNDING)
 
 
 def check_order(names: Sequence[str]) -> None:
@@ -175,11 +177,11 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
 
     def multiplier(step: int) -> float:
         stddev = noise.stddev(step)
-        if _validate.concrete(stddev) == 0:
+        if validate.concrete(stddev) == 0:
             return 0.0  # also under an infinite clip norm, where 0 / inf would be no better
-        if _validate.concrete(clip.sensitivity) == math.inf:
+        if validate.concrete(clip.sensitivity) == math.inf:
             raise ValueError("noise on a sum with an infinite clip norm protects nothing: pass a finite l2_clip_norm.")
-        if _validate.concrete(clip.sensitivity) == 0:
+        if validate.concrete(clip.sensitivity) == 0:
             raise ValueError("a clip norm of 0 leaves nothing of any example to train on: pass a positive one.")
         return stddev / clip.sensitivity
 

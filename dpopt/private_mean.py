@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from dpopt import _validate
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function, clip_and_sum, is_adaptive
+from dpopt.common import validate
 from dpopt.correlated.noise import add_correlated_noise
 from dpopt.correlated.strategies import Strategy
 from dpopt.noise import add_gaussian_noise, normalize_by
-from dpopt.preconditioning import precondition
+from dpopt.preconditioners.base import precondition
 
 
 def privatize(
@@ -34,8 +34,9 @@ def privatize(
         expected_batch_size: B, a public constant.
         key: PRNG key for the noise, used for nothing else.
         noise: a strategy of `dpopt.correlated` for noise that is correlated over steps, which takes batches from a
-            sampler of `dpopt.parts`; None for independent noise.
-        preconditioner: where S comes from (`dpopt.preconditioning`): one, several in a tuple (they multiply), or None.
+            sampler of `dpopt.samplers.parts`; None for independent noise.
+        preconditioner: where S comes from (`dpopt.preconditioners.base`): one, several in a tuple (they multiply), or
+        None.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -48,8 +49,8 @@ def privatize(
     [0.3, 0.65]
     """
     if not callable(noise_multiplier):
-        _validate.non_negative(noise_multiplier=noise_multiplier)
-    _validate.positive(expected_batch_size=expected_batch_size)
+        validate.non_negative(noise_multiplier=noise_multiplier)
+    validate.positive(expected_batch_size=expected_batch_size)
     if not isinstance(preconditioner, tuple):
         preconditioner = () if preconditioner is None else (preconditioner,)
     if is_adaptive(l2_clip_norm):
@@ -80,15 +81,15 @@ def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
     """
     if callable(noise_multiplier):
         return lambda step: noise_multiplier(step) * sensitivity
-    if _validate.concrete(noise_multiplier) == 0:
+    if validate.concrete(noise_multiplier) == 0:
         return 0.0  # 0 * inf is not 0
     if isinstance(noise_multiplier, Tracer):
         return jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
-    if _validate.concrete(sensitivity) == math.inf:
+    if validate.concrete(sensitivity) == math.inf:
         raise ValueError(
             "noise_multiplier > 0 needs a finite l2_clip_norm: noise scaled to an infinite norm is infinite. Set "
             "noise_multiplier=0 to switch privacy off."
         )
-    if _validate.concrete(sensitivity) == 0:
+    if validate.concrete(sensitivity) == 0:
         raise ValueError("l2_clip_norm=0 leaves nothing of any example to train on; pass a positive one.")
     return noise_multiplier * sensitivity

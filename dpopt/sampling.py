@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from dpopt import _validate
-from dpopt._lazy import dp_accounting
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
 from dpopt.privacy import Relation
 
 
@@ -33,7 +33,7 @@ class Poisson:
     relation = Relation.ADD_OR_REMOVE_ONE
 
     def __post_init__(self):
-        _validate.probability(sampling_prob=self.sampling_prob)
+        validate.probability(sampling_prob=self.sampling_prob)
 
     def event(self, step_event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
         """The event of a step on a sample."""
@@ -57,7 +57,7 @@ class WithoutReplacement:
     relation = Relation.REPLACE_ONE
 
     def __post_init__(self):
-        _validate.positive_int(num_examples=self.num_examples, batch_size=self.batch_size)
+        validate.positive_int(num_examples=self.num_examples, batch_size=self.batch_size)
         if self.batch_size > self.num_examples:
             raise ValueError(f"batch_size {self.batch_size} exceeds num_examples {self.num_examples}.")
 
@@ -85,8 +85,8 @@ class _Sampler:
     scheme: Any
 
     def __init__(self, num_examples: int, *, seed: int, pad_to: int, start: int):
-        _validate.positive_int(num_examples=num_examples, pad_to=pad_to)
-        _validate.non_negative_int(seed=seed, start=start)
+        validate.positive_int(num_examples=num_examples, pad_to=pad_to)
+        validate.non_negative_int(seed=seed, start=start)
         self.num_examples = num_examples
         self.seed = seed
         self.pad_to = pad_to
@@ -97,7 +97,7 @@ class _Sampler:
         raise NotImplementedError
 
     def _rng(self, step: int) -> np.random.Generator:
-        _validate.non_negative_int(step=step)
+        validate.non_negative_int(step=step)
         return np.random.default_rng([self.seed, step])
 
     def reseeded(self, seed: int) -> Self:
@@ -136,7 +136,7 @@ class _Sampler:
             raise ValueError(
                 f"step {step} drew {len(drawn)} examples, which do not fit in {size}. A sample cannot be cut without "
                 "changing the privacy guarantee: give it more room (batches(...) finds how much), or have the cut "
-                "accounted for (dpopt.truncated)."
+                "accounted for (dpopt.samplers.truncated)."
             )
         self.hand_out(step + 1)
         others = rng.choice(self.num_examples, min(size, self.num_examples), replace=False, shuffle=False)
@@ -148,7 +148,7 @@ class _Sampler:
 
         All steps share the size that the largest of them needs.
         """
-        _validate.non_negative_int(start=start, stop=stop)
+        validate.non_negative_int(start=start, stop=stop)
         if stop <= start:
             raise ValueError(f"stop must exceed start; got start {start}, stop {stop}.")
         most = max(len(self.drawn(t)) for t in range(start, stop))
@@ -205,7 +205,7 @@ class PoissonSampler(_Sampler):
     def __init__(
         self, num_examples: int, expected_batch_size: float, *, seed: int, pad_to: int | None = None, start: int = 0
     ):
-        _validate.positive(expected_batch_size=expected_batch_size)
+        validate.positive(expected_batch_size=expected_batch_size)
         pad_to = padding(expected_batch_size) if pad_to is None else pad_to
         super().__init__(num_examples, seed=seed, pad_to=pad_to, start=start)
         if expected_batch_size > num_examples:
@@ -255,7 +255,7 @@ class FixedSizeSampler(_Sampler):
 
 
 def sampling_prob(sampling: Any) -> float:
-    """Probability that a given example is in a given batch (of `dpopt.truncated`: before it is cut).
+    """Probability that a given example is in a given batch (of `dpopt.samplers.truncated`: before it is cut).
 
     *Privacy*: arithmetic on public constants.
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt import _trees, _validate
 from dpopt import noise as _noise
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function, as_promise, clip_and_sum
+from dpopt.common import trees, validate
 from dpopt.noise import drawn_by, normalize_by
-from dpopt.preconditioning import Diagonal, Preconditioner, precondition
+from dpopt.preconditioners.base import Diagonal, Preconditioner, precondition
 from dpopt.privacy import Privacy
 from dpopt.private_mean import noise_stddev, privatize
 
@@ -135,7 +135,7 @@ class SparseRows:
                 raise TypeError(f"rows must give numbers of rows, integers; got dtype {touched.dtype}.")
             # A table may have more rows than a narrow type can count.
             touched = touched.astype(jnp.int32) if touched.dtype.itemsize < 4 else touched
-            touched = jnp.sort(jnp.where(_trees.per_example(which, touched), touched, -1).ravel())
+            touched = jnp.sort(jnp.where(trees.per_example(which, touched), touched, -1).ravel())
             is_first = (touched != jnp.roll(touched, 1)).at[:1].set(True)
             is_row = is_first & (touched >= 0) & (touched < len(count))
             total += jnp.sum(jnp.where(is_row, count[jnp.where(is_row, touched, 0)], 0.0))
@@ -229,10 +229,10 @@ def sparse_rows(
     for name, function in (("tables", tables), ("rows", rows)):
         if not callable(function):
             raise TypeError(f"{name} must be a function; got {function!r}.")
-    _validate.positive_int(most_rows=most_rows)
+    validate.positive_int(most_rows=most_rows)
     if not math.isfinite(threshold):
         raise ValueError(f"threshold must be a finite number of contributions; got {threshold}.")
-    _validate.positive(touch_share=touch_share, l2_touch_norm=l2_touch_norm)
+    validate.positive(touch_share=touch_share, l2_touch_norm=l2_touch_norm)
     if touch_share >= 1:
         raise ValueError(f"touch_share must lie in (0, 1), so that both queries get noise; got {touch_share}.")
     return SparseRows(

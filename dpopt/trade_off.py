@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from dpopt import _bounds, _steps, _validate, accounting, events
-from dpopt._lazy import dp_accounting
+from dpopt import accounting, events
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
+from dpopt.composition import bounds, step_events
 from dpopt.privacy import Relation
 
 _POINTS = 400
@@ -49,7 +51,7 @@ def true_positive_rates(
     rates = np.asarray(false_positive_rates, np.float64)
     if rates.ndim != 1 or not np.all((rates >= 0) & (rates <= 1)):
         raise ValueError(f"false_positive_rates must be a list of numbers between 0 and 1; got {false_positive_rates}.")
-    _validate.one_of(("pld", "rdp"), accountant=accountant)
+    validate.one_of(("pld", "rdp"), accountant=accountant)
     events.check(event)
     highest = accounting.epsilon_of_event(event, delta=1e-9, accountant=accountant)
     if not 0 < highest < 700:
@@ -58,11 +60,11 @@ def true_positive_rates(
     ways = [steps for steps in events.flattened_both_ways(event) if steps]
     deltas = np.max([_deltas(steps, epsilons, accountant) for steps in ways], axis=0)
     gains = np.exp(epsilons)
-    bounds = np.minimum(
+    highest = np.minimum(
         rates[:, None] * gains + deltas,
         1 - (1 - deltas - rates[:, None]) / gains,
     )
-    return np.clip(bounds.min(axis=1), rates, 1.0)
+    return np.clip(highest.min(axis=1), rates, 1.0)
 
 
 def _deltas(steps: Any, epsilons: np.ndarray, accountant: str) -> np.ndarray:
@@ -70,8 +72,8 @@ def _deltas(steps: Any, epsilons: np.ndarray, accountant: str) -> np.ndarray:
     if alone is not None and accountant == "pld":
         raise ValueError(f"{alone} has an RDP bound only: pass accountant='rdp'.")
     relation = Relation.REPLACE_ONE if events.is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
-    steps = _steps.rounded(steps)
-    bound = _bounds.renyi(steps, relation)(1e-5)
+    steps = step_events.rounded(steps)
+    bound = bounds.renyi(steps, relation)(1e-5)
     if accountant == "rdp" or bound == np.inf:
-        return _bounds.renyi_deltas(steps, epsilons, relation)
-    return cast(np.ndarray, _bounds.privacy_loss_deltas(steps, epsilons, bound))
+        return bounds.renyi_deltas(steps, epsilons, relation)
+    return cast(np.ndarray, bounds.privacy_loss_deltas(steps, epsilons, bound))

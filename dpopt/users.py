@@ -13,9 +13,11 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 
-from dpopt import _batches, _engines, _trees, _validate, verification
+from dpopt import verification
 from dpopt._units import stated_for
 from dpopt.chain import PrivateOptimizer
+from dpopt.common import trees, validate
+from dpopt.engines import batches, promises
 from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
 from dpopt.grouping import Groups as Groups
 from dpopt.grouping import UserBatches as UserBatches
@@ -23,7 +25,7 @@ from dpopt.grouping import Users as Users
 from dpopt.grouping import group as group
 
 
-class _UserLoss(_engines.Loss):
+class _UserLoss(promises.Loss):
     """Gradients to be, of rows that are users: ``(examples, which of them count)``."""
 
     unit = "user"
@@ -74,7 +76,7 @@ def per_user_grads(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
-    _validate.one_of(("sum", "mean"), reduce=reduce)
+    validate.one_of(("sum", "mean"), reduce=reduce)
 
     def loss_of_user(params: Any, row: tuple[Any, jax.Array]) -> jax.Array:
         examples, counts = row
@@ -94,23 +96,23 @@ def per_user_grads(
                 raise ValueError("Users hold an example_mask, and another was given.")
             user_batches, example_mask = user_batches
         data = jax.tree.map(jnp.asarray, user_batches)
-        shape = users, examples = _batches.grouped_shape(data, "user")
+        shape = users, examples = batches.grouped_shape(data, "user")
         example_mask = jnp.ones(shape, bool) if example_mask is None else example_mask
-        example_mask = _batches.checked_example_mask(example_mask, shape, "user")
+        example_mask = batches.checked_example_mask(example_mask, shape, "user")
         data = _without_padding(data, example_mask)
         if keys is not None:
             data = data, jax.vmap(lambda key: jax.random.split(key, examples))(keys)
         each = jax.tree.map(lambda x: x.reshape((users * examples,) + x.shape[2:]), data)
-        _batches.check_loss(loss_fn, params, each, has_aux=False)
+        batches.check_loss(loss_fn, params, each, has_aux=False)
         return data, example_mask
 
-    @_validate.requires_mask
+    @validate.requires_mask
     def promise(params: Any, user_batches: Any, *, mask: Any, example_mask: Any = None) -> PerExampleGrads:
-        _validate.floating_params(params)
+        validate.floating_params(params)
         batch = prepared(params, user_batches, example_mask)
-        mask = _batches.checked_mask(mask, len(batch[1])) & jnp.any(batch[1], axis=1)
+        mask = batches.checked_mask(mask, len(batch[1])) & jnp.any(batch[1], axis=1)
         rows = of_rows(params, batch, mask=mask)
-        fields = {f.name: getattr(rows._source, f.name) for f in dataclasses.fields(_engines.Loss)}
+        fields = {f.name: getattr(rows._source, f.name) for f in dataclasses.fields(promises.Loss)}
         rows._source = _UserLoss(**fields)
         return rows
 
@@ -157,6 +159,6 @@ def _without_padding(data: Any, example_mask: jax.Array) -> Any:
 
     def filled(x: jax.Array) -> jax.Array:
         own = jax.vmap(lambda row, i: row[i])(x, first)
-        return jnp.where(_trees.per_example(example_mask, x), x, own[:, None])
+        return jnp.where(trees.per_example(example_mask, x), x, own[:, None])
 
     return jax.tree.map(filled, data)

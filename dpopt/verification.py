@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _engines, _meshes, _trees, _validate
 from dpopt.clipping import FlatClip
+from dpopt.common import trees, validate
 from dpopt.constants import constants_of, given
+from dpopt.engines import explicit_axes, promises
 from dpopt.gradients import Engine, per_example_grads
-from dpopt.preconditioning import SideInformation
+from dpopt.preconditioners.base import SideInformation
 
 _log = logging.getLogger(__name__)
 
@@ -76,12 +77,12 @@ def verify(
 
     >>> verify(lambda w, x: jnp.sum((w - x) ** 2), jnp.zeros(2), jnp.eye(2))
     """
-    _validate.positive_int(examples=examples)
+    validate.positive_int(examples=examples)
     options: dict[str, Any] = {"engine": engine, "microbatch_size": microbatch_size, "has_aux": has_aux}
     promise = per_example_grads(loss_fn, **options)(params, batch, mask=None)  # the same conditions
     promise = promise if scale is None else promise.scale(scale)
-    params, batch = _meshes.with_automatic_types(jax.tree.map(jnp.asarray, (params, batch)))
-    constants = _meshes.with_automatic_types(constants_of(loss_fn))
+    params, batch = explicit_axes.with_automatic_types(jax.tree.map(jnp.asarray, (params, batch)))
+    constants = explicit_axes.with_automatic_types(constants_of(loss_fn))
     if not all(x.is_fully_addressable for x in jax.tree.leaves((params, batch))):
         _log.warning("dpopt: not verified: other processes hold parts of the parameters or of the batch")
         return
@@ -94,7 +95,7 @@ def verify(
     @jax.jit
     def run(params, batch, mask, constants):
         own = given(loss_fn, constants)
-        source = _engines.Loss(own, params, batch, size, engine, microbatch_size, has_aux)
+        source = promises.Loss(own, params, batch, size, engine, microbatch_size, has_aux)
         ran = source.run(mask, promise._scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 
@@ -150,7 +151,7 @@ def fixed_scale(optimizer: Any, params: Any) -> Any:
     """The product of the fixed diagonals of an optimizer, like ``params``; None if it has none."""
     made_by = getattr(getattr(optimizer, "stage", None), "preconditioner", None)
     if isinstance(made_by, SideInformation):
-        return _trees.broadcast_prefix(made_by.scale, params, "scale")
+        return trees.broadcast_prefix(made_by.scale, params, "scale")
     scales = [s for s in (fixed_scale(o, params) for o in getattr(optimizer, "stages", ())) if s is not None]
     return None if not scales else jax.tree.map(lambda *s: np.prod(np.broadcast_arrays(*s), axis=0), *scales)
 
@@ -177,7 +178,7 @@ class _Plain(NamedTuple):
         cls, loss_fn: Callable[..., Any], constants: Any, params: Any, batch: Any, rows: int, has_aux: bool, scale: Any
     ) -> "_Plain":
         gradient = jax.jit(jax.grad(lambda p, x, constants: given(loss_fn, constants)(p, x), has_aux=has_aux))
-        scales = None if scale is None else jax.tree.leaves(_trees.broadcast_prefix(scale, params, "scale"))
+        scales = None if scale is None else jax.tree.leaves(trees.broadcast_prefix(scale, params, "scale"))
         grads = []
         for i in range(rows):
             found = gradient(params, jax.tree.map(lambda x, i=i: x[i], batch), constants)

@@ -21,9 +21,9 @@ import numpy as np
 import optax
 
 import dpopt
-from benchmarks import cifar10, predict
 from benchmarks import cifar10_recipe as recipe
-from benchmarks.data import DamagedData, MissingData, Split
+from benchmarks.cost import predict
+from benchmarks.data import DamagedData, MissingData, Split, cifar10
 
 TESTED_TOGETHER = 500  # images
 
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         checkpointer = None
         if options.directory is not None:
-            from dpopt.checkpoint import Checkpointer
+            from dpopt.run.checkpoint import Checkpointer
 
             checkpointer = stack.enter_context(Checkpointer(options.directory, every=options.save_every))
         result = plan.run(

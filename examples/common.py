@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 import dpopt
-from dpopt import loading, sharding
-from dpopt.loop import train
+from dpopt.run import loading, sharding
+from dpopt.run.loop import train
 
 NUM_EXAMPLES, FEATURES, HIDDEN = 512, 16, 32
 STEPS = 6
@@ -58,7 +58,7 @@ def train_on(mesh, layout, directory=None, plan=None, replay="--replay" in sys.a
     with contextlib.ExitStack() as stack:
         checkpointer = None
         if directory is not None:
-            from dpopt.checkpoint import Checkpointer
+            from dpopt.run.checkpoint import Checkpointer
 
             checkpointer = stack.enter_context(Checkpointer(directory, every=2))
         return train(

@@ -7,7 +7,7 @@ import sys
 
 import common
 
-from dpopt.sharding import make_mesh, replicated
+from dpopt.run.sharding import make_mesh, replicated
 
 if __name__ == "__main__":
     counts = [int(x) for x in sys.argv[1:] if x.isdecimal()]

@@ -28,8 +28,9 @@ import dpopt
 import dpopt.flax
 from benchmarks.data import DamagedData, MissingData
 from benchmarks.pretrained import bert, head, tokens, weights
-from dpopt import correlated, meshes, sharding
-from dpopt.checkpoint import Checkpointer
+from dpopt import correlated
+from dpopt.run import meshes, sharding
+from dpopt.run.checkpoint import Checkpointer
 
 DELTA = 1e-5  # well below one over the number of training reviews
 TOGETHER = head.TOGETHER  # reviews that are scored at a time

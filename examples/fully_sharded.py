@@ -7,7 +7,7 @@ import sys
 
 import common
 
-from dpopt.sharding import fully_sharded, make_mesh
+from dpopt.run.sharding import fully_sharded, make_mesh
 
 if __name__ == "__main__":
     counts = [int(x) for x in sys.argv[1:] if x.isdecimal()]

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
     import common
 
-    from dpopt.sharding import make_mesh, replicated
+    from dpopt.run.sharding import make_mesh, replicated
 
     mesh = make_mesh()
     common.report(common.train_on(mesh, replicated, *directory), mesh)

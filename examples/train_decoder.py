@@ -29,9 +29,12 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dpopt
-from benchmarks import documents, llm_scaling
-from dpopt import sharding, truncated, users
-from dpopt.identity import TrainState
+from benchmarks.cost import llm_scaling
+from benchmarks.data import documents
+from dpopt import users
+from dpopt.run import sharding
+from dpopt.run.identity import TrainState
+from dpopt.samplers import truncated
 
 CLIP_NORM = 1.0
 MATRICES = {"embedding": 0, "qkv": 1, "out": 1, "gate": 1, "up": 1, "down": 1}  # and how many axes number layers
@@ -172,7 +175,9 @@ def read(options: argparse.Namespace, path: Path) -> documents.Windows:
     return documents.read(path, options.length, vocabulary=options.vocabulary, end=options.end)
 
 
-def train(plan: dpopt.Plan, windows: documents.Windows, shapes: Any, options: argparse.Namespace) -> dpopt.TrainResult:
+def train(
+    plan: dpopt.Plan, windows: documents.Windows, shapes: Any, options: argparse.Namespace
+) -> dpopt.run.results.TrainResult:
     """On all devices, from random parameters or from what the directory holds."""
     mesh = make_mesh(options, AxisType.Explicit)
     key = jax.random.key(0)  # of the parameters at the start: no secret
@@ -184,7 +189,7 @@ def train(plan: dpopt.Plan, windows: documents.Windows, shapes: Any, options: ar
     with contextlib.ExitStack() as stack:
         checkpointer = None
         if options.directory is not None:
-            from dpopt.checkpoint import Checkpointer
+            from dpopt.run.checkpoint import Checkpointer
 
             checkpointer = stack.enter_context(Checkpointer(options.directory, every=options.save_every))
         return plan.run(

@@ -1,7 +1,6 @@
 """Writes what the Python blocks of the documentation print below them: ``python -m tests.doc_outputs [page ...]``.
 
-What differs between runs of a page by more than a twentieth is written as ``...``; tests/test_docs.py compares
-the rest.
+What differs between runs of a page by more than a twentieth is written as ``...``; test_docs.py compares the rest.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpopt import entropy
+from dpopt.run import entropy
 
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<output>.*?)^```$)?", re.DOTALL | re.MULTILINE)
 RUNS = 3

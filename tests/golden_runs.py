@@ -10,7 +10,8 @@ import numpy as np
 import optax
 from helpers import enable_x64 as enable_x64
 
-from dpopt import _stacked, noise
+from dpopt import noise
+from dpopt.engines import stacked
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 RTOL64 = 1e-10  # of the array's maximum
@@ -54,7 +55,7 @@ class EpsClip:
         return self.l2_clip_norm
 
     def coefficients(self, leaf_norms):
-        c = jnp.minimum(1.0, self.l2_clip_norm / (_stacked.global_norms(leaf_norms) + self.eps))
+        c = jnp.minimum(1.0, self.l2_clip_norm / (stacked.global_norms(leaf_norms) + self.eps))
         return jax.tree.map(lambda _: c, leaf_norms)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 import dpopt
-from dpopt import entropy
-from dpopt.loop import train
+from dpopt.run import entropy
+from dpopt.run.loop import train
 
 ROOT = Path(__file__).parent.parent
 DATA = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 
 import dpopt
-from dpopt import _sums
 from dpopt.accounting import calibrate_event, epsilon_of_event
+from dpopt.engines import sums
 from dpopt.events import poisson_event
 
-PAID = 1 + _sums.ROUNDING  # how much further than its sensitivity a sum may move, which the account pays for
+PAID = 1 + sums.ROUNDING  # how much further than its sensitivity a sum may move, which the account pays for
 IMDB = dict(sampling_prob=64 / 25_000, steps=39_000, delta=1e-5)
 
 

@@ -560,8 +560,8 @@ def test_clients_are_counted_not_their_examples():
 
 def test_a_run_that_died_resumes_bit_for_bit_and_counts_get_fresh_noise(tmp_path):
     pytest.importorskip("orbax.checkpoint")
-    from dpopt.checkpoint import Checkpointer
-    from dpopt.journal import JournalError
+    from dpopt.run.checkpoint import Checkpointer
+    from dpopt.run.journal import JournalError
 
     class Died(Exception):
         pass
@@ -588,14 +588,18 @@ def test_a_run_that_died_resumes_bit_for_bit_and_counts_get_fresh_noise(tmp_path
     with Checkpointer(tmp_path / "fresh", every=4) as c:
         again = run(plan(), checkpointer=c, steps=6, **options)
     assert again.ledger.steps == 7 + 2 and again.lost == 3
-    keys = [np.asarray(jax.random.key_data(s.key)).tolist() for s in dpopt.entropy.noise_states(again.state.opt_state)]
-    olds = [np.asarray(jax.random.key_data(s.key)).tolist() for s in dpopt.entropy.noise_states(whole.state.opt_state)]
+    keys = [
+        np.asarray(jax.random.key_data(s.key)).tolist() for s in dpopt.run.entropy.noise_states(again.state.opt_state)
+    ]
+    olds = [
+        np.asarray(jax.random.key_data(s.key)).tolist() for s in dpopt.run.entropy.noise_states(whole.state.opt_state)
+    ]
     assert len(keys) == 2 and not any(k in olds for k in keys) and keys[0] != keys[1]
 
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_eight_devices_count_together(kind):
-    found = script(ROOT / "tests" / "adaptive_run.py", kind, devices=8)
+    found = script(ROOT / "tests" / "programs" / "adaptive_run.py", kind, devices=8)
     one, eight = found["1"], found["8"]
     np.testing.assert_allclose(eight["norms"], one["norms"], rtol=1e-5)
     np.testing.assert_allclose(eight["params"], one["params"], rtol=2e-4, atol=1e-6)

@@ -27,9 +27,10 @@ from helpers import (
 from runs import run, script, tiny_plan
 
 import dpopt
-from dpopt import checkpoint, keys, users
+from dpopt import keys, users
 from dpopt.augmentation import augmented
 from dpopt.flax import linen_loss, nnx_loss
+from dpopt.run import checkpoint
 
 CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
 ENGINES = ("ghost", "vmap", "auto")
@@ -306,7 +307,7 @@ def test_a_plan_for_users_puts_the_keys_there():
 
 @pytest.mark.slow
 def test_eight_devices_compute_the_same():
-    here = Path(__file__).parent / "augmented_run.py"
+    here = Path(__file__).parent / "programs" / "augmented_run.py"
     eight, alone = script(here, 8, devices=8), script(here, 1)
     assert (eight["devices"], alone["devices"]) == (8, 1)
     np.testing.assert_allclose(eight["params"], alone["params"], rtol=2e-4, atol=2e-5)

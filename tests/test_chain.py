@@ -9,7 +9,7 @@ from helpers import assert_identical, assert_near, dot_loss, mlp_batch, mlp_loss
 
 import dpopt
 from dpopt.chain import NoiseAware
-from dpopt.preconditioning import Diagonal
+from dpopt.preconditioners.base import Diagonal
 
 KEY = jax.random.key(0)
 CLIP = dpopt.clip_and_sum(2.0)

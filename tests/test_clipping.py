@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpopt
-from dpopt import _stacked
 from dpopt.clipping import FlatClip, GroupClip, NormalizedClip, clip_and_sum
+from dpopt.engines import stacked
 from dpopt.gradients import stacked_grads
 
 # What an example's gradient may hold: ordinary, zero, denormal, huge, and no number at all.
@@ -138,7 +138,7 @@ class FlooredNorm:
     sensitivity: float = 0.7
 
     def coefficients(self, leaf_norms):
-        c = jnp.minimum(1.0, self.sensitivity / (_stacked.global_norms(leaf_norms) * 0.999))
+        c = jnp.minimum(1.0, self.sensitivity / (stacked.global_norms(leaf_norms) * 0.999))
         return jax.tree.map(lambda _: c, leaf_norms)
 
 

@@ -16,8 +16,8 @@ from helpers import paid, privacy_four
 import dpopt
 from dpopt import correlated, noise
 from dpopt.correlated import streams
-from dpopt.parts import InParts
 from dpopt.privacy import Privacy, Query
+from dpopt.samplers.parts import InParts
 
 KEY = jax.random.key(7)
 T = 64
@@ -241,7 +241,7 @@ def test_correct_noise_needs_independent_noise():
     core = dpopt.privatize(**privacy_four(noise=STRATEGIES["banded"]))
     moments = dpopt.delayed_moments(2, correct_noise=True)
     with pytest.raises(ValueError, match="correct_noise=True"):
-        dpopt.chain(core, dpopt.optimizers.after_noise.precondition_after_noise(moments))
+        dpopt.chain(core, dpopt.optimizers.baselines.after_noise.precondition_after_noise(moments))
 
 
 @pytest.mark.parametrize(

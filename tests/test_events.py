@@ -8,11 +8,12 @@ import pytest
 from helpers import privacy_four
 
 import dpopt
-from dpopt import _sums, events
+from dpopt import events
+from dpopt.engines import sums
 from dpopt.privacy import Privacy, Query
 from dpopt.sampling import Poisson, WithoutReplacement
 
-PAID = 1 + _sums.ROUNDING  # how much further than its sensitivity a sum may move, which the account pays for
+PAID = 1 + sums.ROUNDING  # how much further than its sensitivity a sum may move, which the account pays for
 
 
 def test_the_event_of_a_run():

@@ -191,7 +191,7 @@ def test_jit_scan_and_train_step():
     data = as_jax(jax.tree.map(np.float32, clients()))
     params = as_jax(jax.tree.map(np.float32, START))
     opt = client_level(dpopt.dp_adam(0.05, **privacy_four(noise_multiplier=0.01, expected_batch_size=5)))
-    step = dpopt.TrainStep(opt, client_deltas(regression_loss, local_steps=3, local_learning_rate=0.1))
+    step = dpopt.run.training.TrainStep(opt, client_deltas(regression_loss, local_steps=3, local_learning_rate=0.1))
 
     @jax.jit
     def train(params):

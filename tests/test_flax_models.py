@@ -10,8 +10,8 @@ from helpers import assert_identical, assert_near
 
 import dpopt
 import dpopt.flax
-from dpopt import checkpoint
 from dpopt.flax import linen_loss, nnx_loss
+from dpopt.run import checkpoint
 
 CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
 X = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
@@ -133,9 +133,9 @@ def test_a_plan_trains_with_dropout_and_a_resumed_run_draws_the_same(make, tmp_p
     key = dpopt.secure_key()
     with pytest.raises(Killed):
         run(tmp_path / "killed", key, on_step=dies)
-    dpopt.entropy._runs.clear()  # as in a process of its own
+    dpopt.run.entropy._runs.clear()  # as in a process of its own
     resumed = run(tmp_path / "killed", key)
-    dpopt.entropy._runs.clear()
+    dpopt.run.entropy._runs.clear()
     whole = run(tmp_path / "whole", key)
     assert resumed.lost == 0
     assert_identical(resumed.params, whole.params)

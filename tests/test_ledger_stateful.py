@@ -11,7 +11,7 @@ from scipy import optimize, stats
 
 import dpopt
 from dpopt import events
-from dpopt.journal import Entry, Journal
+from dpopt.run.journal import Entry, Journal
 
 DELTA = 1e-5
 

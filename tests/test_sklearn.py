@@ -15,8 +15,8 @@ from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from sklearn.utils.validation import column_or_1d
 
-from dpopt.journal import read
-from dpopt.plan import Plan
+from dpopt.run.journal import read
+from dpopt.run.plan import Plan
 from dpopt.sklearn import PrivateLinearClassifier, PrivateLinearRegressor, PrivateSearch
 
 CHEAP = dict(noise_multiplier=1e-9, delta=1e-9, steps=30)  # next to no noise: what scikit-learn checks is not privacy

@@ -169,7 +169,7 @@ def test_one_example_moves_touches_and_sum_by_no_more_than_their_norms(seed):
         grads = dpopt.per_example_grads(loss)(params, batch, mask=mask)
         touches = grads.of_examples(clip._touches, zeros).clipped_sum(dpopt.FlatClip(c1)).sum[0]
         kept = sparse.KeptRows(sparse._is_kept({0: jnp.array([1, 4, ROWS])}, params), clip)
-        total = dpopt.preconditioning.apply_diagonal(grads, kept.diagonal((), params)[0]).clipped_sum(clip.clip)
+        total = dpopt.preconditioners.base.apply_diagonal(grads, kept.diagonal((), params)[0]).clipped_sum(clip.clip)
         return np.asarray(touches, np.float64), total.sum
 
     touches, total = seen(np.ones(size, bool))
@@ -259,8 +259,8 @@ def plan_of(**changes):
 @pytest.mark.slow
 def test_a_run_that_died_resumes_bit_for_bit(tmp_path):
     pytest.importorskip("orbax.checkpoint")
-    from dpopt.checkpoint import Checkpointer
-    from dpopt.journal import JournalError
+    from dpopt.run.checkpoint import Checkpointer
+    from dpopt.run.journal import JournalError
 
     class Died(Exception):
         pass
@@ -291,7 +291,7 @@ def test_a_plan_calibrates_both_noises_to_its_budget():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_eight_devices_keep_the_same_rows(kind):
-    found = script(ROOT / "tests" / "sparse_run.py", kind, devices=8)
+    found = script(ROOT / "tests" / "programs" / "sparse_run.py", kind, devices=8)
     one, eight = found["1"], found["8"]
     assert eight["moved"] == one["moved"] and 16 <= sum(one["moved"]) < 64
     np.testing.assert_allclose(eight["params"], one["params"], rtol=2e-4, atol=1e-6)

@@ -13,10 +13,11 @@ import pytest
 from scipy import stats
 
 import dpopt
-from dpopt import _bounds, events, tuning
-from dpopt.journal import JournalError
+from dpopt import events, tuning
+from dpopt.composition import bounds
 from dpopt.privacy import Relation
-from dpopt.statement import state
+from dpopt.run.journal import JournalError
+from dpopt.run.statement import state
 from dpopt.tuning import NumTrials, PrivateScore, PublicScore, _files
 
 SELECT = dp_accounting.dp_event.RepeatAndSelectDpEvent
@@ -122,7 +123,7 @@ def test_the_cost_is_that_of_corollary_4(shape, sigma):
     mean, rho = 20.0, 0.5 / sigma**2
     gamma = NumTrials(mean, shape)._gamma
     rho = min(rho, -math.log(gamma))
-    orders, curve = _bounds._renyi_curve(SELECT(GAUSSIAN(sigma), mean, shape), Relation.ADD_OR_REMOVE_ONE, None)
+    orders, curve = bounds._renyi_curve(SELECT(GAUSSIAN(sigma), mean, shape), Relation.ADD_OR_REMOVE_ONE, None)
     far = 2 * (1 + shape) * math.sqrt(rho * math.log(1 / gamma)) - shape * rho
     least = 1 + math.sqrt(math.log(mean) / rho)
     paper = np.where(
@@ -215,7 +216,7 @@ def test_no_selection_diverges_more_than_is_charged(shape, seed):
         event = trials.event(GAUSSIAN(sigma))
         laws = [binned(sigma, shift) for shift in (0.0, 1.0)]
         preferences = [rng.permutation(60), np.arange(60), np.arange(60)[::-1], np.argsort(rng.normal(size=60))]
-        orders, curve = _bounds._renyi_curve(event, Relation.ADD_OR_REMOVE_ONE, None)
+        orders, curve = bounds._renyi_curve(event, Relation.ADD_OR_REMOVE_ONE, None)
         for better in preferences:
             p, q = (np.maximum(selected(law, better, trials), 1e-300) for law in laws)
             assert p.sum() == pytest.approx(1, abs=1e-6)

@@ -18,8 +18,9 @@ from runs import script
 from scipy import stats
 
 import dpopt
-from dpopt import entropy, events, users
+from dpopt import events, users
 from dpopt.federated import client_deltas
+from dpopt.run import entropy
 from dpopt.users import Users, group, per_user_grads
 
 DELTA = 1e-5
@@ -330,7 +331,7 @@ class Died(Exception):
 @pytest.mark.parametrize("how", ["first", "resample"])
 def test_a_run_that_dies_goes_on(tmp_path, how):
     pytest.importorskip("orbax.checkpoint")
-    from dpopt.checkpoint import Checkpointer
+    from dpopt.run.checkpoint import Checkpointer
 
     def die(t, params):
         if t == 6:
@@ -345,7 +346,7 @@ def test_a_run_that_dies_goes_on(tmp_path, how):
     assert result.ledger == whole.ledger and result.lost == 0
     other = dpopt.Builder(num_examples=48, expected_batch_size=8, steps=9, key=jax.random.key(0), pad_to=24)
     other = other.clip(0.7).noise(1.3).then(optax.adam(0.1)).build()
-    with Checkpointer(tmp_path, every=4) as c, pytest.raises(dpopt.JournalError, match="unit"):
+    with Checkpointer(tmp_path, every=4) as c, pytest.raises(dpopt.run.journal.JournalError, match="unit"):
         run(other, how, checkpointer=c)
 
 
@@ -379,13 +380,13 @@ def test_the_engine_is_verified_on_users(monkeypatch):
         ran = true_sum(*args, **options)
         return ran._replace(sum=jax.tree.map(lambda x: 1.1 * x, ran.sum))
 
-    with mock.patch.object(ghost, "clipped_sum", wrong), pytest.raises(dpopt.VerificationError):
+    with mock.patch.object(ghost, "clipped_sum", wrong), pytest.raises(dpopt.verification.VerificationError):
         run(user_plan(steps=1), grads=per_user_grads(loss_fn, engine="ghost"))
 
 
 @pytest.mark.slow
 def test_the_step_is_computed_the_same_on_eight_devices():
-    here = Path(__file__).parent / "users_run.py"
+    here = Path(__file__).parent / "programs" / "users_run.py"
     eight, one = script(here, 8, devices=8), script(here, 1)
     assert (eight["devices"], one["devices"]) == (8, 1)
     assert eight["unit"] == "user" and eight["steps"] == 5

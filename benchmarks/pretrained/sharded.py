@@ -27,7 +27,7 @@ import dpopt.flax
 from benchmarks import records
 from benchmarks.data import DamagedData, MissingData
 from benchmarks.pretrained import bert, task, tokens, weights
-from dpopt import meshes, sharding
+from dpopt.run import meshes, sharding
 
 # Of a parameter that moves by the learning rate a step. The order of sums differs, and Adam divides by small numbers.
 TOLERANCE = 1e-4

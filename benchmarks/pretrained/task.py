@@ -11,10 +11,11 @@ from flax import nnx
 
 import dpopt
 import dpopt.flax
-from benchmarks import data, imdb
+from benchmarks import data
+from benchmarks.data import imdb
 from benchmarks.pretrained import bert, head, tokens, weights
 from benchmarks.pretrained.head import mean_loss
-from benchmarks.tasks import Indexed
+from benchmarks.utility.tasks import Indexed
 
 TOGETHER = head.TOGETHER
 CLASSES = 2
@@ -136,7 +137,7 @@ class PretrainedReviews(Indexed):
     def init(self, seed: int) -> Any:
         return self._loss_and_params(seed)[1]
 
-    def promise(self, params: Any, batch: Any) -> dpopt.PerExampleGrads:
+    def promise(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
         which, mask = batch
         return self._promise(params, self.rows(which), mask=mask)
 

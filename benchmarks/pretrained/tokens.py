@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import data, imdb
+from benchmarks import data
+from benchmarks.data import imdb
 
 AT_A_TIME = 1_000
 

@@ -8,7 +8,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.families import Family, normal
+from benchmarks.cost.families import Family, normal
 from benchmarks.zoo.entries import cross_entropy, labels, model, of_haiku, of_linen, of_nnx, squared_error
 
 

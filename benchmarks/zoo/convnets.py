@@ -7,7 +7,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from benchmarks.families import Family
+from benchmarks.cost.families import Family
 from benchmarks.zoo.entries import (
     Arrays,
     cross_entropy,

@@ -10,7 +10,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.families import Family
+from benchmarks.cost.families import Family
 from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, model, of_equinox, of_linen, of_nnx, words
 
 _init = nn.initializers.normal(0.02)

@@ -7,7 +7,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.families import Family
+from benchmarks.cost.families import Family
 from benchmarks.zoo.entries import Arrays, cross_entropy, labels, model, of_haiku, of_linen, of_nnx, words
 
 _init = nn.initializers.normal(0.02)

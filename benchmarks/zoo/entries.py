@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import linen, nnx
 
-from benchmarks.families import Family, normal, tokens
+from benchmarks.cost.families import Family, normal, tokens
 from dpopt.flax import nnx_loss
 
 KEY = jax.random.key(0)

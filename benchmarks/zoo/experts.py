@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from benchmarks.families import Family
+from benchmarks.cost.families import Family
 from benchmarks.zoo.decoders import next_token
 from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, model, of_equinox, of_haiku, of_linen
 

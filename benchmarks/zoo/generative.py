@@ -10,7 +10,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.families import Family, normal
+from benchmarks.cost.families import Family, normal
 from benchmarks.zoo.entries import (
     KEY,
     Arrays,

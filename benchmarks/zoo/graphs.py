@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from benchmarks.families import Family, normal
+from benchmarks.cost.families import Family, normal
 from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, labels, model, of_equinox, of_haiku, of_linen
 
 _NODES, _EDGES = 64, 256

@@ -7,7 +7,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from benchmarks.families import Family, normal
+from benchmarks.cost.families import Family, normal
 from benchmarks.zoo.decoders import next_token
 from benchmarks.zoo.entries import (
     Arrays,

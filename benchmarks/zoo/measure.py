@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 import dpopt
-from benchmarks import gradients, memory, speed, timing
-from benchmarks.families import Family
+from benchmarks.cost import gradients, memory, speed, timing
+from benchmarks.cost.families import Family
 from benchmarks.zoo.entries import Entry
-from dpopt import _fallback
+from dpopt.engines import fallback
 
 WAYS = ("ordinary", "auto", "ghost", "vmap")
 FELL_BACK = "vmap, fallen back"
@@ -22,7 +22,7 @@ FELL_BACK = "vmap, fallen back"
 @contextlib.contextmanager
 def said() -> Iterator[list[str]]:
     """What dpopt warns of inside, though it may have done so before in this process."""
-    _fallback._warned.clear()
+    fallback._warned.clear()
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from benchmarks.families import Family
+from benchmarks.cost.families import Family
 from benchmarks.zoo.entries import (
     KEY,
     cross_entropy,

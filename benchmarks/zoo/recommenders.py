@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.families import Family, normal
+from benchmarks.cost.families import Family, normal
 from benchmarks.zoo.entries import (
     KEY,
     binary_cross_entropy,

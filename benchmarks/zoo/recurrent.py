@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from benchmarks.families import Family, normal
+from benchmarks.cost.families import Family, normal
 from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, labels, model, of_equinox, of_haiku, of_linen, words
 
 

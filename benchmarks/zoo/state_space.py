@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from benchmarks.families import Family, normal
+from benchmarks.cost.families import Family, normal
 from benchmarks.zoo.decoders import next_token
 from benchmarks.zoo.entries import (
     KEY,

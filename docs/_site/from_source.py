@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 # Pages that live elsewhere in the repository: where in the site, and where from.
 PAGES = {"changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md", "results.md": "benchmarks/RESULTS.md"}
 
+# Rooms of dpopt that users do not call.
+INTERNAL_ROOMS = {"common", "composition", "engines", "ghost", "normals"}
+
 
 @cache
 def public_names() -> dict[str, str]:
@@ -25,7 +28,7 @@ def public_names() -> dict[str, str]:
     names = {}
     for path in sorted((ROOT / "dpopt").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[:2] == ("dpopt", "ghost") or any(p.startswith("_") for p in parts[1:]):
+        if parts[1] in INTERNAL_ROOMS or any(p.startswith("_") for p in parts[1:]):
             continue
         module = ".".join(parts)
         names[module] = module

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _validate
-from dpopt._data import rows_of
 from dpopt.audit.directions import Directions, OneHot, RandomDirections
 from dpopt.audit.planted_loss import Row, loss_change, with_gradients, without_number
+from dpopt.common import validate
 from dpopt.federated import Clients
-from dpopt.truncated import TruncatedPoisson
+from dpopt.run.data import rows_of
+from dpopt.samplers.truncated import TruncatedPoisson
 
 
 class Planted(NamedTuple):
@@ -127,11 +127,11 @@ def gradient_canaries(
     >>> len(canaries), float(canaries.along({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, 0))
     (5, 9.0)
     """
-    _validate.floating_params(params)
-    _validate.positive_int(count=count)
-    _validate.non_negative_int(seed=seed)
-    _validate.positive(length=length)
-    _validate.one_of(("one_hot", "random"), kind=kind)
+    validate.floating_params(params)
+    validate.positive_int(count=count)
+    validate.non_negative_int(seed=seed)
+    validate.positive(length=length)
+    validate.one_of(("one_hot", "random"), kind=kind)
     if kind == "random":
         if usage is not None:
             raise ValueError("usage chooses coordinates, and random directions have none: pass kind='one_hot'.")
@@ -180,7 +180,7 @@ def plant(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
-    _validate.positive_int(num_examples=num_examples)
+    validate.positive_int(num_examples=num_examples)
     rows = rows_of(data, num_examples)
     if isinstance(canaries, Directions):
         loss, examples, count = with_gradients(loss_fn, canaries), None, len(canaries)

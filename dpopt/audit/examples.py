@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _validate
+from dpopt.common import validate
 
 
 def relabelled(examples: Any, label: Any, *, num_classes: int, seed: int) -> Any:
@@ -33,7 +33,7 @@ def relabelled(examples: Any, label: Any, *, num_classes: int, seed: int) -> Any
     >>> bool(np.any(wrong["y"] == np.arange(5)))
     False
     """
-    _validate.positive_int(num_classes=num_classes)
+    validate.positive_int(num_classes=num_classes)
     if num_classes < 2:
         raise ValueError("with one class no label is wrong: num_classes must be at least 2.")
     rng = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ def random_examples(examples: Any, count: int, *, seed: int) -> Any:
     >>> made[0].shape, made[1].dtype == np.arange(9).dtype
     ((4, 2), True)
     """
-    _validate.positive_int(count=count)
+    validate.positive_int(count=count)
     rng = np.random.default_rng(seed)
 
     def made(leaf):

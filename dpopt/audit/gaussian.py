@@ -16,10 +16,10 @@ import numpy as np
 from scipy import optimize, special, stats
 
 from dpopt import accounting
-from dpopt._lazy import dp_accounting
 from dpopt.audit import _checks
 from dpopt.audit.many_runs import chosen_threshold, counted, halves
 from dpopt.audit.one_run import default_guesses, right_guesses
+from dpopt.common.lazy import dp_accounting
 
 
 def epsilon_of_mu(mu: float, *, delta: float) -> float:

@@ -9,9 +9,9 @@ import numpy as np
 from scipy import special
 
 from dpopt import trade_off
-from dpopt._lazy import dp_accounting
 from dpopt.audit import _checks
 from dpopt.audit.bound import Bound, clopper_pearson, epsilon_of_rates, roc
+from dpopt.common.lazy import dp_accounting
 
 THRESHOLDS = (*np.linspace(0.01, 0.99, 50), 0.995)
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _validate
-from dpopt.training import make_train_step
+from dpopt.common import validate
+from dpopt.run.training import make_train_step
 
 
 def repeat(
@@ -42,10 +42,10 @@ def repeat(
     >>> scores.shape, included.dtype == bool
     ((100,), True)
     """
-    _validate.positive_int(runs=runs)
-    _validate.prng_key(key)
+    validate.positive_int(runs=runs)
+    validate.prng_key(key)
     at_once = runs if at_once is None else at_once
-    _validate.positive_int(at_once=at_once)
+    validate.positive_int(at_once=at_once)
     of_coins, of_runs = jax.random.split(key)
     coins = jax.random.bernoulli(of_coins, 0.5, (runs,))
     keys = jax.random.split(of_runs, runs)
@@ -91,8 +91,8 @@ def small_run(
     >>> bool(scores[included].mean() > 2 > 1 > scores[~included].mean())
     True
     """
-    _validate.probability(sampling_prob=sampling_prob)
-    _validate.positive_int(steps=steps)
+    validate.probability(sampling_prob=sampling_prob)
+    validate.positive_int(steps=steps)
     rows = jax.tree.map(jnp.asarray, rows)
     count = jax.tree.leaves(rows)[0].shape[0]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from dpopt import statement
-from dpopt._lazy import dp_accounting
 from dpopt.audit.bound import Bound
 from dpopt.audit.gaussian import GaussianEstimate
+from dpopt.common.lazy import dp_accounting
+from dpopt.run import statement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Report:
     ``str(report)`` is the verdict and a table in Markdown.
 
     Attributes:
-        claim: the run's `dpopt.statement.Statement`, at the delta of the bound.
+        claim: the run's `dpopt.run.statement.Statement`, at the delta of the bound.
         bound: what the attack has shown.
         estimate: an estimate beside it, or None.
 
@@ -128,7 +128,7 @@ def report(claim: Any, bound: Bound, estimate: GaussianEstimate | None = None) -
 
     Args:
         claim: what the run is said to have cost: a `dpopt.Plan`, `dpopt.Ledger`, a result of training, a
-            `dpopt.statement.Statement`, or an event of ``dp_accounting``.
+            `dpopt.run.statement.Statement`, or an event of ``dp_accounting``.
         bound: what `one_run_bound` or `many_runs_bound` returned; its delta is the one to be compared at, and positive.
         estimate: what `gaussian_estimate` returned, to stand beside it.
 

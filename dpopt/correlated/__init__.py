@@ -6,7 +6,7 @@
 * choice.py       which strategy is the best for a run
 * noise.py        `add_correlated_noise`, in the place of `dpopt.add_gaussian_noise`
 
-Samplers that it needs are in `dpopt.parts`.
+Samplers that it needs are in `dpopt.samplers.parts`.
 """
 
 from dpopt.correlated.choice import Choice as Choice

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpopt import _validate, accounting, events
+from dpopt import accounting, events
+from dpopt.common import validate
 from dpopt.correlated.strategies import Strategy, banded, banded_inverse, independent, optimized_banded
 from dpopt.correlated.workloads import LARGEST, error
 from dpopt.correlated.workloads import workload as make_workload
-from dpopt.parts import InParts
 from dpopt.privacy import Privacy, Query
+from dpopt.samplers.parts import InParts
 from dpopt.sampling import Poisson
 
 
@@ -63,8 +64,8 @@ def choices(
     >>> best.sampling, best.error < 0.8
     ('epochs', True)
     """
-    _validate.positive(epsilon=epsilon, delta=delta, expected_batch_size=expected_batch_size)
-    _validate.positive_int(num_examples=num_examples, steps=steps, most_bands=most_bands)
+    validate.positive(epsilon=epsilon, delta=delta, expected_batch_size=expected_batch_size)
+    validate.positive_int(num_examples=num_examples, steps=steps, most_bands=most_bands)
     if expected_batch_size > num_examples:
         raise ValueError(f"expected_batch_size {expected_batch_size} exceeds num_examples {num_examples}.")
     workload = make_workload(min(steps, LARGEST)) if workload is None else np.asarray(workload)

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt import _stages, _threefry, _trees, _validate
+from dpopt import _stages
 from dpopt import noise as independent_noise
-from dpopt._lazy import flow
+from dpopt.common import trees, validate
+from dpopt.common.lazy import flow
 from dpopt.correlated.strategies import Strategy
+from dpopt.normals import threefry
 
 
 class AddCorrelatedNoiseState(NamedTuple):
@@ -36,7 +38,7 @@ class AddCorrelatedNoiseState(NamedTuple):
 def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) -> _stages.StagedTransformation:
     r"""Adds :math:`s\, (C^{-1} z)_t` to the clipped sum of step t: noise that cancels in the sum over steps.
 
-    In the place of `dpopt.add_gaussian_noise`. Its batches must come from a sampler of `dpopt.parts`.
+    In the place of `dpopt.add_gaussian_noise`. Its batches must come from a sampler of `dpopt.samplers.parts`.
 
     Args:
         strategy: C, from `dpopt.correlated`. After the steps that it covers the noise is NaN.
@@ -53,8 +55,8 @@ def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) 
         ValueError, TypeError: if s is negative, not finite, too small for float32 or a schedule; for what is no
             strategy or no single key; in ``update``, for gradients that were not clipped and summed.
 
-    *Privacy*: the matrix mechanism; `dpopt.parts.InParts.event` says what the first t steps cost. The state must stay
-    secret: noises that are kept, as the key, would undo the noise of steps to come.
+    *Privacy*: the matrix mechanism; `dpopt.samplers.parts.InParts.event` says what the first t steps cost. The state
+    must stay secret: noises that are kept, as the key, would undo the noise of steps to come.
 
     Reference: Denisov et al. (2022), Improved Differential Privacy for SGD via Optimal Private Linear Operators on
     Adaptive Streams.
@@ -76,7 +78,7 @@ def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) 
         )
     independent_noise.check(noise_stddev, key)
     stage = _stages.Noise(noise_stddev=noise_stddev, strategy=strategy)
-    is_off = _validate.concrete(noise_stddev) == 0
+    is_off = validate.concrete(noise_stddev) == 0
     stream = strategy.stream
 
     def init_fn(params):
@@ -95,17 +97,17 @@ def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) 
             nonlocal buffers
 
             def draw(lag):
-                return independent_noise.standard_normal_like(_threefry.fold_in(state.key, state.count - lag), total)
+                return independent_noise.standard_normal_like(threefry.fold_in(state.key, state.count - lag), total)
 
             drawn, buffers = stream.next(draw, step, buffers, total)
             return independent_noise.scaled(drawn, stddev, zero_is_meant=True)
 
         noisy = independent_noise.released(updates, None if is_off else noise)
-        count = flow.advanced(state.count, _trees.next_count(state.count))
+        count = flow.advanced(state.count, trees.next_count(state.count))
         return noisy, AddCorrelatedNoiseState(state.key, count, state.start, buffers)
 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
 
 
 def _zeros_like(p: Any) -> jax.Array:
-    return jnp.zeros_like(p, _trees.accumulator_dtype(jnp.result_type(p)))
+    return jnp.zeros_like(p, trees.accumulator_dtype(jnp.result_type(p)))

@@ -4,7 +4,7 @@ A step t adds ``s (C^-1 z)_t`` to the clipped sum instead of ``s z_t``, z standa
 what releasing ``C G + s z`` costs, G being all clipped sums of the run in a column (Denisov et al. 2022, who show that
 the sums may depend on what was released before). C is scaled so that its largest column has norm 1: an example that is
 in one step only pays for noise s, as ever. One that is in several pays for what its columns have in common, which the
-sampler bounds (`dpopt.parts`).
+sampler bounds (`dpopt.samplers.parts`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _validate
+from dpopt.common import validate
 from dpopt.correlated.streams import Recurrent, Redrawn, Stream, Substituted, inverse_series
 
 
@@ -138,8 +138,8 @@ def banded(bands: int, *, steps: int, momentum: float = 0.0, coefficients: Any =
     >>> [round(c, 3) for c in banded(3, steps=10).coefficients]
     [0.848, 0.424, 0.318]
     """
-    _validate.positive_int(bands=bands, steps=steps)
-    _validate.fraction(momentum=momentum)
+    validate.positive_int(bands=bands, steps=steps)
+    validate.fraction(momentum=momentum)
     bands = min(int(bands), int(steps))
     if coefficients is None:
         coefficients = np.convolve(_root_of_sums(bands), _root_of_decays(momentum, bands))[:bands]
@@ -193,7 +193,7 @@ def banded_inverse(bands: int, *, steps: int) -> Strategy:
     >>> (strategy.inverse[:3] / strategy.inverse[0]).tolist()
     [1.0, -0.5, 0.0]
     """
-    _validate.positive_int(bands=bands, steps=steps)
+    validate.positive_int(bands=bands, steps=steps)
     k = np.arange(bands)
     return _from_inverse(f"banded_inverse({bands})", steps, -_root_of_sums(bands) / (2 * k - 1))
 
@@ -215,8 +215,8 @@ def lambda_cgd(decay: float, *, steps: int) -> Strategy:
     >>> lambda_cgd(0.9, steps=100).stream.num_buffers
     0
     """
-    _validate.fraction(decay=decay)
-    _validate.positive_int(steps=steps)
+    validate.fraction(decay=decay)
+    validate.positive_int(steps=steps)
     return _from_inverse(f"lambda_cgd({decay:g})", steps, np.array([1.0, -decay] if decay else [1.0]))
 
 
@@ -243,7 +243,7 @@ def blt(
     >>> blt([0.5], [0.9], steps=4).bands
     4
     """
-    _validate.positive_int(steps=steps, participations=participations)
+    validate.positive_int(steps=steps, participations=participations)
     if (weights is None) != (decays is None):
         raise ValueError("give both weights and decays, or neither to have them optimised.")
     if weights is None:
@@ -261,7 +261,7 @@ def blt(
 
 def _strategy(name: str, steps: int, coefficients: Any, stream: Any) -> Strategy:
     """The strategy of a first column in any scale."""
-    _validate.positive_int(steps=steps)
+    validate.positive_int(steps=steps)
     c = np.asarray(coefficients, np.float64)[:steps]
     c = c / np.linalg.norm(c)
     return Strategy(name, int(steps), tuple(c.tolist()), stream(c))

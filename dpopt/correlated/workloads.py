@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dpopt import _validate
+from dpopt.common import validate
 from dpopt.correlated.strategies import Strategy
 from dpopt.correlated.streams import inverse_series
 
@@ -31,8 +31,8 @@ def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callab
     >>> workload(3, momentum=0.5).tolist()
     [[1.0, 0.0, 0.0], [1.5, 1.0, 0.0], [1.75, 1.5, 1.0]]
     """
-    _validate.positive_int(steps=steps)
-    _validate.fraction(momentum=momentum)
+    validate.positive_int(steps=steps)
+    validate.fraction(momentum=momentum)
     if steps > LARGEST:
         raise ValueError(f"a workload is a whole matrix, of at most {LARGEST} steps; got {steps}.")
     rates = [float(learning_rate(t) if callable(learning_rate) else learning_rate) for t in range(steps)]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpopt._trees import at_once
+from dpopt.common.trees import at_once
 from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import planning
 from dpopt.ghost.leaf_norms import leaf_norms

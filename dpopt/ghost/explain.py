@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpopt._stacked import layer_axes, own_clip_norms
+from dpopt.engines.stacked import layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
 from dpopt.ghost.memory import Memory, Way, choose, estimate
 from dpopt.ghost.plan import Plan

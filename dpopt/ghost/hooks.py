@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt import _sums
-from dpopt._norms import safe_norm, shrink_to
+from dpopt.engines import sums
+from dpopt.engines.norms import safe_norm, shrink_to
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.contacts import (
     Seen,
@@ -59,7 +59,7 @@ class EitherHook:
 
     # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
     bounds: jax.Array
-    total: _sums.Sum  # zeros like the weight, at least float32: of the whole batch together
+    total: sums.Sum  # zeros like the weight, at least float32: of the whole batch together
     adds_up: jax.Array | None  # () bool
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
     method: str
@@ -124,7 +124,7 @@ class ClipHook:
     For a parameter (each step's, in a loop) whose coefficient depends on its own norm alone."""
 
     bounds: jax.Array  # (*steps, 3) zeros, as for `EitherHook`; a step more for layers that come together
-    total: _sums.Sum  # zeros like the weight, at least float32, of the whole batch together
+    total: sums.Sum  # zeros like the weight, at least float32, of the whole batch together
     limit: jax.Array  # (*steps,), like bounds: the clip norm
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
     method: str
@@ -171,7 +171,7 @@ class ClipHook:
 def _clipped(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: Any) -> Any:
     """Bounds, ``[B, 3]``, and the clipped sum."""
     x, y, keep = rows
-    if hook.method == "explicit" and contact.factors is not None and len(keep) <= _sums.ROWS:
+    if hook.method == "explicit" and contact.factors is not None and len(keep) <= sums.ROWS:
         return _clipped_as_formed(contact, hook, rows, limit, diagonal)
     bounds = _bounds(contact, hook, x, y, diagonal)
     upper = bounds[..., 0]
@@ -182,12 +182,12 @@ def _clipped(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, di
     return bounds, _added(contact, hook, selected(c != 0, x), selected(c != 0, y), c)
 
 
-def _added(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, c: jax.Array) -> _sums.Sum:
+def _added(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, c: jax.Array) -> sums.Sum:
     """The sum of the examples' gradients, weighted by ``c``, like ``hook.total``."""
-    total = _sums.over_examples(
-        lambda group: _sums.in_blocks(lambda block: transposed(contact, *block), group), (x, y, c)
+    total = sums.over_examples(
+        lambda group: sums.in_blocks(lambda block: transposed(contact, *block), group), (x, y, c)
     )
-    total = total if hook.total.remainder is None else _sums.paired(total)  # of one example alone it is not
+    total = total if hook.total.remainder is None else sums.paired(total)  # of one example alone it is not
     return jax.tree.map(lambda x, like: x.astype(like.dtype), total, hook.total)
 
 
@@ -231,7 +231,7 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
         total, bounds = lax.scan(step, jnp.zeros_like(hook.total.value), split)
         bounds = join_rows(bounds)
     rest = None if hook.total.remainder is None else jnp.zeros_like(hook.total.remainder)
-    return bounds, _sums.Sum(total, rest)
+    return bounds, sums.Sum(total, rest)
 
 
 def _bounds(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from dpopt._norms import safe_norm
+from dpopt.engines.norms import safe_norm
 from dpopt.ghost import norms, terms
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import Formed, Seen, form, inner, is_sum, parts_of_one, unfold, with_terms

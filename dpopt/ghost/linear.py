@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpopt._programs import equations
+from dpopt.engines.programs import equations
 from dpopt.ghost.primitives import HOLDING, ORDINARY, WIDENED
 from dpopt.ghost.values import Value, is_narrow
 

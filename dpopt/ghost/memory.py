@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.extend import core
 
-from dpopt import _sums
+from dpopt.engines import sums
 from dpopt.ghost.costs import activation_bytes, leaf_bytes, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.plan import Plan
@@ -130,7 +130,7 @@ def single_parameters(plan: Plan, limits: Sequence[Any], layer_axes: Sequence[in
         taken = len(contact.loops) or int(contact.apply is None and axes)  # a weight itself comes with all its layers
         by_layer = axes == taken and (not axes or entry.by_layer)
         # What a float sum has lost is not multiplied: that would round it as a whole.
-        exact = not _sums.needs_remainder(plan.batch_size) or (entry.copy and not plan.scaled[leaf])
+        exact = not sums.needs_remainder(plan.batch_size) or (entry.copy and not plan.scaled[leaf])
         if limits[leaf] is not None and by_layer and exact:
             found.add(leaf)
     return frozenset(found)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt._norms import all_at_once, safe_norm
-from dpopt._once import if_any
+from dpopt.engines.norms import all_at_once, safe_norm
+from dpopt.engines.once import if_any
 from dpopt.ghost import terms
 from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Seen, unfold, weighted

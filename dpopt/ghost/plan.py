@@ -13,7 +13,7 @@ from typing import cast
 
 import jax
 
-from dpopt import _sums
+from dpopt.engines import sums
 from dpopt.ghost.costs import (
     computed,
     forming_bytes,
@@ -138,7 +138,7 @@ class Plan:
                 if all(is_mapped for _, is_mapped in contact.loops):
                     ways = methods(one, scaling)
                     # What is formed in one pass is added up as well: then the norm costs next to nothing.
-                    if leaf.leaf in single and self.batch_size <= _sums.ROWS and jax.device_count() == 1:
+                    if leaf.leaf in single and self.batch_size <= sums.ROWS and jax.device_count() == 1:
                         ways = [m for m in ways if m in ("explicit", "rank_one", "segments")]
                     chosen[contact] = min(ways, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
         # Contacts that share a tap are recorded together or not at all.

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from dpopt._once import if_any
-from dpopt._trees import at_once, per_example
+from dpopt.common.trees import at_once, per_example
+from dpopt.engines.once import if_any
 
 _Key = TypeVar("_Key")
 

@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt import _sums
-from dpopt._blocks import Blocks
-from dpopt._norms import safe_norm
+from dpopt.engines import sums
+from dpopt.engines.blocks import Blocks
+from dpopt.engines.norms import safe_norm
 from dpopt.ghost import one_by_one
 from dpopt.ghost.contacts import Formed, Seen
 from dpopt.ghost.hooks import ClipHook, EitherHook
@@ -44,7 +44,7 @@ from dpopt.ghost.weighted_sum import grouped, to_leaf, to_leaves, weighted_sum
 class Streamed(NamedTuple):
     """What the passes give."""
 
-    sum: _sums.Sum
+    sum: sums.Sum
     leaf_norms: list[jax.Array]  # [B], or [B, layers]; no smaller than they are
     losses: jax.Array
     aux: list[jax.Array]
@@ -65,14 +65,14 @@ def clipped_sum(
     if {leaf for c in run.plan.streamed for leaf in c.weight.leaves} <= run.plan.single:
         return _one_pass(run, batch, weigh, mask, limits, layer_axes)
     devices = math.gcd(len(mask), jax.device_count())
-    if devices == 1 or len(mask) <= _sums.ROWS:
+    if devices == 1 or len(mask) <= sums.ROWS:
         return _two_passes(run, batch, weigh, mask, limits, layer_axes)
-    if len(mask) // devices <= _sums.ROWS and _adds_up_exactly(run):
+    if len(mask) // devices <= sums.ROWS and _adds_up_exactly(run):
         return _two_passes(run, batch, weigh, mask, limits, layer_axes, whole=True)
     # Each device takes its own share of a sharded batch, and has a sum of its own.
     blocks = Blocks(len(mask), len(mask) // devices)
     found = jax.vmap(lambda b, m: _two_passes(run, b, weigh, m, limits, layer_axes))(*blocks.split(batch, mask))
-    return Streamed(_sums.fold(found.sum, blocks.rows), *blocks.join(tuple(found[1:])))
+    return Streamed(sums.fold(found.sum, blocks.rows), *blocks.join(tuple(found[1:])))
 
 
 def _adds_up_exactly(run: Run) -> bool:
@@ -82,7 +82,7 @@ def _adds_up_exactly(run: Run) -> bool:
     if any(o is not None for o in run.offsets):
         return False
     entries = (cast(Entry, c.weight.entry) for c in run.plan.streamed)
-    return not _sums.needs_remainder(run.plan.batch_size) or (all(e.copy for e in entries) and not any(run.plan.scaled))
+    return not sums.needs_remainder(run.plan.batch_size) or (all(e.copy for e in entries) and not any(run.plan.scaled))
 
 
 def _one_pass(
@@ -91,10 +91,10 @@ def _one_pass(
 ) -> Streamed:  # fmt: skip
     losses, aux, seen, asked = run.passes(batch, _hooks(run, limits, layer_axes, {}, None), mask)
     found = _looked_at(run, asked, seen, losses, weigh, mask)
-    sums = found.sums
+    of_leaf = found.sums
     if found.weights:
-        sums |= dict(zip(found.weights, _each(_recorded_sum(run, found.weights, found.records)), strict=True))
-    return Streamed(_listed(_joined(sums)), found.norms, losses, aux, mask & finite([*found.norms, mask]))
+        of_leaf |= dict(zip(found.weights, _each(_recorded_sum(run, found.weights, found.records)), strict=True))
+    return Streamed(_listed(_joined(of_leaf)), found.norms, losses, aux, mask & finite([*found.norms, mask]))
 
 
 class _Looked(NamedTuple):
@@ -102,7 +102,7 @@ class _Looked(NamedTuple):
 
     norms: list[jax.Array]
     weights: dict[int, jax.Array]  # of the parameters that are still to be added up
-    sums: dict[int, _sums.Sum]  # of those that were clipped as they came
+    sums: dict[int, sums.Sum]  # of those that were clipped as they came
     records: dict[Contact, Seen | Formed]
 
 
@@ -110,11 +110,11 @@ def _looked_at(
     run: Run, asked: Mapping, seen: Mapping[Contact, Seen], losses: jax.Array, weigh: Callable, mask: jax.Array
 ) -> _Looked:
     """The norms of all parameters, and coefficients."""
-    known, sums, largest = {}, {}, {}
+    known, of_leaf, largest = {}, {}, {}
     for contact, (bounds, total) in asked.items():
         (leaf,) = contact.weight.leaves
         if leaf in run.plan.single:
-            sums[leaf] = _sums.Sum(*(None if t is None else to_leaf(run, contact, t) for t in total))
+            of_leaf[leaf] = sums.Sum(*(None if t is None else to_leaf(run, contact, t) for t in total))
         else:  # all steps together
             largest[contact] = jnp.max(bounds[..., 2].reshape(len(mask), -1), axis=1)
             bounds = jnp.stack([safe_norm(b.reshape(len(mask), -1), axis=1) for b in _both(bounds)], axis=1)
@@ -124,17 +124,17 @@ def _looked_at(
     # What is streamed is scaled before it is squared: there is no need of a second look.
     leaves = [i for i in range(len(found.upper)) if i not in known]
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, leaves)
-    weights = {leaf: c for leaf, c in enumerate(weigh(norms, mask)) if leaf not in sums}
+    weights = {leaf: c for leaf, c in enumerate(weigh(norms, mask)) if leaf not in of_leaf}
     if weights:
         weights = without_too_large(run, weights, dict(enumerate(norms)), records, largest, found.diagonals)
-    return _Looked(norms, weights, sums, records)
+    return _Looked(norms, weights, of_leaf, records)
 
 
 def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bounds[..., 0], bounds[..., 1]
 
 
-def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> _sums.Sum:
+def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> sums.Sum:
     """The sums of some parameters, all of whose contacts were recorded."""
     chosen = {}
     for contact in run.contacts_of(list(weights)):
@@ -157,7 +157,7 @@ def _two_passes(
     layer_axes: Sequence[int], whole: bool = False,
 ) -> Streamed:  # fmt: skip
     """Blocks of rows one after the other, and then all of them again, in one loop; or the ``whole`` batch."""
-    blocks = Blocks(len(mask), len(mask) if whole else -(-len(mask) // -(-len(mask) // _sums.ROWS)))
+    blocks = Blocks(len(mask), len(mask) if whole else -(-len(mask) // -(-len(mask) // sums.ROWS)))
     batch, mask = blocks.split(batch, mask)
     run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
     single, zeros = run.plan.single, {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
@@ -167,11 +167,11 @@ def _two_passes(
     shared, groups = grouped({leaf: c for leaf, c in enumerate(weigh(norms, mask[0])) if leaf not in single})
     streamed = {leaf: groups[leaf] for c in run.plan.streamed for leaf in c.weight.leaves - single}
     rest = [leaf for leaf in zeros if leaf not in streamed]
-    pairs = _sums.needs_remainder(blocks.rows)
+    pairs = sums.needs_remainder(blocks.rows)
 
-    nothing = {leaf: _sums.Sum(z, z if pairs else None) for leaf, z in zeros.items()}
+    nothing = {leaf: sums.Sum(z, z if pairs else None) for leaf, z in zeros.items()}
 
-    def step(i: jax.Array, state: tuple[_Found, _sums.Sum]) -> tuple[_Found, _sums.Sum]:
+    def step(i: jax.Array, state: tuple[_Found, sums.Sum]) -> tuple[_Found, sums.Sum]:
         found, before = state
         adds_up, block = i >= blocks.count, i % blocks.count
 
@@ -186,7 +186,7 @@ def _two_passes(
 
         # What hooks have added up, nothing in the first pass. Through `cond` it would be copied.
         parts = [to_leaves(run, streamed, coefficients, lambda k, _, i=i: asked[k][1][i]) for i in range(1 + pairs)]
-        sums = {leaf: _sums.Sum(*pair) for leaf, *pair in zip(streamed, *parts, strict=True)}
+        sums = {leaf: sums.Sum(*pair) for leaf, *pair in zip(streamed, *parts, strict=True)}
 
         def first() -> tuple:
             looked = _looked_at(run, asked, seen, losses, weigh, counts)
@@ -203,40 +203,40 @@ def _two_passes(
 
         norms, weights, others = lax.cond(adds_up, second, first)
         here = {leaf: jax.tree.map(lambda s: jnp.where(adds_up, s, 0), total) for leaf, total in sums.items()} | others
-        total = _sums.add(before, _joined(here))
+        total = sums.add(before, _joined(here))
         if blocks.count == 1:  # nothing was there before: the memory of the parameters once less
             parts = (part and {**part, **{k: s[i] for k, s in sums.items()}} for i, part in enumerate(total))
-            total = _sums.Sum(*parts)
+            total = sums.Sum(*parts)
         now = _Found(norms, weights, losses, aux)
         return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0), found, now), total
 
     of_block = [jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results]
     empty = _Found(norms, [jnp.zeros_like(c) for c in shared], of_block[0], of_block[1:])
     empty = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), empty)
-    start = _joined(nothing) if whole else _sums.zero(zeros, blocks.rows, blocks.count)
+    start = _joined(nothing) if whole else sums.zero(zeros, blocks.rows, blocks.count)
     found, total = lax.fori_loop(0, 2 * blocks.count, step, (empty, start))
 
     norms, losses, aux, counts = blocks.join((found.norms, found.losses, found.aux, mask))
     return Streamed(_listed(total), norms, losses, aux, counts & finite([*norms, counts]))
 
 
-def _each(total: _sums.Sum) -> list[_sums.Sum]:
+def _each(total: sums.Sum) -> list[sums.Sum]:
     """The sums of a list of parameters, one by one."""
     rests = [None] * len(total.value) if total.remainder is None else total.remainder
-    return [_sums.Sum(*pair) for pair in zip(total.value, rests, strict=True)]
+    return [sums.Sum(*pair) for pair in zip(total.value, rests, strict=True)]
 
 
-def _joined(sums: Mapping[int, _sums.Sum]) -> _sums.Sum:
+def _joined(sums: Mapping[int, sums.Sum]) -> sums.Sum:
     """One sum of all; in pairs of floats if any of them is."""
     if any(s.remainder is not None for s in sums.values()):
-        sums = {leaf: _sums.paired(s) for leaf, s in sums.items()}
-        return _sums.Sum(*({leaf: s[i] for leaf, s in sums.items()} for i in range(2)))
-    return _sums.Sum({leaf: s.value for leaf, s in sums.items()})
+        sums = {leaf: sums.paired(s) for leaf, s in sums.items()}
+        return sums.Sum(*({leaf: s[i] for leaf, s in sums.items()} for i in range(2)))
+    return sums.Sum({leaf: s.value for leaf, s in sums.items()})
 
 
-def _listed(total: _sums.Sum) -> _sums.Sum:
+def _listed(total: sums.Sum) -> sums.Sum:
     """A sum of all in the parameters' order."""
-    return _sums.Sum(*(part and [part[leaf] for leaf in sorted(part)] for part in total))
+    return sums.Sum(*(part and [part[leaf] for leaf in sorted(part)] for part in total))
 
 
 def _hooks(
@@ -253,7 +253,7 @@ def _hooks(
         dtype = wide_dtype(contact.tap_dtype)
         bounds, chunk = jnp.zeros((*steps, 3), dtype), run.plan.streamed_chunk(contact)
         zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
-        total = _sums.Sum(zeros, jnp.zeros_like(zeros) if _sums.needs_remainder(run.plan.batch_size) else None)
+        total = sums.Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None)
         if leaf not in run.plan.single:
             hooks[contact] = EitherHook(bounds, total, adds_up, diagonal, method, chunk, groups[leaf])
             continue

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from dpopt._norms import Norm, safe_norm
+from dpopt.engines.norms import Norm, safe_norm
 from dpopt.ghost import squares
 from dpopt.ghost.norms import Group, mapped, over_groups, rank_one
 from dpopt.ghost.rows import Dense, wide

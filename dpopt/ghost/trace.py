@@ -30,8 +30,8 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from dpopt._programs import equations, scan_arguments
-from dpopt._rows import draws_otherwise_in_rows
+from dpopt.engines.programs import equations, scan_arguments
+from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost.canonical import as_gather, binder, differentiated
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.factored import factored

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpopt import _sums
+from dpopt.engines import sums
 from dpopt.ghost.contacts import Formed, Seen, weighted
 from dpopt.ghost.run import Run
 from dpopt.ghost.values import Contact
 
 
-def weighted_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> _sums.Sum:
+def weighted_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> sums.Sum:
     """``sum_i c_i (S g_i + o)`` of some parameters; ``weights`` holds their c, zero for examples that do not count."""
     distinct, groups = grouped(weights)
     contacts = run.contacts_of(list(weights))
@@ -24,11 +24,11 @@ def weighted_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Co
 
         def added(contact: Contact, group: int) -> jax.Array:
             block = own[contact], coefficients[group]
-            return _sums.in_blocks(lambda block: weighted(contact, *block), block)
+            return sums.in_blocks(lambda block: weighted(contact, *block), block)
 
         return to_leaves(run, groups, coefficients, added)
 
-    return _sums.over_examples(one_group, (distinct, [records[k] for k in contacts]))
+    return sums.over_examples(one_group, (distinct, [records[k] for k in contacts]))
 
 
 def grouped(weights: Mapping[int, jax.Array]) -> tuple[list[jax.Array], dict[int, int]]:

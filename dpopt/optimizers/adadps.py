@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _validate
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.common import validate
 from dpopt.correlated.strategies import Strategy
-from dpopt.moments import public_moments
-from dpopt.preconditioning import side_information
+from dpopt.preconditioners.base import side_information
+from dpopt.preconditioners.moments import public_moments
 from dpopt.private_mean import privatize
 
 
@@ -65,7 +65,7 @@ def adadps(
     if scale is None:
         preconditioner = public_moments(rule=rule, decay=decay, eps=eps, b1=b1, eps_in_sqrt=eps_in_sqrt)
     else:
-        _validate.one_of(("rmsprop", "adagrad", "adam"), rule=rule)
+        validate.one_of(("rmsprop", "adagrad", "adam"), rule=rule)
         preconditioner = side_information(scale)
     core = privatize(
         l2_clip_norm=l2_clip_norm,
@@ -103,7 +103,7 @@ def scale_from_frequencies(frequencies: Any, *, cap: float = 1e4, division: floa
     >>> scale_from_frequencies([100, 10, 0]).tolist()
     [0.01, 0.1, 100.0]
     """
-    _validate.positive(cap=cap, division=division)
+    validate.positive(cap=cap, division=division)
     if cap < 1:
         raise ValueError(f"cap must be at least 1, the ratio of the most frequent token; got {cap}.")
     f = _non_negative("frequencies", frequencies, ndim=1)

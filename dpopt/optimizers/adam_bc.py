@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from dpopt import _trees, _validate
 from dpopt.chain import NoiseAware, PrivateOptimizer, chain
+from dpopt.common import trees, validate
+from dpopt.common.averages import at_step, one_minus_power, update_average
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._moments import at_step, one_minus_power, update_average
+from dpopt.optimizers._decay import decayed_weights
 from dpopt.private_mean import privatize
 
 ScalarOrSchedule = Any  # float, or step -> float
@@ -80,16 +81,16 @@ def scale_by_adam_bc(
     >>> [round(u, 2) for u in updates.tolist()]  # 5 / sqrt(25 - 9), and 1 / sqrt(gamma)
     [1.25, 10000.0]
     """
-    _validate.fraction(b1=b1, b2=b2)
+    validate.fraction(b1=b1, b2=b2)
     _check_floor(gamma, eps)
 
     def init_fn(params):
-        return ScaleByAdamBCState(jnp.zeros([], jnp.int32), _trees.zeros(params), _trees.zeros(params))
+        return ScaleByAdamBCState(jnp.zeros([], jnp.int32), trees.zeros(params), trees.zeros(params))
 
     def update(updates, state, stddev):
-        count = _trees.next_count(state.count)
+        count = trees.next_count(state.count)
         floor = at_step(gamma, state.count)
-        updates = _trees.upcast(updates)
+        updates = trees.upcast(updates)
         mu = jax.tree.map(lambda m, g: update_average(m, g, b1), state.mu, updates)
         nu = jax.tree.map(lambda v, x: update_average(v, x, b2), state.nu, _noiseless_squares(updates, stddev))
 
@@ -131,13 +132,13 @@ def scale_by_rms_bc(
     >>> updates.tolist()
     [2.5]
     """
-    _validate.fraction(decay=decay)
+    validate.fraction(decay=decay)
     _check_floor(gamma, eps)
 
     def update(updates, state, stddev):
-        count = _trees.next_count(state.count)
+        count = trees.next_count(state.count)
         floor = at_step(gamma, state.count)
-        updates = _trees.upcast(updates)
+        updates = trees.upcast(updates)
         nu = jax.tree.map(lambda v, x: update_average(v, x, decay), state.nu, _noiseless_squares(updates, stddev))
 
         def rescale(g, v):
@@ -174,10 +175,10 @@ def scale_by_adagrad_bc(
 
     def update(updates, state, stddev):
         floor = at_step(gamma, state.count)
-        updates = _trees.upcast(updates)
+        updates = trees.upcast(updates)
         nu = jax.tree.map(jnp.add, state.nu, _noiseless_squares(updates, stddev))
         updates = jax.tree.map(lambda g, v: g / _floored_root(v, floor, eps), updates, nu)
-        return updates, ScaleByRmsBCState(_trees.next_count(state.count), nu)
+        return updates, ScaleByRmsBCState(trees.next_count(state.count), nu)
 
     return _noise_aware(_init_second_moment, update, noise_stddev, "scale_by_adagrad_bc")
 
@@ -214,7 +215,6 @@ def dp_adam_bc(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    _validate.non_negative(weight_decay=weight_decay)
     core = privatize(
         l2_clip_norm=l2_clip_norm,
         noise_multiplier=noise_multiplier,
@@ -223,17 +223,16 @@ def dp_adam_bc(
         noise=noise,
     )
     rule = scale_by_adam_bc(b1=b1, b2=b2, gamma=gamma)
-    decay = () if _validate.concrete(weight_decay) == 0 else (optax.add_decayed_weights(weight_decay),)
-    return chain(core, rule, *decay, optax.scale_by_learning_rate(learning_rate))
+    return chain(core, rule, *decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
 def _init_second_moment(params: Any) -> ScaleByRmsBCState:
-    return ScaleByRmsBCState(jnp.zeros([], jnp.int32), _trees.zeros(params))
+    return ScaleByRmsBCState(jnp.zeros([], jnp.int32), trees.zeros(params))
 
 
 def _noiseless_squares(updates: Any, stddev: Any) -> Any:
     """``g^2 - s^2``, whose mean is that of the squared gradient without noise."""
-    stddev = _trees.broadcast_prefix(stddev, updates, "noise_stddev")
+    stddev = trees.broadcast_prefix(stddev, updates, "noise_stddev")
     # (g - s)(g + s) keeps digits that g^2 - s^2 loses where the two are close.
     return jax.tree.map(lambda g, s: (g - jnp.asarray(s, g.dtype)) * (g + jnp.asarray(s, g.dtype)), updates, stddev)
 
@@ -244,8 +243,8 @@ def _floored_root(second_moment: jax.Array, floor: Any, eps: Any) -> jax.Array:
 
 def _check_floor(gamma: Any, eps: Any) -> None:
     if not callable(gamma):
-        _validate.positive(gamma=gamma)
-    _validate.non_negative(eps=eps)
+        validate.positive(gamma=gamma)
+    validate.non_negative(eps=eps)
 
 
 def _noise_aware(init_fn: Callable, update: Callable, noise_stddev: Any, name: str):
@@ -271,7 +270,7 @@ def _noise_aware(init_fn: Callable, update: Callable, noise_stddev: Any, name: s
         for path, entry in entries:
             where = f"noise_stddev{jax.tree_util.keystr(path)}"
             if jnp.ndim(entry) == 0:
-                _validate.non_negative(**{where: entry})
+                validate.non_negative(**{where: entry})
             elif not isinstance(entry, Tracer) and not bool(jnp.all((entry >= 0) & jnp.isfinite(entry))):
                 raise ValueError(f"{where} must be non-negative and finite everywhere.")
 

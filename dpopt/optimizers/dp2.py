@@ -1,19 +1,16 @@
 """DP2: delayed preconditioners. Plain private steps teach the diagonal that adaptive steps then use."""
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from dpopt import _trees, _validate
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import as_clip_function
 from dpopt.correlated.strategies import Strategy
-from dpopt.delayed import delayed_moments, phase_lengths
-from dpopt.optimizers._moments import at_step
-from dpopt.optimizers.after_noise import precondition_after_noise
+from dpopt.optimizers._decay import decayed_weights
+from dpopt.optimizers._phases import clip_ratio, scale_by_either
+from dpopt.preconditioners.delayed import delayed_moments, phase_lengths
 from dpopt.private_mean import privatize
 
 
@@ -83,36 +80,12 @@ def dp2(
             rule=rule,
             decay=decay,
             eps=eps,
-            adaptive_clip_ratio=_clip_ratio(adaptive_l2_clip_norm, clip.sensitivity),
+            adaptive_clip_ratio=clip_ratio(adaptive_l2_clip_norm, clip.sensitivity),
             correct_noise=correct_noise,
         ),
     )
     rates = scale_by_phase_learning_rate(learning_rate, adaptive_learning_rate, delay)
-    return chain(core, *_weight_decay(weight_decay), rates)
-
-
-def _clip_ratio(adaptive: Any, plain: Any) -> Any:
-    _validate.positive(allow_inf=True, adaptive_l2_clip_norm=adaptive)
-    infinite = [_validate.concrete(c) == math.inf for c in (plain, adaptive)]
-    if all(infinite):
-        return 1.0  # no clip in either phase; inf / inf would be NaN
-    if any(infinite):
-        raise ValueError(
-            f"l2_clip_norm ({plain}) and adaptive_l2_clip_norm ({adaptive}) must both be finite, or both infinite for "
-            "a run without privacy."
-        )
-    return adaptive / plain
-
-
-def _weight_decay(weight_decay: Any) -> tuple:
-    _validate.non_negative(weight_decay=weight_decay)
-    return () if _validate.concrete(weight_decay) == 0 else (optax.add_decayed_weights(weight_decay),)
-
-
-class ScaleByPhaseLearningRateState(NamedTuple):
-    """State of `scale_by_phase_learning_rate`."""
-
-    count: jax.Array  # (), int32: steps so far
+    return chain(core, *decayed_weights(weight_decay), rates)
 
 
 def scale_by_phase_learning_rate(
@@ -136,66 +109,4 @@ def scale_by_phase_learning_rate(
     ([-0.5], [-2.0])
     """
     s1, s2 = phase_lengths(delay)
-    return _scale_by_either(learning_rate, adaptive_learning_rate, lambda count: count % (s1 + s2) >= s1)
-
-
-def _scale_by_either(plain: Any, adaptive: Any, is_adaptive: Any) -> optax.GradientTransformation:
-    def init_fn(params):
-        del params
-        return ScaleByPhaseLearningRateState(jnp.zeros([], jnp.int32))
-
-    def update_fn(updates, state, params=None):
-        del params
-        first, second = (at_step(rate, state.count) for rate in (plain, adaptive))
-        step_size = -jnp.where(is_adaptive(state.count), second, first)
-        updates = jax.tree.map(lambda u: jnp.asarray(step_size, u.dtype) * u, updates)
-        return updates, ScaleByPhaseLearningRateState(_trees.next_count(state.count))
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def dp2_noise_first(
-    learning_rate: Any,
-    *,
-    adaptive_learning_rate: Any,
-    delay: Any,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
-    key: jax.Array,
-    rule: str = "rmsprop",
-    decay: float = 0.9,
-    eps: float = 1e-7,
-    weight_decay: float = 0.0,
-    correct_noise: bool = False,
-) -> PrivateOptimizer:
-    r"""DP2's ablation that adds noise first: adaptive steps are :math:`w \leftarrow w - \eta_2\, \tilde g / D`.
-
-    There is one clip norm, since all clipping is of plain gradients; D enlarges the noise with the gradient.
-
-    Args:
-        learning_rate, adaptive_learning_rate, delay, rule, decay, eps, weight_decay, correct_noise: see `dp2`.
-        l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
-
-    Raises:
-        ValueError, TypeError: for a bad argument, named.
-
-    *Privacy*: one Gaussian query a step with multiplier sigma; the rest is post-processing.
-
-    Reference: Li et al. (2023), section 5.3 and appendix D, ablation variant 2.
-
-    >>> opt = dp2_noise_first(
-    ...     0.3, adaptive_learning_rate=0.3, delay=780, l2_clip_norm=0.25, noise_multiplier=1.0,
-    ...     expected_batch_size=64, key=jax.random.key(0), eps=1e-3)
-    >>> round(opt.privacy.step_event().noise_multiplier, 2)
-    1.0
-    """
-    core = privatize(
-        l2_clip_norm=l2_clip_norm,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        key=key,
-    )
-    moments = delayed_moments(delay, rule=rule, decay=decay, eps=eps, correct_noise=correct_noise)
-    rates = scale_by_phase_learning_rate(learning_rate, adaptive_learning_rate, delay)
-    return chain(core, precondition_after_noise(moments), *_weight_decay(weight_decay), rates)
+    return scale_by_either(learning_rate, adaptive_learning_rate, lambda count: count % (s1 + s2) >= s1)

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import _trees, _validate
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.common import trees, validate
+from dpopt.common.averages import one_minus_power
 from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers import _quantize, _topk
-from dpopt.optimizers._moments import one_minus_power
+from dpopt.optimizers._decay import decayed_weights
 from dpopt.private_mean import privatize
 
 ScalarOrSchedule = Any  # float, or step -> float
@@ -102,17 +103,17 @@ def scale_by_micro_adam(
     >>> [round(u, 3) for u in updates.tolist()], state.error.tolist()
     ([0.0, -1.0, 0.0, 0.0], [1.0, 0.0, 2.0, 3.0])
     """
-    _validate.fraction(b1=b1, b2=b2)
-    _validate.positive(eps=eps)
-    _validate.probability(density=density)
-    _validate.positive_int(memory_size=memory_size, block_size=block_size)
-    _validate.one_of((4, 8, None), quantization_bits=quantization_bits)
+    validate.fraction(b1=b1, b2=b2)
+    validate.positive(eps=eps)
+    validate.probability(density=density)
+    validate.positive_int(memory_size=memory_size, block_size=block_size)
+    validate.one_of((4, 8, None), quantization_bits=quantization_bits)
     if bucket_size is not None:
-        _validate.positive_int(bucket_size=bucket_size)
+        validate.positive_int(bucket_size=bucket_size)
         if quantization_bits is None:
             raise ValueError("bucket_size is the reach of a quantisation range; with quantization_bits=None leave it.")
-    _validate.one_of(("exact", "block"), top_k=top_k)
-    _validate.one_of(("global", "window"), bias_correction=bias_correction)
+    validate.one_of(("exact", "block"), top_k=top_k)
+    validate.one_of(("global", "window"), bias_correction=bias_correction)
     _check_rounding(rounding, rounding_key, quantization_bits)
     block = block_size if top_k == "block" else None
 
@@ -180,7 +181,7 @@ def scale_by_micro_adam(
 
     def update_fn(updates, state, params=None) -> tuple[Any, Any]:
         del params
-        count = _trees.next_count(state.count)
+        count = trees.next_count(state.count)
         leaves, structure = jax.tree.flatten(updates)
         keys = [None] * len(leaves)
         if state.key is not None:
@@ -233,7 +234,6 @@ def dp_micro_adam(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    _validate.non_negative(weight_decay=weight_decay)
     core = privatize(
         l2_clip_norm=l2_clip_norm,
         noise_multiplier=noise_multiplier,
@@ -251,16 +251,15 @@ def dp_micro_adam(
         **options,
     )
     # The paper shrinks the weights before the step: w (1 - lr wd) - lr u is w - lr (u + wd w).
-    decay = () if _validate.concrete(weight_decay) == 0 else (optax.add_decayed_weights(weight_decay),)
-    return chain(core, rule, *decay, optax.scale_by_learning_rate(learning_rate))
+    return chain(core, rule, *decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
 def _moment_dtype(p: Any) -> Any:
-    return _trees.accumulator_dtype(jnp.result_type(p))
+    return trees.accumulator_dtype(jnp.result_type(p))
 
 
 def _check_rounding(rounding: Any, rounding_key: Any, quantization_bits: Any) -> None:
-    _validate.one_of(("nearest", "stochastic"), rounding=rounding)
+    validate.one_of(("nearest", "stochastic"), rounding=rounding)
     if rounding == "nearest":
         if rounding_key is not None:
             raise ValueError('rounding_key is for rounding="stochastic"; rounding to the nearest draws nothing.')
@@ -269,4 +268,4 @@ def _check_rounding(rounding: Any, rounding_key: Any, quantization_bits: Any) ->
         raise ValueError('rounding="stochastic" rounds codes, and quantization_bits=None has none.')
     if rounding_key is None:
         raise ValueError('rounding="stochastic" needs a key of its own: pass rounding_key=jax.random.key(seed).')
-    _validate.prng_key(rounding_key)
+    validate.prng_key(rounding_key)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from optax import contrib
 
-from dpopt import _trees, _validate
 from dpopt.chain import NoiseAware
-from dpopt.optimizers._moments import one_minus_power, update_average
+from dpopt.common import trees, validate
+from dpopt.common.averages import one_minus_power, update_average
 from dpopt.optimizers.adam_bc import scale_by_adam_bc
 
 _KEY = 2**31 - 5  # so that the noise's own key gives other draws than the noise
@@ -77,8 +77,8 @@ def scale_by_muon_bc(
     >>> rule = scale_by_muon_bc(key=jax.random.key(1))
     >>> optimizer = dpopt.chain(core, rule, optax.scale_by_learning_rate(0.02))
     """
-    _validate.fraction(beta=beta)
-    _validate.positive_int(ns_steps=ns_steps)
+    validate.fraction(beta=beta)
+    validate.positive_int(ns_steps=ns_steps)
     orthogonal = contrib.muon(-1.0, ns_steps=ns_steps, beta=0.0, nesterov=False)
     rest = scale_by_adam_bc(b1=b1, b2=b2, gamma=gamma)
 
@@ -86,7 +86,7 @@ def scale_by_muon_bc(
         return orthogonal.update(matrices, orthogonal.init(matrices), matrices)[0]
 
     def init_fn(params):
-        matrices, others, _ = _split(_trees.upcast(params))
+        matrices, others, _ = _split(trees.upcast(params))
         zeros = [jnp.zeros_like(x) for x in matrices]
         # Arrays of its own, each once: a state may be donated.
         own_key = jax.random.fold_in(key, _KEY)
@@ -99,9 +99,9 @@ def scale_by_muon_bc(
             raise ValueError(
                 "scale_by_muon_bc does not know the noise in its input. Put it right after the noise in a dpopt.chain."
             )
-        matrices, others, join = _split(_trees.upcast(updates))
-        stddevs, other_stddevs, _ = _split(_trees.broadcast_prefix(noise_stddev, updates, "noise_stddev"), updates)
-        count = _trees.next_count(state.count)
+        matrices, others, join = _split(trees.upcast(updates))
+        stddevs, other_stddevs, _ = _split(trees.broadcast_prefix(noise_stddev, updates, "noise_stddev"), updates)
+        count = trees.next_count(state.count)
         momentum = [update_average(m, g, beta) for m, g in zip(state.momentum, matrices, strict=True)]
         variance = [
             (beta**2 * v + (1 - beta) ** 2 * jnp.square(jnp.asarray(s, v.dtype))).astype(v.dtype)

@@ -7,7 +7,7 @@ import optax
 
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.correlated.strategies import Strategy
-from dpopt.moments import last_moments
+from dpopt.preconditioners.moments import last_moments
 from dpopt.private_mean import privatize
 
 

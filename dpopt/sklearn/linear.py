@@ -13,9 +13,9 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from dpopt.builder import Builder
 from dpopt.keys import secure_key
-from dpopt.plan import Plan
+from dpopt.run.builder import Builder
+from dpopt.run.plan import Plan
 
 
 class _PrivateLinear(BaseEstimator):
@@ -139,7 +139,7 @@ class PrivateLinearClassifier(ClassifierMixin, _PrivateLinear):
         intercept_: ``(outputs,)``.
         classes_: in sorted order.
         epsilon_: what the fit cost, at ``delta``.
-        statement_, ledger_: the same in full (`dpopt.statement`, `dpopt.Ledger`).
+        statement_, ledger_: the same in full (`dpopt.run.statement`, `dpopt.Ledger`).
         n_iter_, n_features_in_: as scikit-learn has them.
 
     Raises:

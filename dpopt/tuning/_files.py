@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpopt import _journal_file
-from dpopt._lazy import dp_accounting
-from dpopt.journal import Entry, Journal, JournalError
+from dpopt.common.lazy import dp_accounting
+from dpopt.run import journal_file
+from dpopt.run.journal import Entry, Journal, JournalError
 
 _COST, _PROGRESS = "ledger.jsonl", "search.json"
 
@@ -124,7 +124,7 @@ class Directory:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-        _journal_file.sync_directory(self._path)
+        journal_file.sync_directory(self._path)
 
 
 def _warn_if_open(path: Path) -> None:
@@ -139,9 +139,9 @@ def _warn_if_open(path: Path) -> None:
 
 def _refuse_another(path: Path, identity: dict[str, Any]) -> None:
     """In the words of a search; a journal would speak of runs and plans."""
-    with contextlib.suppress(FileNotFoundError, _journal_file.Damaged):  # of damage `Journal.attach` tells
-        header = _journal_file.read(path / _COST).header
-        lines = "" if header is None else _journal_file.differences(header["identity"], identity)
+    with contextlib.suppress(FileNotFoundError, journal_file.Damaged):  # of damage `Journal.attach` tells
+        header = journal_file.read(path / _COST).header
+        lines = "" if header is None else journal_file.differences(header["identity"], identity)
         if lines:
             raise ValueError(
                 f"{path} holds another search, or a run:\n{lines}\nA directory is for one search on one data set: to "

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dpopt import _validate
-from dpopt._lazy import dp_accounting
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class NumTrials:
     shape: float = 1.0
 
     def __post_init__(self):
-        _validate.positive(mean=self.mean)
-        _validate.non_negative(shape=self.shape, allow_inf=True)
+        validate.positive(mean=self.mean)
+        validate.non_negative(shape=self.shape, allow_inf=True)
         if self.mean <= 1:
             raise ValueError(f"mean must be above 1; got {self.mean}. A search of one trial is a plain run.")
         if next(self._probabilities())[1] < 1e-300:
@@ -71,7 +71,7 @@ class NumTrials:
 
     def probability(self, k: int) -> float:
         """Of exactly ``k`` trials."""
-        _validate.non_negative_int(k=k)
+        validate.non_negative_int(k=k)
         return next((p for j, p in self._probabilities() if j >= k), 0.0) if k >= self._least else 0.0
 
     def draw(self, rng: np.random.Generator) -> int:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _validate, noise
-from dpopt._lazy import dp_accounting
+from dpopt import noise
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
 from dpopt.privacy import Privacy, Query
 
 
@@ -87,8 +88,8 @@ class PrivateScore:
     def __post_init__(self):
         if not callable(self.per_example):
             raise TypeError(f"per_example must take what a trial returns; got {self.per_example!r}.")
-        _validate.positive_int(num_examples=self.num_examples)
-        _validate.positive(noise_multiplier=self.noise_multiplier)
+        validate.positive_int(num_examples=self.num_examples)
+        validate.positive(noise_multiplier=self.noise_multiplier)
 
     @property
     def event(self) -> dp_accounting.DpEvent:

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpopt import _bounds, _validate, accounting, events
-from dpopt._lazy import dp_accounting
+from dpopt import accounting, events
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
+from dpopt.composition import bounds
 from dpopt.ledger import Ledger
 from dpopt.privacy import Relation
-from dpopt.results import TrainResult
-from dpopt.statement import Statement, state
+from dpopt.run.results import TrainResult
+from dpopt.run.statement import Statement, state
 from dpopt.tuning._files import Directory, Memory, Progress
 from dpopt.tuning.num_trials import NumTrials
 from dpopt.tuning.scores import PrivateScore, PublicScore
@@ -30,7 +32,7 @@ class Selection:
 
     Attributes:
         setting: the best trial's; None if no trial was run, which a Poisson number of them allows.
-        value: what the trial returned; of a `dpopt.TrainResult`, its parameters. None if no trial was run.
+        value: what the trial returned; of a `dpopt.run.results.TrainResult`, its parameters. None if no trial was run.
         score: its score; None if no trial was run.
         ledger: the cost of the whole search; ``other_ledger.record(selection.ledger.event)`` adds it to another's.
         num_examples, unit: see `repeat_and_select`.
@@ -50,12 +52,12 @@ class Selection:
 
     def epsilon(self, *, delta: float) -> float:
         """Epsilon of the whole search, by Renyi divergences."""
-        _validate.small_delta(delta, self.num_examples)
+        validate.small_delta(delta, self.num_examples)
         return self.ledger.epsilon(delta=delta, accountant="rdp")
 
     def statement(self, *, delta: float) -> Statement:
-        """What the search promises, for a paper or a file (`dpopt.statement`)."""
-        _validate.small_delta(delta, self.num_examples)
+        """What the search promises, for a paper or a file (`dpopt.run.statement`)."""
+        validate.small_delta(delta, self.num_examples)
         return state(self.ledger.event, delta=delta, unit=self.unit, accountant="rdp")
 
 
@@ -122,8 +124,8 @@ def repeat_and_select(
 
     Args:
         train: ``train(setting, key)``, with a secret key of the trial's own, returns what the score is computed from
-            and what is released if it is the best: parameters, a fitted model. Of a `dpopt.TrainResult` the parameters
-            are kept, and its ledger is compared with ``event``.
+            and what is released if it is the best: parameters, a fitted model. Of a `dpopt.run.results.TrainResult` the
+            parameters are kept, and its ledger is compared with ``event``.
         settings: what to draw from, uniformly and with replacement: anything that JSON can hold.
         event: what one trial's training costs at most (such as ``plan.event``), without its score; or a function that
             says so for each setting, of which the dearest is charged.
@@ -166,8 +168,8 @@ def repeat_and_select(
     if not settings:
         raise ValueError("settings is empty: there is nothing to draw from.")
     _check_plain(settings=settings, identity=identity)
-    _validate.prng_key(key)
-    _validate.positive_int(num_examples=num_examples)
+    validate.prng_key(key)
+    validate.positive_int(num_examples=num_examples)
     of_training = _dearest(event, settings)
     whole = num_trials.event(_trial_event(of_training, score))
     ledger = Ledger()
@@ -274,7 +276,7 @@ def _covers_one_way(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) 
         return True
     if not steps or events.is_replace_one(steps) != events.is_replace_one(others):
         return event == other
-    return _bounds.covers(
+    return bounds.covers(
         steps, others, Relation.REPLACE_ONE if events.is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
     )
 

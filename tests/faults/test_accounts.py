@@ -17,7 +17,8 @@ from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from helpers import paid
 
 import dpopt
-from dpopt import _bounds, _steps, events
+from dpopt import events
+from dpopt.composition import bounds, step_events
 from dpopt.sampling import Poisson
 
 PRIVACY = dict(l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=4)
@@ -95,11 +96,11 @@ def test_the_rounding_of_long_compositions_is_paid_for():
     """A Fourier transform to the millionth power leaves errors of 1e-11, which may hide a delta of that size."""
     count, q, sigma = 10**6, 1 - 1e-9, 1e3
     steps = events.flattened(events.poisson_event(noise_multiplier=sigma, sampling_prob=q, steps=count))
-    composed = _bounds._composed(*next(iter(steps.items())), interval=1e-4)
+    composed = bounds._composed(*next(iter(steps.items())), interval=1e-4)
     error = np.abs(composed.get_delta_for_epsilon(np.linspace(8, 12, 9))).max()  # where the truth is below 1e-14
     assert 1e-12 < error < count * np.finfo(float).eps
-    assert _bounds.privacy_loss(steps, 1e-11, bound=10.0) == math.inf  # nothing is said about such a delta
-    assert _bounds.privacy_loss(steps, 1e-8, bound=10.0) >= get_epsilon_gaussian(1.0, 1e-8) - 1e-6
+    assert bounds.privacy_loss(steps, 1e-11, bound=10.0) == math.inf  # nothing is said about such a delta
+    assert bounds.privacy_loss(steps, 1e-8, bound=10.0) >= get_epsilon_gaussian(1.0, 1e-8) - 1e-6
 
 
 def scheduled(steps, noise):
@@ -117,7 +118,7 @@ def test_schedule_accounting():
     assert eps <= by_renyi
     ends = [dpopt.epsilon(noise_multiplier=s, sampling_prob=0.005, steps=5_000, delta=1e-5) for s in (2.1, 2.0)]
     assert ends[0] < eps < ends[1]
-    bought = dpopt.steps_within(plan, dpopt.Budget(eps / 2, 1e-5, "rdp"), most=5_000)
+    bought = dpopt.run.allowance.steps_within(plan, dpopt.Budget(eps / 2, 1e-5, "rdp"), most=5_000)
     low, high = (plan.optimizer.privacy, Poisson(0.005), bought), (plan.optimizer.privacy, Poisson(0.005), bought + 1)
     assert dpopt.epsilon_of_event(events.compose(*low), delta=1e-5, accountant="rdp") <= eps / 2
     assert dpopt.epsilon_of_event(events.compose(*high), delta=1e-5, accountant="rdp") > eps / 2
@@ -126,12 +127,12 @@ def test_schedule_accounting():
 @pytest.mark.slow
 def test_a_schedule_is_rounded_upwards_and_hardly():
     steps = events.flattened(scheduled(60, lambda t: 2.0 + t / 60).event)
-    rounded = _steps.rounded(steps)
+    rounded = step_events.rounded(steps)
     assert len(steps) == 60 and sum(rounded.values()) == 60
     delta, bound = 1e-5, 0.1
-    exact, up = (_bounds.privacy_loss(s, delta, bound) for s in (steps, rounded))
+    exact, up = (bounds.privacy_loss(s, delta, bound) for s in (steps, rounded))
     assert exact <= up <= 1.002 * exact
-    many = _steps.rounded(events.flattened(scheduled(3_000, lambda t: 1.001**t).event))
+    many = step_events.rounded(events.flattened(scheduled(3_000, lambda t: 1.001**t).event))
     assert len(many) <= 400 and sum(many.values()) == 3_000
 
 
@@ -204,7 +205,7 @@ def test_a_delta_of_one_example_in_n_is_warned_of():
     with pytest.warns(UserWarning, match="delta 0.02"):
         plan.epsilon(delta=0.02)
     with pytest.warns(UserWarning, match="delta 0.02"):
-        dpopt.steps_within(plan, dpopt.Budget(1.0, 0.02), most=5)
+        dpopt.run.allowance.steps_within(plan, dpopt.Budget(1.0, 0.02), most=5)
     fixed = dp.SampledWithoutReplacementDpEvent(100, 5, dp.GaussianDpEvent(4.0))
     with pytest.warns(UserWarning, match="delta 0.02"):
         dpopt.epsilon_of_event(fixed, delta=0.02, accountant="rdp")

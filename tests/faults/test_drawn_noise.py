@@ -8,7 +8,8 @@ import pytest
 import scipy.stats
 
 import dpopt
-from dpopt import _box_muller, _threefry, noise
+from dpopt import noise
+from dpopt.normals import box_muller, threefry
 
 KEY = jax.random.key(0)
 
@@ -27,8 +28,8 @@ def test_tails():
 
     @jax.jit
     def draw_far_out(key):
-        a, b, c, d = _threefry.random_words(key, (n,))
-        return _box_muller.normal_from_words(a & 1 | (a >> 1 >> zeros) << 1, b, c, d, jnp.float32)
+        a, b, c, d = threefry.random_words(key, (n,))
+        return box_muller.normal_from_words(a & 1 | (a >> 1 >> zeros) << 1, b, c, d, jnp.float32)
 
     far = np.asarray(draw_far_out(KEY))
     for distance in (5.8, 6.0, 6.5, 7.0):  # all of it comes from radii in that share

@@ -9,7 +9,7 @@ from jax import lax
 
 import dpopt
 from dpopt import ghost
-from dpopt._norms import safe_norm
+from dpopt.engines.norms import safe_norm
 from dpopt.ghost import one_by_one
 from dpopt.ghost.squares import sum_squares
 
@@ -131,7 +131,7 @@ _UNDERFLOW = [
     (_dense, (100, 80), _SEQUENCE, dpopt.FlatClip(1e-9), None),
     (_linear, (100,), np.full(100, 9e-21, np.float32), dpopt.FlatClip(1.0), 1e25),
     (_linear, (100,), np.full(100, 1e-20, np.float32), dpopt.FlatClip(1.0), 1e21 * _ONES),
-    (_linear, (100,), np.full(100, 9e-20, np.float32), dpopt.NormalizedClip(1.0, gamma=1e-20), None),
+    (_linear, (100,), np.full(100, 9e-20, np.float32), dpopt.clipping.NormalizedClip(1.0, gamma=1e-20), None),
     (_linear, (100,), np.full(100, 1e-30, np.float32), dpopt.FlatClip(1e-30), None),
     (_look_up, (50, 100), _ROW, dpopt.FlatClip(1e-19), None),
     (_look_up, (50, 100), _ROW, dpopt.FlatClip(1.0), jnp.full((50, 100), 1e20)),
@@ -151,9 +151,9 @@ def test_clip_norms_that_float32_cannot_keep_are_refused(clip, value):
     with pytest.raises(ValueError, match="at least"):
         dpopt.GroupClip({"a": 1.0, "b": value})
     with pytest.raises(ValueError, match="at least"):
-        dpopt.NormalizedClip(1.0, gamma=value)
+        dpopt.clipping.NormalizedClip(1.0, gamma=value)
     with pytest.raises(ValueError, match="overflow"):
-        dpopt.NormalizedClip(1e10, gamma=1e-25)
+        dpopt.clipping.NormalizedClip(1e10, gamma=1e-25)
 
 
 def test_ordinary_small_gradients_are_not_computed_one_by_one(monkeypatch):
@@ -162,7 +162,7 @@ def test_ordinary_small_gradients_are_not_computed_one_by_one(monkeypatch):
     w, sizes = jnp.zeros((100, 80)), jnp.asarray([0, 1e-30, 1e-18, 1e-12, 1, 1e3])[:, None]
     for positions in (1, 3):
         batch = {"x": sizes[:, :, None] * jnp.ones((6, positions, 100)), "y": jnp.ones((6, positions, 80))}
-        for clip in (dpopt.FlatClip(1.0), dpopt.NormalizedClip(1.0)):
+        for clip in (dpopt.FlatClip(1.0), dpopt.clipping.NormalizedClip(1.0)):
             dpopt.per_example_grads(_dense, engine="ghost")(w, batch, mask=None).clipped_sum(clip)
 
 
@@ -258,7 +258,7 @@ def test_a_bad_example_leaves_the_coefficients_of_others_alone(spoiled_by):
     v[0, 0, 0] = spoiled_by
     if np.isfinite(spoiled_by):  # squares of all its entries vanish, and the clip below would tell
         x[0], v[0] = spoiled_by, spoiled_by
-    clip = dpopt.NormalizedClip(1.0, gamma=1e-20)
+    clip = dpopt.clipping.NormalizedClip(1.0, gamma=1e-20)
 
     def clipped(mask):
         grads = dpopt.per_example_grads(lambda w, e: jnp.sum(e[0] @ w * e[1]), engine="ghost")
@@ -322,7 +322,7 @@ def test_gradients_that_the_weight_takes_away(weight, ratio, memory):
     w = rng.normal(size=30).astype(np.float32)
     lost = np.ones(30) if weight is _standardized else w
     x = (rng.normal(size=(64, 30)) + ratio * rng.normal(size=(64, 1)) * lost).astype(np.float32)
-    clip = dpopt.NormalizedClip(1.0, gamma=1e-20)
+    clip = dpopt.clipping.NormalizedClip(1.0, gamma=1e-20)
 
     @jax.jit
     def clipped(mask):

@@ -15,17 +15,16 @@ import numpy as np
 import optax
 import pytest
 from runs import DATA, DELTA, ROOT, fetch, loss_fn, start, tiny_plan
-from test_loop import _remember_programs  # noqa: F401
 
 import dpopt
 
 pytest.importorskip("orbax.checkpoint")
 
-from dpopt import entropy
-from dpopt.checkpoint import Checkpointer
-from dpopt.identity import TrainState, run_identity
-from dpopt.journal import Journal, JournalError
-from dpopt.results import ReplayError
+from dpopt.run import entropy
+from dpopt.run.checkpoint import Checkpointer
+from dpopt.run.identity import TrainState, run_identity
+from dpopt.run.journal import Journal, JournalError
+from dpopt.run.results import ReplayError
 
 # All examples lie along the first coordinate: in the others a step adds noise and nothing else.
 ALONG = np.zeros((64, 3), np.float32)
@@ -298,7 +297,7 @@ def test_processes_that_differ_refuse_to_start(tmp_path):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "tests" / "faults" / "differing_run.py"), str(port), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests" / "programs" / "differing_run.py"), str(port), str(tmp_path)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     processes = [subprocess.Popen([*command, str(number)], env=environment, **pipes) for number in (0, 1)]
     outputs = [p.communicate(timeout=300) for p in processes]

@@ -408,7 +408,7 @@ def test_polyak(name):
 
 
 def test_a_public_value_may_steer():
-    plateau = dpopt.with_public_arguments(optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    plateau = dpopt.optimizers.public.with_public_arguments(optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     tx = dpopt.chain(dpopt.privatize(**privacy_four(noise_multiplier=0.0)), plateau)
     step = dpopt.make_train_step(loss, tx, engine="vmap")
     ends, state = [], tx.init(PARAMS)

@@ -14,11 +14,11 @@ import pytest
 from helpers import paid, slow_unless
 
 import dpopt
-from dpopt import _sums
+from dpopt.engines import sums
 from dpopt.ghost import memory, streamed
 
 CLIP = dpopt.FlatClip(1.0)
-LIMIT = 1 + _sums.ROUNDING
+LIMIT = 1 + sums.ROUNDING
 
 
 def rows(levels, k0=12):
@@ -208,15 +208,15 @@ def test_the_sum_is_the_sum(engine, batch, microbatch_size):
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 def test_the_rows_are_adverse(monkeypatch, microbatch_size):
     """Added up one after another they move the sum by more than C."""
-    monkeypatch.setattr(_sums, "ROWS", 2**30)
-    monkeypatch.setattr(_sums, "_lost", lambda rows, count: 0)
+    monkeypatch.setattr(sums, "ROWS", 2**30)
+    monkeypatch.setattr(sums, "_lost", lambda rows, count: 0)
     options = dict(engine="ghost", microbatch_size=microbatch_size)
     assert moved(lambda w, e: w @ e, jnp.zeros(8), first_of(rows(2), 8), **options) > 1.5
 
 
 def test_an_infinite_sum_stays_infinite():
-    a = _sums.Sum(jnp.array([jnp.inf, 3e38, 1.0]), jnp.zeros(3))
-    found = _sums.add(a, _sums.Sum(jnp.array([1.0, 3e38, 2.0**-30])))
+    a = sums.Sum(jnp.array([jnp.inf, 3e38, 1.0]), jnp.zeros(3))
+    found = sums.add(a, sums.Sum(jnp.array([1.0, 3e38, 2.0**-30])))
     assert found.value.tolist() == [jnp.inf, jnp.inf, 1.0] and found.remainder.tolist() == [0.0, 0.0, 2.0**-30]
 
 
@@ -225,7 +225,7 @@ def test_pairs_of_floats_lose_next_to_nothing():
     numbers = rows(3)
     run = jax.jit(
         lambda x: jax.lax.scan(
-            lambda t, v: (_sums.add(t, _sums.Sum(v)), None), _sums.Sum(jnp.zeros(()), jnp.zeros(())), x
+            lambda t, v: (sums.add(t, sums.Sum(v)), None), sums.Sum(jnp.zeros(()), jnp.zeros(())), x
         )[0]
     )
     total = run(numbers)
@@ -239,26 +239,26 @@ def test_what_is_lost_reaches_the_noise():
     noise = dpopt.add_gaussian_noise(1.0, jax.random.key(0))
     total, state = jnp.zeros(3), noise.init(jnp.zeros(3))
     z, _ = noise.update(total, state)
-    noisy, _ = noise.update(_sums.Sum(-z, jnp.full(3, 2.0**-20)), state)
+    noisy, _ = noise.update(sums.Sum(-z, jnp.full(3, 2.0**-20)), state)
     np.testing.assert_allclose(noisy, 2.0**-20, rtol=0.1)
 
 
 def test_rounding_is_paid_for():
     opt = dpopt.privatize(l2_clip_norm=0.7, noise_multiplier=1.3, expected_batch_size=4, key=jax.random.key(0))
     assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.3), rel=1e-15)
-    assert _sums.ROUNDING == 2.4375 * 2.0**-12
+    assert sums.ROUNDING == 2.4375 * 2.0**-12
 
 
 def test_floats_are_used_where_the_bound_holds():
     """Neighbours differ by a row of one block, and in every sum of blocks after it; both may be rounded either way."""
-    paid_for = _sums.ROUNDING * 2**24 - 1024 - 188
+    paid_for = sums.ROUNDING * 2**24 - 1024 - 188
     floats = [
         (rows, blocks)
         for rows in range(1, 120)
         for blocks in range(1, 120)
-        if _sums.zero(jnp.zeros(()), rows, blocks).remainder is None
+        if sums.zero(jnp.zeros(()), rows, blocks).remainder is None
     ]
-    assert (_sums.ROWS, _sums.BLOCKS) in floats
+    assert (sums.ROWS, sums.BLOCKS) in floats
     for rows, blocks in floats:
         in_a_block = sum(range(2, rows + 1)) + sum(range(2, rows))  # a partial sum of k rows rounds by u k C
         over_blocks = 2 * sum(k * rows for k in range(2, blocks + 1))
@@ -271,13 +271,13 @@ def test_devices_share_rows_as_the_bound_allows(monkeypatch):
     for devices in (1, 2, 3, 8, 64, 256):
         monkeypatch.setattr(jax, "device_count", lambda n=devices: n)
         for size in [*range(1, 1100, 7), 64, 86, 128, 176, 512, 704, 4096]:
-            count, common = _sums.shares(size), np.gcd(size, devices)
+            count, common = sums.shares(size), np.gcd(size, devices)
             assert common % count == 0, (size, devices)
-            assert size // count <= _sums.ROWS or count == common
+            assert size // count <= sums.ROWS or count == common
             if count not in (1, common):
-                assert _sums.zero(jnp.zeros(()), size // common, common).remainder is not None
-                assert all(size // n > _sums.ROWS for n in range(1, count) if common % n == 0)
-    assert _sums.shares(512) == 8  # of two rows on each of 256 devices
+                assert sums.zero(jnp.zeros(()), size // common, common).remainder is not None
+                assert all(size // n > sums.ROWS for n in range(1, count) if common % n == 0)
+    assert sums.shares(512) == 8  # of two rows on each of 256 devices
 
 
 def test_pages_state_what_is_lost():
@@ -285,8 +285,8 @@ def test_pages_state_what_is_lost():
     pages = "SECURITY.md", "CHANGELOG.md", "docs/privacy_argument.md", "docs/concepts.md", "dpopt/clipping.py"
     for page in pages:
         text = (root / page).read_text()
-        assert f"{_sums.ROUNDING:.1e}".replace("e-0", "e-") in text, page
-    assert f"per block of {_sums.ROWS}" in (root / "SECURITY.md").read_text()
+        assert f"{sums.ROUNDING:.1e}".replace("e-0", "e-") in text, page
+    assert f"per block of {sums.ROWS}" in (root / "SECURITY.md").read_text()
 
 
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])

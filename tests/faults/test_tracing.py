@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dpopt
 import dpopt.flax
-from dpopt import _fallback
+from dpopt.engines import fallback
 
 RNG = np.random.default_rng(0)
 W, X = RNG.normal(size=(4, 4)), RNG.normal(size=(5, 3, 4))
@@ -24,7 +24,7 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 @pytest.fixture(autouse=True)
 def _warn_again():
-    _fallback._warned.clear()
+    fallback._warned.clear()
 
 
 @jax.custom_vjp

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpopt
-from dpopt import _sums, ghost
+from dpopt import ghost
+from dpopt.engines import sums
 
 from .program import BATCH, Program, draw
 
@@ -98,12 +99,12 @@ def _two_passes() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_if_large(rows: int, devices: int) -> Iterator[None]:
     """With blocks of a row or two a few examples are several blocks, groups of blocks, and shares of devices."""
-    real = _sums.ROWS, jax.device_count
-    _sums.ROWS, jax.device_count = rows, lambda: devices
+    real = sums.ROWS, jax.device_count
+    sums.ROWS, jax.device_count = rows, lambda: devices
     try:
         yield
     finally:
-        _sums.ROWS, jax.device_count = real
+        sums.ROWS, jax.device_count = real
 
 
 @contextlib.contextmanager
@@ -215,7 +216,7 @@ def _contributions(program: Program, grads: Any) -> np.ndarray:
         c = {k: np.where(np.isfinite(n), _shrink(clip.l2_clip_norms[k], n), 0) for k, n in norms.items()}
         mapped = {k: np.where(np.isfinite(norms[k])[:, None], g, 0) for k, g in mapped.items()}
         together = np.zeros(BATCH)
-    elif isinstance(clip, dpopt.NormalizedClip):
+    elif isinstance(clip, dpopt.clipping.NormalizedClip):
         c = dict.fromkeys(norms, clip.l2_clip_norm / (together + clip.gamma))
     else:
         c = dict.fromkeys(norms, _shrink(clip.l2_clip_norm, together))

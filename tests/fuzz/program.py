@@ -134,7 +134,9 @@ def _clip(rng, params):
     if how < 0.65:
         return dpopt.FlatClip(float(10.0 ** rng.choice([0, 0, 0, -3, 3, -9, -25])))
     if how < 0.85:
-        return dpopt.NormalizedClip(float(rng.choice([1.0, 1e-6])), gamma=float(rng.choice([0.01, 1e-10, 1e-20])))
+        return dpopt.clipping.NormalizedClip(
+            float(rng.choice([1.0, 1e-6])), gamma=float(rng.choice([0.01, 1e-10, 1e-20]))
+        )
     return dpopt.GroupClip({k: float(rng.choice([1.0, 0.1, 1e-12])) for k in params})
 
 

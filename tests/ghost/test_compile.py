@@ -7,8 +7,8 @@ import numpy as np
 from ghost_check import assert_trees_close
 
 from dpopt import ghost
-from dpopt._programs import equations
-from dpopt._trees import at_once
+from dpopt.common.trees import at_once
+from dpopt.engines.programs import equations
 from dpopt.ghost import norms, terms
 
 

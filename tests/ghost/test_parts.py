@@ -8,7 +8,8 @@ import pytest
 from ghost_check import assert_trees_close
 
 import dpopt
-from dpopt import _engines, ghost
+from dpopt import ghost
+from dpopt.engines import promises
 from dpopt.ghost import plan as planning
 
 CLIP = dpopt.FlatClip(0.5)
@@ -91,7 +92,7 @@ def test_auto_decides_for_the_batch_not_for_its_parts(monkeypatch):
     monkeypatch.setattr(planning, "_MARGIN", np.inf)
     plan = ghost.plan_clipped_sum(loss_fn, params, batch, has_aux=True)
     assert not plan.prefers_vmap and plan.of(2).prefers_vmap
-    monkeypatch.setattr(_engines.Loss, "_vmap_engine", lambda *_: pytest.fail("vmap was chosen"))
+    monkeypatch.setattr(promises.Loss, "_vmap_engine", lambda *_: pytest.fail("vmap was chosen"))
     assert loops(lambda p, b: clipped(p, b, engine="auto"), params, batch) == [6]
 
 

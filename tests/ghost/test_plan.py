@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import dpopt
-from dpopt import _engines, ghost
+from dpopt import ghost
+from dpopt.engines import promises
 from dpopt.ghost.trace import trace_loss
 
 METHODS = [
@@ -171,5 +172,5 @@ def test_a_wrong_batch_is_refused():
 
 def test_the_default_memory_is_one():
     """It stands where users read it, in three signatures."""
-    given = (dpopt.per_example_grads, dpopt.explain, _engines.Loss)
+    given = (dpopt.per_example_grads, dpopt.explain, promises.Loss)
     assert {inspect.signature(f).parameters["memory"].default for f in given} == {1.25}

@@ -15,7 +15,8 @@ from helpers import slow_unless
 from jax import lax
 
 import dpopt
-from dpopt import _fallback, ghost
+from dpopt import ghost
+from dpopt.engines import fallback
 from dpopt.ghost import memory
 
 
@@ -359,7 +360,7 @@ def test_layers_of_a_scan_are_clipped_one_by_one(engine, batch_size):
 def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
     loss, params, batch = _layers(tied=True)
     clip = dpopt.LayerwiseClip(0.1, scanned=SCANNED)
-    _fallback._warned.clear()
+    fallback._warned.clear()
     with pytest.warns(UserWarning, match=r"\['layers'\]\['w'\] is no weight that a scan reads"):
         got = dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None).clipped_sum(clip).sum
     assert_trees_close(got, _plain_layerwise(loss, params, batch, np.ones(6, bool), 0.1), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,178 @@
+"""What a private run costs before it is trained: an ordinary gradient is timed, and the planner says the rest.
+
+python -m benchmarks.cost.predict            # what the planner says of the families of the speed table, beside that
+python -m benchmarks.cost.predict --measure  # and of one microbatch of the CIFAR-10 recipe, beside both ways timed
+# (minutes)
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Compiled
+
+import dpopt
+from benchmarks import records
+from benchmarks.cost import timing
+
+SPEED = records.RESULTS / "speed.json"
+MEASURED = records.RESULTS / "predictions.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of a run whose every step takes ``microbatches`` of one size after each other.
+
+    Left out are what happens once a step (noise, the update) or once a run (compiling, tests): little beside many
+    microbatches.
+    """
+
+    ordinary_seconds: float  # an ordinary gradient of a microbatch, measured
+    time_ratio: float  # of a clipped gradient to it, predicted
+    ordinary_bytes: float  # what it takes beside parameters and data, as compiled
+    memory_ratio: float
+    microbatches: float  # of a step
+    steps: int
+
+    @property
+    def step_seconds(self) -> float:
+        return self.ordinary_seconds * self.time_ratio * self.microbatches
+
+    @property
+    def run_seconds(self) -> float:
+        return self.step_seconds * self.steps
+
+    @property
+    def bytes(self) -> float:
+        return self.ordinary_bytes * self.memory_ratio
+
+    def __str__(self) -> str:
+        return (
+            f"an ordinary gradient of a microbatch takes {duration(self.ordinary_seconds)} and "
+            f"{self.ordinary_bytes / 1e9:.3g} GB here (measured)\n"
+            f"a clipped one should take {self.time_ratio:.2f} times the time and {self.memory_ratio:.2f} times the "
+            f"memory (planned): {self.bytes / 1e9:.3g} GB\n"
+            f"so a step of {self.microbatches:.4g} microbatches takes about {duration(self.step_seconds)}, and "
+            f"{self.steps:,} steps about {duration(self.run_seconds)}"
+        )
+
+
+def duration(seconds: float) -> str:
+    """In words.
+
+    >>> duration(0.25), duration(90), duration(7_200), duration(200_000)
+    ('0.25 s', '90 s', '2 h', '2.31 days')
+    """
+    for unit, size, least in (("days", 86_400, 1.5), ("h", 3_600, 1.5), ("min", 60, 2)):
+        if seconds >= least * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def ratios(explanation: dpopt.ghost.Explanation) -> tuple[float, float]:
+    """Time and memory of the way that ``engine='auto'`` takes, over an ordinary gradient's of the same batch."""
+    plan, way, memory = explanation.plan, explanation.way, explanation.memory
+    if way.plan is None:
+        operations, size = plan.vmap_cost, memory.vmap
+    elif not way.plan.streamed:
+        operations, size = plan.ghost_cost, memory.recorded(way.parts)
+    else:
+        used = {leaf.leaf for leaf in plan.leaves if leaf.contacts}
+        second = 0.0 if used <= way.plan.single else plan.ordinary_cost
+        operations, size = plan.ghost_cost + second, memory.streamed
+    return operations / max(plan.ordinary_cost, 1.0), size / max(memory.ordinary, 1.0)
+
+
+def explained(loss_fn: Callable, params: Any, batch: Any, *, may_split: bool) -> dpopt.ghost.Explanation:
+    """`dpopt.explain` of a batch, without the table. A microbatch of a size that was asked for is not split."""
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = dpopt.explain(loss_fn, params, example, batch_size=len(jax.tree.leaves(batch)[0]))
+    if may_split:
+        return found
+    way = dpopt.ghost.choose(found.plan, loss_fn, params, example, False, 1.25, may_split=False, may_vmap=True)
+    return dataclasses.replace(found, way=way)
+
+
+def ordinary(loss_fn: Callable, params: Any, batch: Any) -> Compiled:
+    """The mean gradient over a batch."""
+    mean = jax.grad(lambda params, batch: jnp.mean(jax.vmap(loss_fn, (None, 0))(params, batch)))
+    return jax.jit(mean).lower(params, batch).compile()
+
+
+def private(loss_fn: Callable, params: Any, batch: Any) -> Compiled:
+    """The clipped sum over a batch, which is one microbatch."""
+    size = len(jax.tree.leaves(batch)[0])
+    grads = dpopt.per_example_grads(loss_fn, microbatch_size=size)
+    return (
+        jax.jit(lambda p, b: grads(p, b, mask=None).clipped_sum(dpopt.FlatClip(1.0)).sum).lower(params, batch).compile()
+    )
+
+
+def cost(loss_fn: Callable, params: Any, batch: Any, *, microbatches: float, steps: int) -> Cost:
+    """Times an ordinary gradient of a microbatch and plans the rest."""
+    gradient = ordinary(loss_fn, params, batch)
+    seconds = timing.interleaved({"ordinary": lambda: jax.block_until_ready(gradient(params, batch))}, 0.0, at_least=3)
+    size = gradient.memory_analysis().temp_size_in_bytes
+    time_ratio, memory_ratio = ratios(explained(loss_fn, params, batch, may_split=False))
+    return Cost(seconds["ordinary"], time_ratio, size, memory_ratio, microbatches, steps)
+
+
+def against_speed_table(only: str = "") -> list[dict[str, Any]]:
+    """Of every family that is named so, the ratio of times that the planner says and those that were recorded."""
+    from benchmarks.cost.families import FAMILIES
+
+    rows = [row for row in json.loads(SPEED.read_text())["runs"] if only in row["family"]]
+    found = []
+    for row in rows:
+        family = FAMILIES[row["family"]]()
+        planned, _ = ratios(explained(*family, may_split=True))
+        recorded = {name: row["ratio"][name] for name in ("ghost whole", "ghost", "auto")}
+        found.append({"family": row["family"], "planned": planned, "recorded": recorded})
+    return found
+
+
+def measured(microbatch: int) -> dict[str, Any]:
+    """A microbatch of the CIFAR-10 recipe on noise: what is said of it, and both ways timed in turns."""
+    from benchmarks import cifar10_recipe
+
+    loss_fn, params = cifar10_recipe.loss_and_params()
+    batch = cifar10_recipe.noise_batch(microbatch)
+    said = cost(loss_fn, params, batch, microbatches=1, steps=1)
+    ways = {"ordinary": ordinary(loss_fn, params, batch), "private": private(loss_fn, params, batch)}
+    calls = {name: lambda way=way: jax.block_until_ready(way(params, batch)) for name, way in ways.items()}
+    return {
+        "microbatch": microbatch,
+        "multiplicity": cifar10_recipe.MULTIPLICITY,
+        "planned": {"time": said.time_ratio, "memory": said.memory_ratio},
+        "seconds": timing.interleaved(calls, 20.0),
+        "bytes": {name: way.memory_analysis().temp_size_in_bytes for name, way in ways.items()},
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="also time one microbatch of the CIFAR-10 recipe")
+    parser.add_argument("--microbatch", type=int, default=2, help="of how many images, 16 variants each (default 2)")
+    parser.add_argument("--out", type=Path, default=MEASURED, help="where --measure writes")
+    options = parser.parse_args(argv)
+    for row in against_speed_table():
+        recorded = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["recorded"].items())
+        print(f"{row['family']}: planned {row['planned']:.2f}; recorded {recorded}")
+    if options.measure:
+        found = measured(options.microbatch)
+        records.write_json(options.out, {"environment": records.environment(), "run": found})
+        for what, key in (("time", "seconds"), ("memory", "bytes")):
+            ratio = found[key]["private"] / found[key]["ordinary"]
+            print(f"CIFAR-10 recipe, {what}: planned {found['planned'][what]:.2f}; measured {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""RESULTS.md, its plots, and the figures of README and docs, from the recorded JSON."""

@@ -1,0 +1,108 @@
+"""What has moved since version 0.1, modules and names at the top: both work for one more version, with a warning."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_ROOMS = {
+    "optimizers": ("averaging", "baselines", "filters"),
+    "preconditioners": ("delayed", "moments"),
+    "run": (
+        *("allowance", "builder", "checkpoint", "entropy", "identity", "journal", "loading", "loop", "meshes", "plan"),
+        *("results", "sharding", "statement", "training"),
+    ),
+    "samplers": ("parts", "truncated"),
+}
+MOVED = {f"dpopt.{name}": f"dpopt.{room}.{name}" for room, names in _ROOMS.items() for name in names} | {
+    "dpopt.optimizers.after_noise": "dpopt.optimizers.baselines.after_noise",
+    "dpopt.optimizers.dp2_extra_query": "dpopt.optimizers.baselines.two_queries",
+    "dpopt.preconditioning": "dpopt.preconditioners.base",
+}
+_MODULES = {
+    "baselines": (
+        "blend_public_gradients",
+        "dp2_extra_query",
+        "dp2_noise_first",
+        "dp_adam_pub",
+        "dp_r_pub",
+        "extra_query",
+        "pda_dpmd",
+        "precondition_after_noise",
+        "scale_by_public_adam",
+    ),
+    "clipping": ("NormalizedClip",),
+    "correlated": ("add_correlated_noise",),
+    "gradients": ("PerExampleGrads",),
+    "optimizers.adadps": (
+        "broadcast_feature_scale",
+        "scale_from_frequencies",
+        "tfidf_scores",
+    ),
+    "optimizers.adam_bc": (
+        "scale_by_adagrad_bc",
+        "scale_by_rms_bc",
+    ),
+    "optimizers.averaging": ("averaged_params",),
+    "optimizers.dp2": ("scale_by_phase_learning_rate",),
+    "optimizers.public": ("with_public_arguments",),
+    "preconditioners.base": ("scheduled_clip_norm",),
+    "privacy": ("Privacy",),
+    "run.allowance": ("steps_within",),
+    "run.identity": ("TrainState",),
+    "run.journal": (
+        "Journal",
+        "JournalError",
+    ),
+    "run.results": (
+        "Evaluation",
+        "ReplayError",
+        "TrainResult",
+    ),
+    "run.training": (
+        "SensitiveMetrics",
+        "TrainStep",
+    ),
+    "samplers.parts": (
+        "BallsInBinsSampler",
+        "CyclicPoissonSampler",
+        "EpochSampler",
+    ),
+    "verification": ("VerificationError",),
+}
+NAMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def attribute(name: str) -> object:
+    """What ``dpopt.name`` was.
+
+    Raises:
+        AttributeError: for what `dpopt` never had.
+    """
+    if name not in NAMES:
+        raise AttributeError(f"module 'dpopt' has no attribute {name!r}")
+    place = f"dpopt.{NAMES[name]}"
+    warnings.warn(f"dpopt.{name} has moved: {place}.{name}", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(MOVED.get(place, place)), name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Puts the module itself in the place of the empty one: there is one of each, whatever it is called."""
+        old = module.__name__
+        warnings.warn(f"{old} has moved: {MOVED[old]}", DeprecationWarning, stacklevel=2)
+        sys.modules[old] = importlib.import_module(MOVED[old])
+
+
+def install() -> None:
+    """Lets ``import`` find what has moved."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

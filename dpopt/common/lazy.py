@@ -1,0 +1,24 @@
+"""Modules that are imported when they are first used, so that ``import dpopt`` takes little longer than Optax alone.
+
+``dp_accounting`` brings SciPy, which takes longer than JAX and Optax together; what reads programs brings
+``jax.extend``, which takes as long as the whole of dpopt.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import dp_accounting as dp_accounting
+
+    from dpopt import ghost as ghost
+    from dpopt.engines import flow
+else:
+
+    class _Module:
+        def __init__(self, name: str):
+            self._name = name
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module(self._name), name)
+
+    dp_accounting, flow, ghost = map(_Module, ("dp_accounting", "dpopt.engines.flow", "dpopt.ghost"))

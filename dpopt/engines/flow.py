@@ -1,0 +1,260 @@
+"""Where private values can flow in a traced program.
+
+While an optimizer is inspected (`dpopt.inspection`), the stages that decide about privacy leave marks in its program:
+what is *private*, what the clip has *bounded*, what the noise has *released*, what must be *public*. `follow` then
+walks the program. A value that is computed from a private one is private; only a release, of the very sum that a clip
+has bounded, makes a value public again. What the walk does not know, it takes for the worst.
+
+Outside an inspection nothing is marked, and a program is what it would be without this file.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.extend import core
+
+from dpopt.engines.programs import equations, scan_arguments, subprograms
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded:
+    """A leaf of a clipped sum: private, and what a release takes."""
+
+    clip: int
+    leaf: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter:
+    """The count of noise draws at some place among a program's inputs: public."""
+
+    place: int
+    advanced: bool
+
+
+# None: public. A text: private, and what it is.
+Label = None | str | Bounded | Counter
+
+_UNNOISED = "the clipped sum without its noise"
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+_UNCHANGED = {"copy", "copy_p", "optimization_barrier", "sharding_constraint", "reshard"}
+
+_inspecting: contextvars.ContextVar[bool] = contextvars.ContextVar("dpopt_inspecting", default=False)
+_mark = core.Primitive("dpopt_mark")
+_mark.multiple_results = True
+_mark.def_abstract_eval(lambda *avals, **_: list(avals))
+
+_Tree = TypeVar("_Tree")
+
+
+def is_inspecting() -> bool:
+    return _inspecting.get()
+
+
+@contextlib.contextmanager
+def inspecting() -> Iterator[None]:
+    """While this block runs, marks are left and no noise is drawn."""
+    token = _inspecting.set(True)
+    try:
+        yield
+    finally:
+        _inspecting.reset(token)
+
+
+def _marked(tree: _Tree, kind: str, what: str = "") -> _Tree:
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _mark.bind(*leaves, kind=kind, what=what)) if leaves else tree
+
+
+def private(tree: _Tree, what: str) -> _Tree:
+    """The same values, which stand for private ones from here on. Only for inspections."""
+    return _marked(tree, "private", what)
+
+
+def public(tree: _Tree, what: str) -> _Tree:
+    """The same values; an inspection refuses them if they depend on anything private."""
+    return _marked(tree, "public", what) if is_inspecting() else tree
+
+
+def bounded(total: _Tree) -> _Tree:
+    """The same sum, which a clip has bounded."""
+    return _marked(total, "bounded") if is_inspecting() else total
+
+
+def released(total: _Tree, add_noise: Callable[[_Tree], _Tree]) -> _Tree:
+    """``add_noise(total)``; an inspection draws nothing, and refuses a sum that is not what the clip has bounded."""
+    return _marked(total, "released") if is_inspecting() else add_noise(total)
+
+
+def advanced(count: jax.Array, following: jax.Array) -> jax.Array:
+    """``following``, the count after ``count``; an inspection sees to it that the optimizer keeps it."""
+    return _mark.bind(count, kind="advanced", what="")[0] if is_inspecting() else following
+
+
+def follow(program: core.ClosedJaxpr, counters: range) -> tuple[list[str | None], int]:
+    """Says of each output of a program whether it is public (None) or what private thing it depends on.
+
+    Args:
+        program: a traced update. Of its outputs, the last ones stand for the inputs ``counters``.
+        counters: the places of inputs that may be counts of noise draws.
+
+    Returns:
+        The outputs' labels, and how many sums are released.
+
+    Raises:
+        ValueError: if something private gets where only public values may, a release is not of one clipped sum, or a
+            count of noise draws is not kept.
+    """
+    walk = _Walk()
+    inputs = [Counter(i, advanced=False) if i in counters else None for i in range(len(program.jaxpr.invars))]
+    outputs = walk.program(program, inputs, once=True)
+    kept = dict(zip(counters, outputs[len(outputs) - len(counters) :], strict=True))
+    if any(kept.get(place) != Counter(place, advanced=True) for place in walk.counted):
+        raise ValueError(
+            "the count of noise draws is not in the state that comes back, where it was: the next step would draw the "
+            "same noise, and the difference of the two would hold none. Return the new state of the noise stage."
+        )
+    return [_text(label) for label in outputs], walk.releases
+
+
+def _text(label: Label) -> str | None:
+    if isinstance(label, Bounded):
+        return _UNNOISED
+    return None if isinstance(label, Counter) else label
+
+
+def _worst(labels: Sequence[Label]) -> str | None:
+    return next((text for text in map(_text, labels) if text is not None), None)
+
+
+class _Walk:
+    """One pass over a program. ``once`` is False in loops and branches, where a sum may be released never or often."""
+
+    def __init__(self) -> None:
+        self.clips = 0
+        self.releases = 0
+        self.counted: list[int] = []
+
+    def program(self, jaxpr: Any, inputs: Sequence[Label], once: bool) -> list[Label]:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or open
+        env: dict[Any, Label] = dict.fromkeys(jaxpr.constvars)  # public: they were there before the batch
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(var):
+            return None if isinstance(var, core.Literal) else env[var]
+
+        for eqn in jaxpr.eqns:
+            outputs = self.equation(eqn, [read(v) for v in eqn.invars], once)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, labels: list[Label], once: bool) -> Sequence[Label]:
+        name, params = eqn.primitive.name, eqn.params
+        if eqn.primitive is _mark:
+            return self.mark(labels, once, **params)
+        if name in _UNCHANGED:
+            return labels
+        if name in _CALLS and _CALLS[name] in params:
+            return self.program(params[_CALLS[name]], labels, once)
+        if name == "cond":
+            return self.branches(eqn, labels)
+        if name == "while":
+            return self.while_loop(eqn, labels)
+        if name == "scan":
+            return self.scan(eqn, labels)
+        if any(e.primitive is _mark for p in subprograms(eqn) for e in equations(p)):
+            raise ValueError(f"a sum is clipped or released inside {name!r}, where dpopt cannot follow it.")
+        worst = _worst(labels)
+        self.no_side_effect(eqn, worst)
+        return [worst] * len(eqn.outvars)
+
+    def no_side_effect(self, eqn: Any, label: Label) -> None:
+        name = eqn.primitive.name
+        if label is not None and ("callback" in name or any(_is_a_side_effect(e) for e in eqn.effects)):
+            raise ValueError(f"{_text(label)} can get out by a side effect ({name}) before any noise is added.")
+
+    def mark(self, labels: list[Label], once: bool, kind: str, what: str) -> Sequence[Label]:
+        if kind == "private":
+            return [what] * len(labels)
+        if kind == "public":
+            if (worst := _worst(labels)) is not None:
+                raise ValueError(f"{what} depends on {worst}: it must be public, or learned from what has been noised.")
+            return labels
+        if not once:
+            raise ValueError("clip and noise stand inside a loop or a branch: the accountant counts them once a step.")
+        if kind == "advanced":
+            (count,) = labels
+            if not isinstance(count, Counter) or count.advanced:
+                raise ValueError("the noise's count of draws is not the one in the state: it must be, and go up by 1.")
+            self.counted.append(count.place)
+            return [Counter(count.place, advanced=True)]
+        if kind == "bounded":
+            self.clips += 1
+            return [Bounded(self.clips, i) for i in range(len(labels))]
+        leaves = {label for label in labels if isinstance(label, Bounded)}
+        if len(leaves) < len(labels) or len({leaf.clip for leaf in leaves}) > 1:
+            raise ValueError(
+                "something stands between clip_and_sum and add_gaussian_noise and changes the clipped sum, so its "
+                "sensitivity is unknown. Move it before the clip as a diagonal, or after the noise."
+            )
+        self.releases += 1
+        return [None] * len(labels)
+
+    def branches(self, eqn: Any, labels: list[Label]) -> list[Label]:
+        choice, operands = _text(labels[0]), [_text(label) for label in labels[1:]]
+        self.no_side_effect(eqn, choice)
+        outputs = [self.program(branch, operands, once=False) for branch in eqn.params["branches"]]
+        return [choice or _worst(found) for found in zip(*outputs, strict=True)]
+
+    def while_loop(self, eqn: Any, labels: list[Label]) -> list[Label]:
+        params = eqn.params
+        ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        texts = [_text(label) for label in labels]
+        condition_reads, body_reads, start = texts[: ends[0]], texts[ends[0] : ends[1]], texts[ends[1] :]
+
+        def step(carry):
+            (goes_on,) = self.program(params["cond_jaxpr"], condition_reads + carry, once=False)
+            self.no_side_effect(eqn, goes_on)
+            carry = self.program(params["body_jaxpr"], body_reads + carry, once=False)
+            return [goes_on or label for label in carry]
+
+        return _settled(step, start)
+
+    def scan(self, eqn: Any, labels: list[Label]) -> list[Label]:
+        num_consts, num_carry = scan_arguments(eqn)
+        ends = num_consts, num_consts + num_carry
+        texts = [_text(label) for label in labels]
+        consts, start, rows = texts[: ends[0]], texts[ends[0] : ends[1]], texts[ends[1] :]
+
+        def body(carry):
+            return self.program(eqn.params["jaxpr"], consts + carry + rows, once=False)
+
+        carry = _settled(lambda carry: body(carry)[: len(start)], start)
+        return carry + body(carry)[len(start) :]
+
+
+def _settled(step: Callable[[list], list], carry: list) -> list:
+    """What a loop carries after any number of steps. Labels are only ever added, so this ends."""
+    while True:
+        following = [old or new for old, new in zip(carry, step(carry), strict=True)]
+        if following == carry:
+            return carry
+        carry = following
+
+
+def _is_a_side_effect(effect: Any) -> bool:
+    return type(effect).__name__ != "NamedAxisEffect"  # a collective over devices

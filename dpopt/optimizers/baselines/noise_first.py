@@ -1,0 +1,59 @@
+"""DP2's ablation that adds noise first, and preconditions what is noisy."""
+
+from typing import Any
+
+import jax
+
+from dpopt.chain import PrivateOptimizer, chain
+from dpopt.optimizers._decay import decayed_weights
+from dpopt.optimizers.baselines.after_noise import precondition_after_noise
+from dpopt.optimizers.dp2 import scale_by_phase_learning_rate
+from dpopt.preconditioners.delayed import delayed_moments
+from dpopt.private_mean import privatize
+
+
+def dp2_noise_first(
+    learning_rate: Any,
+    *,
+    adaptive_learning_rate: Any,
+    delay: Any,
+    l2_clip_norm: Any,
+    noise_multiplier: Any,
+    expected_batch_size: Any,
+    key: jax.Array,
+    rule: str = "rmsprop",
+    decay: float = 0.9,
+    eps: float = 1e-7,
+    weight_decay: float = 0.0,
+    correct_noise: bool = False,
+) -> PrivateOptimizer:
+    r"""DP2's ablation that adds noise first: adaptive steps are :math:`w \leftarrow w - \eta_2\, \tilde g / D`.
+
+    There is one clip norm, since all clipping is of plain gradients; D enlarges the noise with the gradient.
+
+    Args:
+        learning_rate, adaptive_learning_rate, delay, rule, decay, eps, weight_decay, correct_noise: see `dp2`.
+        l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named.
+
+    *Privacy*: one Gaussian query a step with multiplier sigma; the rest is post-processing.
+
+    Reference: Li et al. (2023), section 5.3 and appendix D, ablation variant 2.
+
+    >>> opt = dp2_noise_first(
+    ...     0.3, adaptive_learning_rate=0.3, delay=780, l2_clip_norm=0.25, noise_multiplier=1.0,
+    ...     expected_batch_size=64, key=jax.random.key(0), eps=1e-3)
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
+    1.0
+    """
+    core = privatize(
+        l2_clip_norm=l2_clip_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size,
+        key=key,
+    )
+    moments = delayed_moments(delay, rule=rule, decay=decay, eps=eps, correct_noise=correct_noise)
+    rates = scale_by_phase_learning_rate(learning_rate, adaptive_learning_rate, delay)
+    return chain(core, precondition_after_noise(moments), *decayed_weights(weight_decay), rates)

@@ -1,0 +1,224 @@
+"""Baselines that use public data without AdaDPS's preconditioner: DP-R-Pub, DP-Adam-Pub and PDA-DPMD."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpopt.chain import PrivateOptimizer, chain
+from dpopt.common import trees, validate
+from dpopt.optimizers.baselines.after_noise import precondition_after_noise
+from dpopt.preconditioners.moments import checked_public_grads, next_second_moment, public_moments
+from dpopt.private_mean import privatize
+
+
+def dp_r_pub(
+    learning_rate: Any,
+    *,
+    l2_clip_norm: Any,
+    noise_multiplier: Any,
+    expected_batch_size: Any,
+    key: jax.Array,
+    rule: str = "rmsprop",
+    decay: float = 0.9,
+    eps: float = 1e-3,
+) -> PrivateOptimizer:
+    r"""DP-R-Pub: privatise first, then divide by the root of a public second moment.
+
+    AdaDPS in the other order: :math:`w \leftarrow w - \eta\, \tilde g / (\sqrt v + \epsilon)`, v from public gradients,
+    which ``update(..., public_grads=g)`` must pass at every step.
+
+    Args:
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+        rule, decay, eps: see `public_moments`.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named; in ``update``, if there are no public gradients.
+
+    *Privacy*: as `dp_sgd`; dividing is post-processing.
+
+    Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, section 6.1.
+
+    >>> opt = dp_r_pub(0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
+    1.0
+    """
+    core = privatize(
+        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
+    )
+    moments = public_moments(rule=rule, decay=decay, eps=eps)
+    return chain(core, precondition_after_noise(moments), optax.scale_by_learning_rate(learning_rate))
+
+
+class ScaleByPublicAdamState(NamedTuple):
+    """State of `scale_by_public_adam`."""
+
+    count: jax.Array  # (), int32: updates so far
+    mu: Any  # like params, at least float32: average of the blended gradients
+    nu: Any  # like params, at least float32: average of the squared public gradients
+
+
+def scale_by_public_adam(
+    *, b1: float = 0.9, b2: float = 0.9, b3: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam's rule with public gradients blended into the first moment and alone in the second.
+
+    .. math::
+
+        m \leftarrow \beta_2 m + (1 - \beta_2)(\beta_1 \tilde g + (1 - \beta_1) \hat g), \quad
+        v \leftarrow \beta_3 v + (1 - \beta_3) \hat g^2, \quad u = \hat m / (\sqrt{\hat v} + \epsilon)
+
+    Args:
+        b1: share of the private gradient, in [0, 1).
+        b2, b3: decay of the first and second moment, in [0, 1).
+        eps: positive.
+
+    Raises:
+        ValueError, TypeError: for a bad argument; in ``update``, if ``public_grads`` is missing or does not fit.
+
+    *Privacy*: post-processing, with public data.
+
+    Reference: Li et al. (2022), Private Adaptive Optimization with Side Information, appendix C (DP-Adam-Pub).
+
+    >>> rule = scale_by_public_adam(b1=0.5, eps=1e-8)
+    >>> state = rule.init(jnp.zeros(1))
+    >>> [round(x, 3) for x in rule.update(jnp.array([4.0]), state, public_grads=jnp.array([2.0]))[0].tolist()]
+    [1.5]
+    """
+    validate.fraction(b1=b1, b2=b2, b3=b3)
+    validate.positive(eps=eps)
+
+    def init_fn(params):
+        return ScaleByPublicAdamState(jnp.zeros([], jnp.int32), trees.zeros(params), trees.zeros(params))
+
+    def update_fn(updates, state, params=None, *, public_grads=None, **extra_args):
+        del params, extra_args
+        public = checked_public_grads(public_grads, updates)
+        count = trees.next_count(state.count)
+        blend = jax.tree.map(lambda g, p: b1 * g + (1 - b1) * p, updates, public)
+        mu = next_second_moment("rmsprop", state.mu, blend, b2)
+        nu = next_second_moment("rmsprop", state.nu, jax.tree.map(jnp.square, public), b3)
+        mu_hat = optax.tree.bias_correction(mu, b2, count)
+        nu_hat = optax.tree.bias_correction(nu, b3, count)
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
+        return updates, ScaleByPublicAdamState(count, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def dp_adam_pub(
+    learning_rate: Any,
+    *,
+    l2_clip_norm: Any,
+    noise_multiplier: Any,
+    expected_batch_size: Any,
+    key: jax.Array,
+    b1: float = 0.9,
+    b2: float = 0.9,
+    b3: float = 0.999,
+    eps: float = 1e-8,
+) -> PrivateOptimizer:
+    """DP-Adam-Pub: the private mean gradient, then `scale_by_public_adam`.
+
+    Args:
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+        b1, b2, b3, eps: see `scale_by_public_adam`.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named; in ``update``, if there are no public gradients.
+
+    *Privacy*: as `dp_sgd`; the rest is post-processing.
+
+    Reference: Li et al. (2022), Private Adaptive Optimization with Side Information, appendix C.
+
+    >>> opt = dp_adam_pub(0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
+    1.0
+    """
+    core = privatize(
+        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
+    )
+    rule = scale_by_public_adam(b1=b1, b2=b2, b3=b3, eps=eps)
+    return chain(core, rule, optax.scale_by_learning_rate(learning_rate))
+
+
+class BlendPublicGradientsState(NamedTuple):
+    """State of `blend_public_gradients`."""
+
+    count: jax.Array  # (), int32: updates so far
+
+
+def blend_public_gradients(total_steps: int) -> optax.GradientTransformationExtraArgs:
+    r"""Fades from the private gradient to the public one: :math:`\alpha_t \tilde g + (1 - \alpha_t) \hat g`.
+
+    :math:`\alpha_t = \cos(\tfrac{\pi}{2} \tfrac{t}{T})`, with t counted from 0; from step T on it is 0.
+
+    Args:
+        total_steps: T, a positive integer.
+
+    Raises:
+        ValueError, TypeError: for a bad T; in ``update``, if ``public_grads`` is missing or does not fit.
+
+    *Privacy*: post-processing, with public data.
+
+    >>> blend = blend_public_gradients(2)
+    >>> blend.update(jnp.array([4.0]), blend.init(jnp.zeros(1)), public_grads=jnp.array([2.0]))[0].tolist()
+    [4.0]
+    """
+    validate.positive_int(total_steps=total_steps)
+
+    def init_fn(params):
+        del params
+        return BlendPublicGradientsState(jnp.zeros([], jnp.int32))
+
+    def update_fn(updates, state, params=None, *, public_grads=None, **extra_args):
+        del params, extra_args
+        public = checked_public_grads(public_grads, updates)
+
+        def blend(g, p):
+            progress = jnp.minimum(state.count, total_steps).astype(g.dtype) / total_steps
+            alpha = jnp.cos(math.pi / 2 * progress)
+            return alpha * g + (1 - alpha) * p
+
+        return jax.tree.map(blend, updates, public), BlendPublicGradientsState(trees.next_count(state.count))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def pda_dpmd(
+    learning_rate: Any,
+    *,
+    total_steps: int,
+    l2_clip_norm: Any,
+    noise_multiplier: Any,
+    expected_batch_size: Any,
+    key: jax.Array,
+) -> PrivateOptimizer:
+    r"""PDA-DPMD: private gradients first, public ones more and more.
+
+    :math:`w \leftarrow w - \eta\, (\alpha_t \tilde g + (1 - \alpha_t) \hat g)`, with a public :math:`\hat g`: the
+    first-order form of private mirror descent that the DP2 and AdaDPS papers compare with. See
+    `blend_public_gradients` for alpha. ``update(..., public_grads=g)`` must pass the public gradient at every step.
+
+    Args:
+        total_steps: T, the length of the run.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, named; in ``update``, if there are no public gradients.
+
+    *Privacy*: as `dp_sgd`; the rest is post-processing.
+
+    Reference: Amid et al. (2022), Public Data-Assisted Mirror Descent for Private Model Training.
+
+    >>> opt = pda_dpmd(
+    ...     0.1, total_steps=9, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
+    >>> round(opt.privacy.step_event().noise_multiplier, 2)
+    1.0
+    """
+    core = privatize(
+        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
+    )
+    return chain(core, blend_public_gradients(total_steps), optax.scale_by_learning_rate(learning_rate))

@@ -1,0 +1,187 @@
+"""Filters after the noise: the gradient changes slowly from step to step, independent noise does not.
+
+Stages of a `dpopt.chain` like any others. Under noise that is correlated over steps they have less to do: its slow part
+is small already (`dpopt.correlated`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpopt.common import trees, validate
+
+
+class LowPassState(NamedTuple):
+    """State of `low_pass`; the latest first."""
+
+    gradients: tuple[Any, ...]  # like params, at least float32: what came in
+    filtered: tuple[Any, ...]  # likewise: what went out, before it was corrected
+    ones: jax.Array  # (gradients,): whether there has been one
+    corrections: jax.Array  # (filtered,): what a gradient of 1 would have become
+
+
+def low_pass(
+    feedback: Sequence[float] = (-0.9,), feedforward: Sequence[float] = (0.1,)
+) -> optax.GradientTransformation:
+    r"""A linear filter of noisy gradients, corrected so that a gradient that stays the same comes out as it is.
+
+    .. math::
+        m_t = -\sum_{i \ge 1} a_i m_{t-i} + \sum_{i \ge 0} b_i \tilde g_{t-i}, \quad \hat m_t = m_t / c_t
+
+    where :math:`c_t` is what the same filter makes of ones.
+
+    Args:
+        feedback: a, from :math:`a_1` on.
+        feedforward: b, from :math:`b_0` on. Coefficients of a design, such as those of ``scipy.signal.butter``, can be
+            given as they are, but for the leading 1 of a.
+
+    Returns:
+        A transformation for after the noise.
+
+    Raises:
+        ValueError, TypeError: for coefficients that are not finite, or of a filter that is not stable or lets nothing
+            through that stays the same.
+
+    *Privacy*: post-processing.
+
+    Reference: Zhang, Bu, Hong and Razaviyayn (2024), DOPPLER: Differentially Private Optimizers with Low-pass Filter
+    for Privacy Noise Reduction.
+
+    >>> rule = low_pass((-0.5,), (0.5,))
+    >>> state = rule.init(jnp.zeros(1))
+    >>> for g in (4.0, 1.0):
+    ...     updates, state = rule.update(jnp.array([g]), state)
+    >>> updates.tolist()  # (4 / 4 + 1 / 2) / (1 / 4 + 1 / 2)
+    [2.0]
+    """
+    a, b = np.atleast_1d(np.asarray(feedback, np.float64)), np.atleast_1d(np.asarray(feedforward, np.float64))
+    if a.ndim != 1 or b.ndim != 1 or not len(b) or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise ValueError(f"feedback and feedforward must be finite numbers; got {feedback} and {feedforward}.")
+    if len(a) and np.abs(np.roots([1.0, *a])).max() >= 1:
+        raise ValueError(f"feedback {feedback} makes a filter that is not stable: its output would grow without bound.")
+    if b.sum() == 0:
+        raise ValueError(f"feedforward {feedforward} adds up to 0: a gradient that stays the same would be lost.")
+
+    def init_fn(params):
+        def zeros(count: int) -> tuple[Any, ...]:
+            return tuple(trees.zeros(params) for _ in range(count))
+
+        return LowPassState(zeros(len(b) - 1), zeros(len(a)), jnp.zeros(len(b) - 1), jnp.zeros(len(a)))
+
+    def update_fn(updates, state, params=None):
+        del params
+        gradients = (trees.upcast(updates), *state.gradients)
+        ones = jnp.concatenate([jnp.ones(1), state.ones])
+
+        def combined(*leaves: jax.Array) -> jax.Array:
+            weights = [*b.tolist(), *(-a).tolist()]  # NumPy's numbers would widen what they multiply
+            return sum((w * x for w, x in zip(weights, leaves, strict=True)), jnp.zeros((), leaves[0].dtype))
+
+        now = jax.tree.map(combined, *gradients, *state.filtered)
+        became = jnp.sum(jnp.asarray(a, ones.dtype) * state.corrections)
+        correction = jnp.sum(jnp.asarray(b, ones.dtype) * ones) - became
+        corrections = jnp.concatenate([correction[None], state.corrections])[: len(a)]
+        new_state = LowPassState(
+            gradients[: len(b) - 1], (now, *state.filtered)[: len(a)], ones[: len(b) - 1], corrections
+        )
+        return jax.tree.map(lambda m: m / correction.astype(m.dtype), now), new_state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+class SimplifiedKalmanState(NamedTuple):
+    """State of `simplified_kalman`."""
+
+    estimate: Any  # like params, at least float32
+
+
+def simplified_kalman(kappa: float = 0.7) -> optax.GradientTransformation:
+    r"""DiSK's filter of noisy gradients, :math:`\hat g_t = (1 - \kappa) \hat g_{t-1} + \kappa \tilde g_t`.
+
+    To be used with `look_ahead`, which makes :math:`\tilde g_t` say how the gradient has changed since the last step.
+
+    Args:
+        kappa: in (0, 1]; the less, the more noise is filtered out.
+
+    Returns:
+        A transformation for after the noise.
+
+    Raises:
+        ValueError, TypeError: for a number out of range.
+
+    *Privacy*: post-processing.
+
+    Reference: see `look_ahead`.
+
+    >>> rule = simplified_kalman(0.5)
+    >>> updates, _ = rule.update(jnp.array([4.0]), rule.init(jnp.zeros(1)))
+    >>> updates.tolist()
+    [2.0]
+    """
+    validate.probability(kappa=kappa)
+    kappa = float(kappa)
+
+    def init_fn(params):
+        return SimplifiedKalmanState(trees.zeros(params))
+
+    def update_fn(updates, state, params=None):
+        del params
+        updates = trees.upcast(updates)
+        estimate = jax.tree.map(lambda old, g: (1 - kappa) * old + kappa * g, state.estimate, updates)
+        return estimate, SimplifiedKalmanState(estimate)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def look_ahead(loss_fn: Callable, move: Any, *, kappa: float = 0.7, gamma: float | None = None) -> Callable:
+    r"""A loss whose gradient extrapolates along the last step, for `simplified_kalman`.
+
+    .. math::
+        \alpha \nabla f(w + \gamma d) + (1 - \alpha) \nabla f(w), \quad \alpha = (1 - \kappa) / (\kappa \gamma)
+
+    is the gradient that is clipped, d being the step from the parameters before to these.
+
+    Args:
+        loss_fn: ``loss_fn(params, example) -> scalar``.
+        move: d, like the parameters: the updates of the last step; zeros before the first.
+        kappa: as in `simplified_kalman`.
+        gamma: positive; None for :math:`(1 - \kappa) / \kappa`, under which alpha is 1 and one gradient is
+            all it takes: any other takes two, and twice the time.
+
+    Returns:
+        A loss of one example, with the same arguments.
+
+    Raises:
+        ValueError, TypeError: for a number out of range.
+
+    *Privacy*: asks the same one query, whose sensitivity the clip bounds. ``move`` must come from released parameters.
+
+    Reference: Zhang, Bu, Balle, Hong, Razaviyayn and Mirrokni (2025), DiSK: Differentially Private Optimizer with
+    Simplified Kalman Filter for Noise Reduction.
+
+    >>> loss = look_ahead(lambda w, x: w**3 / 3, jnp.array(0.5), kappa=0.5, gamma=2.0)
+    >>> float(jax.grad(loss)(jnp.array(1.0), None))  # half of (1 + 2 * 0.5)^2, and half of 1^2
+    2.5
+    """
+    validate.probability(kappa=kappa)
+    if gamma is None:
+        gamma = (1 - kappa) / kappa if kappa < 1 else 1.0
+    validate.positive(gamma=gamma)
+    share = (1 - kappa) / (kappa * gamma)
+
+    def loss(params: Any, example: Any) -> jax.Array:
+        ahead = jax.tree.map(lambda p, d: p + jnp.asarray(gamma * jax.lax.stop_gradient(d), p.dtype), params, move)
+        if math.isclose(share, 1.0):
+            return loss_fn(ahead, example)
+        if kappa == 1:
+            return loss_fn(params, example)
+        return share * loss_fn(ahead, example) + (1 - share) * loss_fn(params, example)
+
+    return loss

@@ -1,0 +1,1 @@
+"""A whole run: described, calibrated, trained within its budget, recorded, stopped and resumed."""

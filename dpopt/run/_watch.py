@@ -1,0 +1,151 @@
+"""What a run shows while it trains: evaluations on public data, and a line of progress on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpopt.common import validate
+from dpopt.optimizers.averaging import averaged_params, averages
+from dpopt.run.identity import TrainState
+from dpopt.run.results import Evaluation
+
+_SHARE = 0.02  # of the run's time, that computing epsilon for the line may take
+
+
+@dataclasses.dataclass
+class Watch:
+    """Looks at a run after each step, once that is charged.
+
+    Args:
+        on_step: called with the number of steps done and the parameters.
+        eval_fn: from parameters (their average, where the optimizer keeps one) to what is to be known about them.
+        eval_every: after how many steps; None for the end only.
+        progress: whether to show a line; None to show one on a terminal.
+
+    Raises:
+        TypeError, ValueError: for a bad argument; ImportError: if a line is wanted and ``rich`` is not installed.
+    """
+
+    on_step: Callable[[int, Any], None] | None = None
+    eval_fn: Callable[[Any], Any] | None = None
+    eval_every: int | None = None
+    progress: bool | None = None
+    history: list[Evaluation] = dataclasses.field(default_factory=list)
+    _line: Any = None
+
+    def __post_init__(self):
+        for name in ("on_step", "eval_fn"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be a function; got {getattr(self, name)!r}.")
+        if self.eval_every is not None:
+            validate.positive_int(eval_every=self.eval_every)
+            if self.eval_fn is None:
+                raise ValueError(
+                    f"eval_every={self.eval_every} says when to evaluate, and eval_fn, which does, is None."
+                )
+        self.console = _console(self.progress)
+
+    @contextlib.contextmanager
+    def during(self, state: TrainState, last: int, spent: Callable[[], float] | None):
+        """While a run goes from a state to its last step.
+
+        Args:
+            state: where it starts.
+            last: the number of steps done at the end.
+            spent: epsilon so far; None where no delta is set.
+        """
+        self._last = last
+        if state.update >= last:
+            yield
+            return
+        self._evaluate(state)
+        if self.console is None:
+            yield
+            return
+        with _Line(self.console, state.update, last, spent) as self._line:
+            try:
+                yield
+            finally:
+                self._line = None
+
+    def after(self, state: TrainState, is_new: bool) -> None:
+        """Looks at the state after a step; ``is_new`` is False for one that `on_step` has seen before."""
+        step = state.update
+        if is_new and self.on_step is not None:
+            self.on_step(step, state.params)
+        if step == self._last or (self.eval_every is not None and step % self.eval_every == 0):
+            self._evaluate(state)
+        if self._line is not None:
+            self._line.show(step, self.history[-1].value if self.history else None)
+
+    def _evaluate(self, state: TrainState) -> None:
+        if self.eval_fn is not None:
+            self.history.append(Evaluation(state.update, _on_host(self.eval_fn(_released(state)))))
+
+
+class _Line:
+    """Steps, epsilon spent, the last evaluation, seconds left."""
+
+    def __init__(self, console: Any, start: int, last: int, spent: Callable[[], float] | None):
+        from rich import progress
+
+        columns = [
+            progress.TextColumn("training"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[epsilon]}{task.fields[value]}"),
+            progress.TimeRemainingColumn(compact=True),
+        ]
+        self.bar = progress.Progress(*columns, console=console)
+        self.task = self.bar.add_task("", total=last, completed=start, epsilon="", value="")
+        self.spent, self.due = spent, 0.0
+
+    def __enter__(self) -> _Line:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def show(self, step: int, value: Any) -> None:
+        fields: dict[str, Any] = {} if value is None else {"value": _in_words(value)}
+        now = time.monotonic()
+        if self.spent is not None and now >= self.due:
+            fields["epsilon"] = f"epsilon {self.spent():.3g}"
+            took = time.monotonic() - now
+            self.due = now + took + max(1.0, took / _SHARE)
+        self.bar.update(self.task, completed=step, **fields)
+
+
+def _console(progress: bool | None) -> Any:
+    """Where the line goes; None for nowhere."""
+    if progress is False or jax.process_index() > 0:
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        if progress:
+            raise ImportError("progress=True shows a line by rich, which is not installed: pip install rich.") from None
+        return None
+    console = Console(stderr=True)
+    return console if progress or console.is_terminal or console.is_jupyter else None
+
+
+def _released(state: TrainState) -> Any:
+    return averaged_params(state.opt_state, state.params) if averages(state.opt_state) else state.params
+
+
+def _on_host(value: Any) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x).item() if np.ndim(x) == 0 else np.asarray(x), jax.device_get(value))
+
+
+def _in_words(value: Any) -> str:
+    named = value.items() if isinstance(value, dict) else [("evaluation", value)]
+    return "".join(f", {name} {x:.4g}" for name, x in named if isinstance(x, (int, float)))

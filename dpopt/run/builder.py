@@ -1,0 +1,276 @@
+"""The builder: describes a private run, validates it step by step, and works out the noise it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpopt import accounting, events
+from dpopt._units import stated_for
+from dpopt.chain import PrivateOptimizer, chain
+from dpopt.clipping import as_clip_function, is_adaptive
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
+from dpopt.correlated.strategies import Strategy
+from dpopt.ledger import Ledger
+from dpopt.optimizers.averaging import average_params
+from dpopt.preconditioners.base import Preconditioner, precondition
+from dpopt.private_mean import privatize
+from dpopt.run.plan import Budget, Plan
+from dpopt.samplers.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
+from dpopt.samplers.truncated import TruncatedPoissonSampler
+from dpopt.sampling import FixedSizeSampler, PoissonSampler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Builder:
+    """Builds a private run: ``Builder(...).precondition(...).clip(...).budget(...).then(...).build()``.
+
+    Immutable: every method returns a new builder and checks its arguments at once.
+
+    Args:
+        num_examples: size of the data set (or number of clients or users, for user-level privacy).
+        expected_batch_size: expected number of examples in a batch.
+        steps: number of steps of the whole run.
+        key: PRNG key of the noise, for this run alone. `Plan.run` mixes fresh bits of the operating system into it each
+            time it is called, unless it is asked for ``replay=True``: then noise and batches follow from the key. The
+            sampler's seed is derived from it unless one is given.
+        seed: seed of the sampler, or None.
+        sampling: ``"poisson"``, or ``"fixed_size"`` (distinct examples, drawn afresh each step; accounted replace-one);
+            or ``"truncated_poisson"``, whose batches all have ``max_batch_size`` rows (`dpopt.samplers.truncated`);
+            or, as correlated noise needs, ``"cyclic_poisson"``, ``"epochs"`` or ``"balls_in_bins"``
+            (`dpopt.samplers.parts`).
+        parts: of how many parts of the data one after the other is sampled, under ``"cyclic_poisson"``; None for as
+            many as the noise is correlated over steps.
+        pad_to: batches are padded to a multiple of this; None for the sampler's default.
+        max_batch_size: rows of a batch under ``"truncated_poisson"``, which needs it.
+        unit: ``"example"``, ``"client"`` or ``"user"``: what one row of the data is. A plan for clients or users counts
+            and samples them, and runs in place of a loss on what `dpopt.federated.client_deltas` or
+            `dpopt.users.per_user_grads` returns.
+
+    Raises:
+        ValueError, TypeError: here and in every method, for a bad argument or a call out of order.
+
+    *Privacy*: `build` draws nothing and reads no data; the `Plan` it returns says what the run will cost.
+
+    >>> plan = (
+    ...     Builder(num_examples=50_000, expected_batch_size=256, steps=4_000, key=jax.random.key(0))
+    ...     .clip(1.0)
+    ...     .budget(epsilon=3.0, delta=1e-5)
+    ...     .then(optax.adam(1e-3))
+    ...     .build()
+    ... )
+    >>> 2.98 < plan.epsilon(step=4_000) <= 3.0
+    True
+    """
+
+    num_examples: int
+    expected_batch_size: float
+    steps: int
+    key: jax.Array = dataclasses.field(repr=False)
+    seed: int | None = dataclasses.field(default=None, repr=False)
+    sampling: str = "poisson"
+    parts: int | None = None
+    pad_to: int | None = None
+    max_batch_size: int | None = None
+    unit: str = "example"
+
+    _preconditioners: tuple[Preconditioner, ...] = ()
+    _clip: Any = None
+    _strategy: Strategy | None = None
+    _noise_multiplier: Any = None
+    _budget: Budget | None = None
+    _mechanism: Callable[..., PrivateOptimizer] = privatize
+    _post: tuple[optax.GradientTransformation, ...] = ()
+    _average: optax.GradientTransformation | None = None
+
+    def __post_init__(self):
+        validate.positive_int(steps=self.steps)
+        validate.prng_key(self.key)
+        schemes = "poisson", "truncated_poisson", "fixed_size", "cyclic_poisson", "epochs", "balls_in_bins"
+        validate.one_of(schemes, sampling=self.sampling)
+        if self.parts is not None and self.sampling != "cyclic_poisson":
+            raise ValueError(f"parts={self.parts} is for sampling='cyclic_poisson'; got sampling={self.sampling!r}.")
+        if (self.max_batch_size is not None) != (self.sampling == "truncated_poisson"):
+            raise ValueError(
+                f"sampling='truncated_poisson' and max_batch_size go together; got sampling={self.sampling!r} and "
+                f"max_batch_size={self.max_batch_size}."
+            )
+        if self.sampling == "truncated_poisson" and self.pad_to is not None:
+            raise ValueError(f"batches of max_batch_size rows are padded to no multiple; got pad_to={self.pad_to}.")
+        validate.one_of(("example", "client", "user"), unit=self.unit)
+        self._sampler()
+
+    def precondition(self, preconditioner: Preconditioner) -> Builder:
+        """Adds a diagonal before the clip (`dpopt.side_information` and its relatives); several multiply."""
+        precondition(preconditioner)
+        if self._clip is not None:
+            raise ValueError("precondition(...) must come before clip(...): after it, it would undo the bound.")
+        return dataclasses.replace(self, _preconditioners=(*self._preconditioners, preconditioner))
+
+    def clip(self, l2_clip_norm: Any) -> Builder:
+        """Sets the clip norm, or a clip function of `dpopt.clipping`, or `dpopt.adaptive.quantile_clip`."""
+        if self._clip is not None:
+            raise ValueError("clip(...) was called already: a run clips once.")
+        clip = l2_clip_norm if is_adaptive(l2_clip_norm) else as_clip_function(l2_clip_norm)
+        return dataclasses.replace(self, _clip=clip)
+
+    def correlate(self, strategy: Strategy) -> Builder:
+        """Correlates the noise over steps, by a strategy of `dpopt.correlated` that covers all of them."""
+        if not isinstance(strategy, Strategy):
+            raise TypeError(
+                f"strategy must be made by dpopt.correlated, such as banded(8, steps=...); got {strategy!r}."
+            )
+        if strategy.steps < self.steps:
+            raise ValueError(f"{strategy.name} covers {strategy.steps} steps, and the run has {self.steps}.")
+        if self._strategy is not None:
+            raise ValueError("correlate(...) was called already: a run has one strategy.")
+        return dataclasses.replace(self, _strategy=strategy)
+
+    def noise(self, noise_multiplier: Any) -> Builder:
+        """Sets the noise multiplier by hand: a number, or a schedule ``step -> number``. 0 means no privacy."""
+        if not callable(noise_multiplier):
+            validate.non_negative(noise_multiplier=noise_multiplier)
+        self._check_noise_is_free("noise")
+        return dataclasses.replace(self, _noise_multiplier=noise_multiplier)._checked()
+
+    def budget(
+        self,
+        *,
+        epsilon: float,
+        delta: float,
+        accountant: accounting.Accountant = "pld",
+        earlier: dp_accounting.DpEvent | None = None,
+    ) -> Builder:
+        """Asks for the least noise that keeps the whole run within (epsilon, delta).
+
+        ``earlier`` is what was spent before on the same examples (``result.ledger.event``): it and the run together
+        keep to the budget, and are in every epsilon and statement of the plan and of its results.
+
+        Warns (UserWarning) where delta is not below 1 / num_examples.
+        """
+        self._check_noise_is_free("budget")
+        budget = Budget(epsilon, delta, accountant, earlier)
+        if earlier is not None and (spent := budget.spent(Ledger())) >= epsilon:
+            raise ValueError(f"earlier: {spent:.4g} is spent already at delta {delta:g}, and epsilon is {epsilon:g}.")
+        validate.small_delta(delta, self.num_examples)
+        if self.sampling == "fixed_size" and accountant != "rdp":
+            raise ValueError("batches of fixed size are accounted for by Renyi only: pass accountant='rdp'.")
+        return dataclasses.replace(self, _budget=budget)._checked()
+
+    def mechanism(self, make_core: Callable[..., PrivateOptimizer]) -> Builder:
+        """Replaces the private part, for optimizers that ask more than one query a step.
+
+        ``make_core`` takes the arguments of `dpopt.privatize` and states its own privacy, which the budget then covers.
+        """
+        if not callable(make_core):
+            raise TypeError(f"mechanism must be a function with the arguments of dpopt.privatize; got {make_core!r}.")
+        return dataclasses.replace(self, _mechanism=make_core)
+
+    def then(self, *transformations: optax.GradientTransformation) -> Builder:
+        """Appends post-processing: any Optax transformations, ending with the learning rate."""
+        if self._noise_multiplier is None and self._budget is None:
+            raise ValueError("then(...) is post-processing and comes after the noise: call noise(...) or budget(...).")
+        return dataclasses.replace(self, _post=self._post + transformations)._checked()
+
+    def average(self, decay: float = 0.999) -> Builder:
+        """Keeps a moving average of the parameters beside them (`dpopt.average_params`): ``result.averaged_params``."""
+        if self._average is not None:
+            raise ValueError("average(...) was called already: a run keeps one average.")
+        return dataclasses.replace(self, _average=average_params(decay))
+
+    def build(self) -> Plan:
+        """Calibrates the noise and returns the `Plan`.
+
+        Raises:
+            ValueError: if the clip, the noise or the update rule is missing, or the budget cannot be met.
+        """
+        missing = [
+            call
+            for call, there in (
+                ("clip(l2_clip_norm)", self._clip is not None),
+                ("noise(multiplier) or budget(epsilon=..., delta=...)", self._noise_is_set),
+                ("then(optax.sgd(...)) or another update rule", bool(self._post)),
+            )
+            if not there
+        ]
+        if missing:
+            raise ValueError(f"the builder is missing {'; '.join(missing)}.")
+        sampler = self._sampler()
+        noise_multiplier = self._noise_multiplier if self._budget is None else self._calibrated(self._budget)
+        optimizer = self._optimizer(noise_multiplier)
+        # Says now if this noise, as it is correlated or varies, has no theorem under the sampler.
+        events.step_event(optimizer.privacy, sampler.scheme, self.steps - 1)
+        return Plan(
+            optimizer=optimizer,
+            sampler=sampler,
+            steps=self.steps,
+            noise_multiplier=noise_multiplier,
+            sensitivity=self._clip.sensitivity,
+            budget=self._budget,
+        )
+
+    @property
+    def _noise_is_set(self) -> bool:
+        return self._noise_multiplier is not None or self._budget is not None
+
+    def _check_noise_is_free(self, call: str) -> None:
+        if self._clip is None:
+            raise ValueError(f"{call}(...) must come after clip(...): noise is scaled to the clip norm.")
+        if self._noise_is_set:
+            raise ValueError(f"{call}(...) sets the noise a second time; call noise(...) or budget(...) once.")
+
+    def _checked(self) -> Builder:
+        """Puts the optimizer together, with any noise, so that a stage out of place is found now."""
+        self._optimizer(self._noise_multiplier if self._budget is None else 1.0)
+        return self
+
+    def _calibrated(self, budget: Budget) -> float:
+        def make_event(noise_multiplier: float) -> dp_accounting.DpEvent:
+            event = events.compose(self._optimizer(noise_multiplier).privacy, self._sampler(), self.steps)
+            return events.following(budget.earlier, event)
+
+        return accounting.calibrate_event(
+            make_event, epsilon=budget.epsilon, delta=budget.delta, accountant=budget.accountant
+        )
+
+    def _optimizer(self, noise_multiplier: Any) -> PrivateOptimizer:
+        more = {} if self._strategy is None else {"noise": self._strategy}
+        core = self._mechanism(
+            l2_clip_norm=self._clip,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=self.expected_batch_size,
+            key=self.key,
+            preconditioner=self._preconditioners,
+            **more,
+        )
+        last = () if self._average is None else (self._average,)
+        optimizer = chain(core, *self._post, *last)
+        return optimizer if self.unit == "example" else stated_for(self.unit, optimizer)
+
+    def _sampler(self) -> Any:
+        seed = self.seed
+        if seed is None:
+            # Far from the keys that noise folds in (0, 1, 2, ...), so that batches and noise share no randomness.
+            bits = jax.random.bits(jax.random.fold_in(self.key, 2**31 - 1), (2,), jnp.uint32)
+            seed = int.from_bytes(np.asarray(bits).tobytes(), "little")
+        if self.sampling == "poisson":
+            return PoissonSampler(self.num_examples, self.expected_batch_size, seed=seed, pad_to=self.pad_to)
+        if self.sampling == "truncated_poisson":
+            most = cast(int, self.max_batch_size)
+            return TruncatedPoissonSampler(self.num_examples, self.expected_batch_size, max_batch_size=most, seed=seed)
+        if self.sampling == "cyclic_poisson":
+            parts = self.parts or (1 if self._strategy is None else self._strategy.bands)
+            batch = self.expected_batch_size
+            return CyclicPoissonSampler(self.num_examples, batch, parts=parts, seed=seed, pad_to=self.pad_to)
+        size = cast(int, self.expected_batch_size)  # the samplers refuse any other number
+        if self.sampling != "fixed_size":
+            sampler = EpochSampler if self.sampling == "epochs" else BallsInBinsSampler
+            return sampler(self.num_examples, size, seed=seed, pad_to=self.pad_to)
+        return FixedSizeSampler(self.num_examples, size, seed=seed, pad_to=self.pad_to or 1)

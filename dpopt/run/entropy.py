@@ -1,0 +1,177 @@
+"""What keeps two results from sharing noise: fresh entropy for every segment of a run, and a key for every run.
+
+A segment is what one call of `dpopt.run.loop.train` adds to a run. Its noise key and the seed of its batches are made
+of the plan's own and of bits that the operating system gives for this segment alone. So whatever happens to files in
+between (a backup put back, a copy, a journal cut short), two segments draw independently of each other.
+"""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dpopt.correlated.noise import AddCorrelatedNoiseState
+from dpopt.noise import AddGaussianNoiseState
+from dpopt.run.identity import Segment
+from dpopt.run.journal import Journal
+
+# Set apart from the keys that noise folds in (0, 1, 2, ...) and from the one that a sampler's seed is made of.
+_SEGMENT = 2**31 - 2
+# The runs of this process by a fingerprint of their keys, from which the key cannot be found.
+_SALT = secrets.token_bytes(32)
+_runs: dict[bytes, str] = {}
+
+
+def draw() -> np.ndarray:
+    """Bits of the operating system's generator, ``(10,)`` uint32; the first process's in all of them.
+
+    *Privacy*: reads no data. What is drawn is as secret as the noise.
+
+    >>> draw().shape, bool((draw() == draw()).all())
+    ((10,), False)
+    """
+    words = np.frombuffer(secrets.token_bytes(40), np.uint32)
+    return words if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(words))
+
+
+def new_segment(seed: int, words: np.ndarray) -> Segment:
+    """A segment under fresh bits: a public name, and a secret seed for its batches.
+
+    Args:
+        seed: the sampler's seed so far.
+        words: from `draw`: two for the name, four for the noise (`with_fresh_noise`), four for the seed.
+
+    *Privacy*: subsampling amplifies only where each step draws its own sample. A step that is taken again on the sample
+    of a step that was released would be one query with less noise, not two sampled ones.
+
+    >>> new_segment(0, np.arange(10, dtype=np.uint32)).id
+    '0000000000000001'
+    """
+    mixed = hashlib.sha256(f"dpopt batches {seed} ".encode() + words[6:10].tobytes()).digest()
+    return Segment(f"{words[0]:08x}{words[1]:08x}", int.from_bytes(mixed[:16], "little"))
+
+
+def noise_states(opt_state: Any) -> list[AddGaussianNoiseState | AddCorrelatedNoiseState]:
+    """The places of an optimizer's state that hold a noise key.
+
+    *Privacy*: what is returned holds the keys.
+
+    >>> from dpopt import add_gaussian_noise
+    >>> len(noise_states((add_gaussian_noise(1.0, jax.random.key(0)).init(None),)))
+    1
+    """
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_noise) if _is_noise(x)]
+
+
+def with_fresh_noise(opt_state: Any, words: np.ndarray, queries: int) -> Any:
+    """The same optimizer state under other noise keys, made of those it has and of fresh bits.
+
+    Args:
+        opt_state: state of a private optimizer.
+        words: from `draw`.
+        queries: how many noises a step draws, at least.
+
+    Raises:
+        ValueError: if fewer places that hold a noise key are found.
+
+    *Privacy*: a step that is taken again with other rounding, or on another batch, must not use its noise again: the
+    difference of the two results would hold no noise at all.
+
+    >>> from dpopt import add_gaussian_noise
+    >>> state = add_gaussian_noise(1.0, jax.random.key(0)).init(None)
+    >>> bool(with_fresh_noise(state, draw(), 1).key == state.key)
+    False
+    """
+    found = noise_states(opt_state)
+    if len(found) < queries:
+        raise ValueError(
+            f"the optimizer's state has {len(found)} noise keys for {queries} queries a step, so it cannot be given "
+            "fresh noise. Draw noise with dpopt.add_gaussian_noise, or pass replay=True (and read what it assumes)."
+        )
+
+    def renew(x):
+        if not _is_noise(x):
+            return x
+        key = jax.random.fold_in(x.key, _SEGMENT)
+        for word in words[2:6]:
+            key = jax.random.fold_in(key, jnp.uint32(word))
+        return x.renewed(key)
+
+    return jax.tree.map(renew, opt_state, is_leaf=_is_noise)
+
+
+def _is_noise(x: Any) -> bool:
+    return isinstance(x, AddGaussianNoiseState | AddCorrelatedNoiseState)
+
+
+def claim(opt_state: Any, journal: Journal) -> None:
+    """Remembers the noise keys that a run starts with in this process, and refuses them to any other run.
+
+    Args:
+        opt_state: the optimizer's state at the start of the run.
+        journal: where the run keeps its books; a run that is resumed has the same one.
+
+    Raises:
+        ValueError: if a run with other books was started with one of the keys.
+
+    *Privacy*: two runs under one key and ``replay=True`` would share their noise. Fresh entropy prevents that without
+    this check, which is for keys that were copied by mistake.
+
+    >>> from dpopt import add_gaussian_noise
+    >>> state = add_gaussian_noise(1.0, jax.random.key(12345)).init(None)
+    >>> claim(state, Journal())
+    >>> claim(state, Journal())
+    Traceback (most recent call last):
+    ...
+    ValueError: key: this process has trained another run with the same key. Give each run a key of its own \
+(dpopt.secure_key(), or jax.random.split of one key), or continue the first run: with its plan, or its checkpointer.
+    """
+    for state in noise_states(opt_state):
+        fingerprint = hashlib.blake2b(_bits(state.key), key=_SALT).digest()
+        if _runs.setdefault(fingerprint, journal.run) != journal.run:
+            raise ValueError(
+                "key: this process has trained another run with the same key. Give each run a key of its own "
+                "(dpopt.secure_key(), or jax.random.split of one key), or continue the first run: with its plan, or "
+                "its checkpointer."
+            )
+
+
+def agree(facts: Mapping[str, Any]) -> None:
+    """Compares what must be the same in all processes of a run. One process alone agrees.
+
+    Args:
+        facts: by name: keys, or texts and numbers. Hashes of them are compared, in the same order everywhere.
+
+    Raises:
+        ValueError: in every process, with the names of what differs.
+
+    *Privacy*: processes with different keys would each add a noise of their own to their copy of the parameters, and
+    with different seeds an example could be in one batch twice.
+
+    >>> agree({"key": jax.random.key(0), "steps": 3})
+    """
+    if jax.process_count() == 1:
+        return
+    texts = [json.dumps(x).encode() if isinstance(x, str | int | dict | list) else _bits(x) for x in facts.values()]
+    hashes = [hashlib.sha256(text) for text in texts]
+    mine = np.stack([np.frombuffer(h.digest(), np.uint8) for h in hashes])
+    everywhere = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, *mine.shape)
+    differing = [name for name, rows in zip(facts, np.moveaxis(everywhere, 1, 0), strict=True) if np.ptp(rows, 0).any()]
+    if differing:
+        raise ValueError(
+            f"the processes of this run differ in: {', '.join(differing)}. All must train the same plan on the same "
+            "parameters. A random key is made in one process and handed to all: dpopt.secure_key(shared=True)."
+        )
+
+
+def _bits(key: Any) -> bytes:
+    raw = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    if isinstance(raw, jax.Array) and not (raw.is_fully_addressable or raw.is_fully_replicated):
+        raw = multihost_utils.process_allgather(raw, tiled=True)
+    return str(key.dtype).encode() + np.asarray(raw).tobytes()

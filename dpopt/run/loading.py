@@ -1,0 +1,159 @@
+"""Batches for loaders: a run's steps as a sequence, sources that are read row by row, and rows of one's own host.
+
+The sampler says which examples are in a step. Reading them is the business of whatever reads best: arrays in memory,
+Grain, torch's ``DataLoader``, Hugging Face ``datasets``. None of these may choose or shuffle, and none has to.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from dpopt.common import validate
+from dpopt.keys import example_keys
+from dpopt.run.data import read, rows_of
+from dpopt.run.sharding import along_rows
+from dpopt.sampling import Batch
+
+
+class Steps(Sequence):
+    """The steps of a run as a sequence: item t is the batch of step ``start + t``.
+
+    Give it to a loader as its data: ``grain.MapDataset.source(steps)``, or ``DataLoader(steps, batch_size=None)``.
+    Loaders then only read ahead; what is in a batch stays the sampler's choice, and steps may be read in any process.
+
+    Args:
+        sampler: a sampler of `dpopt.sampling`.
+        start, stop: the first step, and the one after the last.
+        data: arrays, a source or a function, as `dpopt.train` takes them. Items are then ``(rows, mask)``; without it
+            they are ``(indices, mask)``.
+        example_key: for a loss that draws random numbers (dropout), a key of their own: rows are then
+            ``(rows, keys)``, with `dpopt.example_keys`.
+
+    Raises:
+        ValueError, TypeError: for a range without steps, or data that no rows can be taken from.
+
+    *Privacy*: what is in a batch, and how many, is as private as the data. All these steps count as drawn.
+
+    >>> from dpopt import PoissonSampler
+    >>> steps = Steps(PoissonSampler(100, 10, seed=0, pad_to=4), 0, 50, data=np.arange(100))
+    >>> rows, mask = steps[7]
+    >>> len(steps), len(rows) == len(mask), len(rows) % 4
+    (50, True, 0)
+    """
+
+    def __init__(self, sampler: Any, start: int, stop: int, data: Any = None, *, example_key: jax.Array | None = None):
+        validate.non_negative_int(start=start, stop=stop)
+        if stop <= start:
+            raise ValueError(f"stop must exceed start; got start {start}, stop {stop}.")
+        if example_key is not None:
+            validate.prng_key(example_key)
+            if data is None:
+                raise ValueError("example_key makes keys beside rows, and without data there are none.")
+        self.sampler, self.start, self.stop, self.example_key = sampler, start, stop, example_key
+        self.rows = None if data is None else rows_of(data, sampler.num_examples)
+        sampler.hand_out(stop)  # other processes may draw them, which this one does not see
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, t: Any) -> Any:
+        if isinstance(t, slice):
+            return [self[i] for i in range(*t.indices(len(self)))]
+        if not -len(self) <= t < len(self):
+            raise IndexError(f"there are {len(self)} steps; got {t}.")
+        step = self.start + int(t) % len(self)
+        batch: Batch = self.sampler.batch(step)
+        if self.rows is None:
+            return batch
+        rows = read(self.rows, step, batch.indices)
+        return rows if self.example_key is None else (
+            rows,
+            example_keys(self.example_key, step, batch.indices),
+        ), batch.mask
+
+
+def ahead(make: Callable[[Any], Any], items: Iterable[Any], count: int) -> Iterator[Any]:
+    """``map(make, items)``, computed up to ``count`` items ahead by a thread of its own.
+
+    Args:
+        make: a function, called in order, by one thread.
+        items: what it is called with.
+        count: how many results may wait; 0 computes each when it is asked for.
+
+    Raises:
+        Exception: what ``make`` raises, when the item is asked for.
+
+    *Privacy*: changes nothing.
+
+    >>> list(ahead(abs, [-1, 2, -3], 2))
+    [1, 2, 3]
+    """
+    validate.non_negative_int(count=count)
+    if count == 0:
+        yield from map(make, items)
+        return
+    waiting: deque[concurrent.futures.Future] = deque()
+    executor = concurrent.futures.ThreadPoolExecutor(1, "dpopt-ahead")
+    try:
+        for item in items:
+            waiting.append(executor.submit(make, item))
+            if len(waiting) > count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def sharded_rows(data: Any, num_examples: int, mesh: Mesh, axes: Any = None) -> Callable[[np.ndarray], Any]:
+    """A function from indices to a batch that lies split over a mesh, each host reading the rows of its own devices.
+
+    Args:
+        data: arrays, a source or a function, as `dpopt.train` takes them. It is asked for some of a batch's rows.
+        num_examples: how many rows it has.
+        mesh, axes: as `dpopt.run.sharding.shard_batch` takes them, which leaves these batches as they are.
+
+    Returns:
+        A function from indices ``(B,)`` to a pytree of arrays ``(B, ...)`` of the whole batch. For `dpopt.train`, with
+        ``place_batch`` for the mask: ``lambda rows: shard_batch(rows, mesh)``.
+
+    Raises:
+        ValueError: if B is no multiple of the number of devices along the axes; TypeError: see `dpopt.train`.
+
+    *Privacy*: moves private data to devices, and changes nothing.
+
+    >>> from dpopt.run.sharding import make_mesh
+    >>> rows = sharded_rows({"x": np.ones((100, 2))}, 100, make_mesh(1))
+    >>> rows(np.arange(4))["x"].shape
+    (4, 2)
+    """
+    if getattr(data, "at_step", None) is not None:
+        raise TypeError(
+            "these data are drawn anew at each step, whole batches of them: group(..., how='sample') is drawn once."
+        )
+    rows = rows_of(data, num_examples)
+
+    def fetch(indices: np.ndarray) -> Any:
+        sharding = along_rows(len(indices), mesh, axes)
+        parts = cast(dict, sharding.addressable_devices_indices_map((len(indices),)))
+        own = {device: part for device, (part,) in parts.items()}
+        distinct = {str(part): part for part in own.values()}  # devices that hold the same rows share them
+        read = {name: rows(indices[part]) for name, part in distinct.items()}
+        by_leaf = zip(*(jax.tree.leaves(read[str(part)]) for part in own.values()), strict=True)
+        whole = [_whole(leaves, list(own), len(indices), sharding) for leaves in by_leaf]
+        return jax.tree.unflatten(jax.tree.structure(next(iter(read.values()))), whole)
+
+    return fetch
+
+
+def _whole(parts: Sequence[Any], devices: Sequence[Any], rows: int, sharding: NamedSharding) -> jax.Array:
+    """The array of so many rows of which these devices hold these parts."""
+    placed = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays((rows, *placed[0].shape[1:]), sharding, placed)

@@ -1,0 +1,265 @@
+"""More than one device: where batches, parameters and states lie. The computation is JAX's own SPMD.
+
+Put the batch on the devices of a mesh, and the parameters on all of them (data parallel) or in parts (fully sharded);
+``jax.jit`` does the rest. Noise is drawn by position in the whole array, so it is the same on any number of devices,
+and it is drawn once: the clipped sum is added up over devices before the noise is.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dpopt.constants import constants_of, given
+from dpopt.engines.batches import is_key
+from dpopt.run.identity import TrainState
+
+
+def make_mesh(num_devices: int | None = None, axis: str = "data") -> Mesh:
+    """A mesh with one axis over the first devices, of all processes.
+
+    Args:
+        num_devices: how many; None for all.
+        axis: name of the axis.
+
+    Raises:
+        ValueError: if there are fewer.
+
+    *Privacy*: reads no data.
+
+    >>> make_mesh(1).shape["data"]
+    1
+    """
+    devices = jax.devices()
+    count = len(devices) if num_devices is None else num_devices
+    if not 1 <= count <= len(devices):
+        raise ValueError(f"there are {len(devices)} devices; got num_devices={num_devices}.")
+    return Mesh(np.array(devices[:count]), (axis,))
+
+
+def _chosen(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str | tuple[str, ...], int]:
+    """Names of axes of the mesh, by default its first, and how many devices lie along them."""
+    names = cast(tuple[str, ...], mesh.axis_names)
+    chosen: tuple[str, ...] = names[:1] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    if not chosen or not set(chosen) <= set(names):
+        raise ValueError(f"the mesh has the axes {mesh.axis_names}; got axes={axes!r}.")
+    return (chosen if len(chosen) > 1 else next(iter(chosen))), math.prod(mesh.shape[axis] for axis in chosen)
+
+
+def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Any:
+    """Splits every array of a batch along its first axis over the mesh.
+
+    In a run of several processes each must pass the same whole batch (the sampler gives all of them the same indices);
+    each keeps the rows of its own devices.
+
+    Args:
+        batch: pytree of arrays ``(B, ...)``, the mask and examples' keys among them.
+        mesh: the mesh, its axes automatic or explicit.
+        axes: which of its axes to split over, by name; None for the first.
+
+    Raises:
+        ValueError: if B is no multiple of the number of devices along these: make it the sampler's ``pad_to``; if the
+            mesh has no such axis.
+
+    *Privacy*: moves private data to devices, and changes nothing.
+
+    >>> shard_batch({"x": np.ones((4, 2))}, make_mesh(1))["x"].shape
+    (4, 2)
+    """
+
+    def place(x):
+        sharding = along_rows(x, mesh, axes)
+        if isinstance(x, jax.Array) and x.sharding == sharding:
+            return x
+        return _put(x, sharding)
+
+    return jax.tree.map(place, batch)
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has whole, of which each keeps the parts of its own devices."""
+    if is_key(x):  # of losses that draw random numbers, which NumPy does not know
+        return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def along_rows(x: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> NamedSharding:
+    """Where an array ``(B, ...)``, or one of B rows, lies split along its rows; see `shard_batch`.
+
+    *Privacy*: reads no data.
+
+    >>> along_rows(8, make_mesh(1)).spec == PartitionSpec("data")
+    True
+    """
+    name, count = _chosen(mesh, axes)
+    shape = (x,) if isinstance(x, int) else np.shape(x)
+    if not shape or shape[0] % count:
+        raise ValueError(
+            f"a batch of shape {shape} cannot be split over {count} devices: make pad_to of the sampler a multiple of "
+            f"{count}."
+        )
+    return NamedSharding(mesh, PartitionSpec(name))
+
+
+def replicated(params: Any, mesh: Mesh) -> Any:
+    """Where everything lies whole on each device: data parallelism.
+
+    Args:
+        params: pytree of arrays or shapes.
+        mesh: the mesh.
+
+    Returns:
+        A pytree of shardings like ``params``.
+
+    *Privacy*: reads no data.
+
+    >>> replicated(np.ones(3), make_mesh(1)).spec == PartitionSpec()
+    True
+    """
+    return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)
+
+
+def fully_sharded(params: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Any:
+    """Where every array lies in parts: its longest axis that the devices divide is split; others stay whole.
+
+    Of an optimizer's state, moments and noise lie as the parameters they belong to.
+
+    Args:
+        params: pytree of arrays or shapes: parameters, or a state.
+        mesh: the mesh, its axes automatic or explicit.
+        axes: which of its axes to split over, by name; None for the first.
+
+    Returns:
+        A pytree of shardings like ``params``.
+
+    Raises:
+        ValueError: if the mesh has no such axis.
+
+    *Privacy*: reads no data.
+
+    >>> fully_sharded(np.ones((3, 4)), make_mesh(1)).spec == PartitionSpec(None, "data")
+    True
+    """
+    name, count = _chosen(mesh, axes)
+
+    def place(x):
+        shape = np.shape(x)
+        fitting = [i for i, n in enumerate(shape) if n >= count and n % count == 0]
+        if not fitting:
+            return NamedSharding(mesh, PartitionSpec())
+        longest = max(fitting, key=lambda i: shape[i])
+        return NamedSharding(mesh, PartitionSpec(*(name if i == longest else None for i in range(longest + 1))))
+
+    return jax.tree.map(place, params)
+
+
+def place_state(optimizer: Any, params: Any, mesh: Mesh, layout: Any = replicated) -> TrainState:
+    """The state at the start of a run on a mesh, for `dpopt.run.loop.train`.
+
+    Args:
+        optimizer: a private optimizer.
+        params: initial parameters; the same in every process.
+        mesh: the mesh.
+        layout: `replicated`, `fully_sharded`, or another function of parameters (or a state) and mesh.
+
+    Returns:
+        A `TrainState` whose arrays lie where ``layout`` says.
+
+    *Privacy*: reads no data.
+
+    >>> from dpopt import dp_sgd
+    >>> opt = dp_sgd(1.0, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=jax.random.key(0))
+    >>> place_state(opt, np.ones(3), make_mesh(1)).params.shape
+    (3,)
+    """
+    params = jax.tree.map(_put, params, layout(params, mesh))
+    shapes = jax.eval_shape(optimizer.init, params)
+    opt_state = jax.jit(optimizer.init, out_shardings=layout(shapes, mesh))(params)
+    return TrainState(params, opt_state)
+
+
+def place_constants(loss_fn: Callable[..., Any], mesh: Mesh, layout: Any = replicated) -> Callable[..., Any]:
+    """The same loss, whose constants (frozen weights) lie on a mesh.
+
+    `dpopt.train` copies constants that lie elsewhere to every device of the parameters; this is for another layout.
+
+    Args:
+        loss_fn: a loss with constants: from `dpopt.flax.nnx_loss`, or made by `dpopt.constants.with_constants`.
+        mesh: the mesh of the parameters, its axes automatic or explicit.
+        layout: as `place_state` takes it.
+
+    Raises:
+        TypeError: if the loss says of no arrays that it reads them.
+
+    *Privacy*: moves arrays to devices, and changes nothing.
+
+    >>> from dpopt.constants import constants_of, with_constants
+    >>> loss_fn = with_constants(lambda w, x, frozen: (frozen @ w) @ x, np.ones((4, 2)))
+    >>> constants_of(place_constants(loss_fn, make_mesh(1), fully_sharded)).sharding.spec == PartitionSpec("data")
+    True
+    """
+    constants = constants_of(loss_fn)
+    if constants is None:
+        raise TypeError(
+            f"this loss has no constants that could be placed: {loss_fn!r}. What it closes over is written into its "
+            "program; make the loss by dpopt.constants.with_constants, or of an NNX model by dpopt.flax.nnx_loss."
+        )
+    return given(loss_fn, jax.tree.map(_put, constants, layout(constants, mesh)))
+
+
+def beside(constants: Any, params: Any) -> Any:
+    """The constants of a loss, those that lie on other devices than the parameters copied to each of these.
+
+    Args:
+        constants: pytree of arrays; in a run of several processes each has all of them.
+        params: pytree of arrays. Where none lies on a mesh the constants stay as they are.
+
+    *Privacy*: moves arrays to devices, and changes nothing.
+
+    >>> w = jax.device_put(np.ones(2), replicated(np.ones(2), make_mesh(1)))
+    >>> beside(np.ones(3), w).sharding == w.sharding
+    True
+    """
+    places = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    mesh = next((place.mesh for place in places if isinstance(place, NamedSharding)), None)
+    if mesh is None:
+        return constants
+    devices = set(cast(Any, mesh.devices).flat)
+
+    def place(x):
+        is_there = isinstance(x, jax.Array) and x.sharding.device_set == devices
+        return x if is_there else _put(x, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(place, constants)
+
+
+def whole(tree: Any) -> Any:
+    """Arrays that lie on a mesh, each whole and in this process's own memory: to evaluate, to save, to print.
+
+    In a run of several processes all must call it.
+
+    Args:
+        tree: pytree of arrays, such as parameters.
+
+    Returns:
+        The same with NumPy arrays in the place of those on a mesh; others are as they were.
+
+    *Privacy*: moves arrays, and changes nothing.
+
+    >>> place = NamedSharding(make_mesh(1), PartitionSpec("data"))
+    >>> whole({"w": jax.device_put(np.ones(2), place)})
+    {'w': array([1., 1.], dtype=float32)}
+    """
+
+    def gathered(x):
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+            return x
+        if not x.is_fully_addressable:
+            x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+        return np.asarray(x)
+
+    return jax.tree.map(gathered, tree)

@@ -1,0 +1,247 @@
+"""What a run promises, in words and numbers for a paper or for the file of whoever answers for the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from dpopt import accounting, events
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
+from dpopt.composition import step_events
+from dpopt.privacy import Relation
+from dpopt.trade_off import true_positive_rates
+
+PUBLIC = (
+    "the number of examples, and how many are expected in a batch",
+    "every setting of the training: the clip, the noise multiplier, the optimizer, the number of steps",
+    "the model's architecture, its initial parameters, and whatever they were trained on before",
+    "side information and public gradients, where an optimizer is given any",
+    "bounds, vocabularies and other constants by which the data were prepared",
+)
+TRIALS = "choosing settings by trials on the same data: each trial is a run with a cost of its own"
+SELECTED = "trials beside those of the search, anything of its trials but the best one, and how many there were"
+NOT_COVERED = (
+    TRIALS,
+    "losses, norms, accuracies and other figures computed from the training data",
+    "which examples were drawn, the noise key, and the optimizer's state, which holds the key: keep them secret",
+    "people with several records, unless the unit above is what holds all of theirs",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statement:
+    """The privacy of a run, which can be read, saved and plotted; made by `dpopt.run.statement.state`.
+
+    ``str(statement)`` is a paragraph and a table in Markdown.
+
+    Attributes:
+        event: what the run cost, as ``dp_accounting`` describes it.
+        delta: the delta at which epsilon is stated first.
+        unit: what one record is.
+        accountant: see `dpopt.epsilon`.
+        correlation: how noise is correlated over steps, in a word; None: not at all.
+
+    *Privacy*: public constants; safe to publish.
+
+    >>> event = events.poisson_event(noise_multiplier=1.0, sampling_prob=0.01, steps=1_000)
+    >>> print(str(state(event, delta=1e-5)).splitlines()[0])
+    The training is (epsilon = 1.83, delta = 1e-05)-differentially private for adding or removing one example.
+    """
+
+    event: dp_accounting.DpEvent
+    delta: float
+    unit: str = "example"
+    accountant: accounting.Accountant = "pld"
+    correlation: str | None = None
+
+    @functools.cached_property
+    def epsilon(self) -> float:
+        """An upper bound, at `delta`."""
+        return accounting.epsilon_of_event(self.event, delta=self.delta, accountant=self.accountant)
+
+    @property
+    def relation(self) -> Relation:
+        """Between which data sets the results are hard to tell apart."""
+        return _relation(self.event)
+
+    def epsilons(self, deltas: Sequence[float] = ()) -> dict[float, float]:
+        """Epsilon at several deltas (`delta`, a tenth of it and so on if none are given): all of them hold at once."""
+        deltas = deltas or [self.delta * 10.0**-n for n in range(4)]
+        return {d: accounting.epsilon_of_event(self.event, delta=d, accountant=self.accountant) for d in deltas}
+
+    def true_positive_rates(self, false_positive_rates: Sequence[float]) -> list[float]:
+        """The best that an attacker can do (`dpopt.trade_off.true_positive_rates`)."""
+        return true_positive_rates(self.event, false_positive_rates, accountant=self.accountant).tolist()
+
+    def plot(self, axes: Any = None) -> Any:
+        """The trade-off curve: true against false positives of the best test of whether one record was there.
+
+        Args:
+            axes: of matplotlib; None for new ones.
+
+        Returns:
+            The axes. Needs matplotlib (``dpopt[benchmarks]``).
+        """
+        if axes is None:
+            from matplotlib import pyplot
+
+            axes = pyplot.subplots()[1]
+        rates = [n / 200 for n in range(201)]
+        axes.plot(rates, self.true_positive_rates(rates), label=f"epsilon {self.epsilon:.3g} at delta {self.delta:.3g}")
+        axes.plot([0, 1], [0, 1], linestyle=":", color="grey", label="a guess")
+        axes.set(xlabel="false positive rate", ylabel="true positive rate, at most", xlim=(0, 1), ylim=(0, 1.01))
+        axes.legend(loc="lower right")
+        return axes
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "relation": self.relation.name.lower(),
+            "unit": self.unit,
+            "accountant": self.accountant,
+            "epsilons": {f"{delta:.3g}": found for delta, found in self.epsilons().items()},
+            "event": events.to_json(self.event),
+            "software": _software(),
+        }
+
+    def _mechanism(self, neighbours: str) -> str:
+        steps = _mechanism(self.event, self.unit, neighbours)
+        if self.correlation is None:
+            return steps
+        return (
+            f"noise that is correlated over steps, {self.correlation}, on parts of the data in turn; to those in the "
+            f"most steps it costs what these would: {steps}"
+        )
+
+    @property
+    def _selects(self) -> bool:
+        selection = dp_accounting.dp_event.RepeatAndSelectDpEvent
+        return any(isinstance(e, selection) for e in events.everything_in(self.event))
+
+    @property
+    def _released(self) -> str:
+        return "everything released" if self._selects else "the parameters after every step"
+
+    @property
+    def _not_covered(self) -> tuple[str, ...]:
+        return tuple(SELECTED if self._selects and what == TRIALS else what for what in NOT_COVERED)
+
+    def __str__(self) -> str:
+        replaces = self.relation is Relation.REPLACE_ONE
+        neighbours = f"{'replacing' if replaces else 'adding or removing'} one {self.unit}"
+        otherwise = "another in its place" if replaces else "none"
+        attack = (0.001, 0.01, 0.1)
+        found = zip(attack, self.true_positive_rates(attack), strict=True)
+        rows = [
+            ("epsilon, at delta", ", ".join(f"{e:.3g} at {d:.3g}" for d, e in self.epsilons().items())),
+            ("unit, relation", neighbours),
+            ("mechanism", self._mechanism(neighbours)),
+            ("accountant", _accountant(self.accountant)),
+            ("best attack", ", ".join(f"detects {tpr:.1%} at {fpr:.1%} false alarms" for fpr, tpr in found)),
+            ("assumed public", "; ".join(PUBLIC)),
+            ("not covered", "; ".join(self._not_covered)),
+            ("software", ", ".join(f"{name} {version}" for name, version in _software().items())),
+        ]
+        table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+        return (
+            f"The training is (epsilon = {self.epsilon:.2f}, delta = {self.delta:.3g})-differentially private for "
+            f"{neighbours}.\nWhatever is concluded from {self._released}, by someone who may know all "
+            f"other records, is at most e^{self.epsilon:.2f} times as probable with one {self.unit} as with "
+            f"{otherwise}, or the other way round, but for a probability of {self.delta:.3g}.\n\n| | |\n| --- | --- |\n"
+            f"{table}"
+        )
+
+
+def state(
+    event: dp_accounting.DpEvent,
+    *,
+    delta: float,
+    unit: str = "example",
+    accountant: accounting.Accountant | None = None,
+    correlation: str | None = None,
+) -> Statement:
+    """A `Statement` of what an event promises. Plans and results of training make their own: ``result.statement()``.
+
+    Args:
+        event: a ledger's ``event``, a plan's, or what `dpopt.privacy_event` returns.
+        delta: below one over the number of records.
+        unit: what one record is, such as ``"example"`` or ``"client"``.
+        accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size and selections ``"rdp"``.
+        correlation: how noise is correlated over steps, such as the name of a `dpopt.correlated` strategy.
+
+    Raises:
+        ValueError, TypeError: for a bad argument, or an event that no accountant takes.
+
+    *Privacy*: a description of public constants.
+
+    >>> state(dp_accounting.GaussianDpEvent(2.0), delta=1e-6).relation.name
+    'ADD_OR_REMOVE_ONE'
+    """
+    validate.positive(delta=delta)
+    if delta >= 1:
+        raise ValueError(f"delta must be below 1; got {delta}.")
+    events.check(event)
+    if accountant is None:
+        accountant = "pld" if events.renyi_alone(events.flattened(event)) is None else "rdp"
+    validate.one_of(("pld", "rdp"), accountant=accountant)
+    statement = Statement(event=event, delta=float(delta), unit=unit, accountant=accountant, correlation=correlation)
+    statement.epsilon  # noqa: B018  what cannot be accounted for fails here
+    return statement
+
+
+def _relation(event: dp_accounting.DpEvent) -> Relation:
+    events.check(event)
+    return Relation.REPLACE_ONE if events.is_replace_one(events.flattened(event)) else Relation.ADD_OR_REMOVE_ONE
+
+
+def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
+    parts = []
+    for step, count in events.flattened(event).items():
+        if isinstance(step, dp_accounting.NonPrivateDpEvent):
+            parts.append("steps without noise")
+            continue
+        if isinstance(step, dp_accounting.dp_event.RepeatAndSelectDpEvent):
+            parts.append(_selection(step, count, _mechanism(step.event, unit, neighbours)))
+            continue
+        _, sigma = step_events.sampled_gaussian(step)
+        noise = f"{count} x Gaussian noise of {sigma:.4g} times what {neighbours} can change, "
+        match step:
+            case dp_accounting.PoissonSampledDpEvent(sampling_probability=q):
+                parts.append(f"{noise}on Poisson samples, each {unit} with probability {q:.4g}")
+            case dp_accounting.TruncatedSubsampledGaussianDpEvent(
+                dataset_size=n, sampling_probability=q, truncated_batch_size=b
+            ):
+                sampled = f"on Poisson samples, each {unit} of {n} (or one less or more) with probability {q:.4g}"
+                parts.append(f"{noise}{sampled}, of which a random {b} are kept where there are more")
+            case dp_accounting.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
+                parts.append(f"{noise}on samples of {b} out of {n}")
+            case _:
+                parts.append(f"{noise}on all data")
+    if len(parts) > 4:
+        parts = [*parts[:2], f"... {len(parts) - 3} more kinds of steps ...", parts[-1]]
+    return "; ".join(parts) or "nothing was released"
+
+
+def _selection(event: dp_accounting.dp_event.RepeatAndSelectDpEvent, count: int, run: str) -> str:
+    names = {0: "logarithmic", 1: "geometric", math.inf: "Poisson"}
+    name = names.get(event.shape, f"truncated negative binomial of shape {event.shape:g}")
+    often = "" if count == 1 else f"{count} x "
+    return f"{often}the best of a random number of runs ({name}, mean {event.mean:g}), of which each has {run}"
+
+
+def _accountant(accountant: str) -> str:
+    name = f"dp_accounting {metadata.version('dp-accounting')}"
+    if accountant == "rdp":
+        return f"{name}, Renyi divergences"
+    return f"{name}, the smallest of three bounds (privacy loss distributions, Renyi divergences, ever sampled)"
+
+
+def _software() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("dpopt", "jax", "optax", "dp-accounting")}

@@ -1,0 +1,147 @@
+"""Poisson samples that are cut where they are too large: batches of one shape, and an account that pays for the cut.
+
+A cut ties examples to each other: one more in a full sample pushes another out, and the sum moves by up to twice the
+clip norm. That happens only where a sample is cut, and the event counts how often that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dpopt.common import validate
+from dpopt.common.lazy import dp_accounting
+from dpopt.events import merged
+from dpopt.privacy import Relation
+from dpopt.sampling import _Sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class TruncatedPoisson:
+    """A Poisson sample; where it holds more than ``max_batch_size`` examples, a random subset of that size.
+
+    Args:
+        num_examples: size of the data set. Epsilon holds for one of these less, and for one more.
+        sampling_prob: probability with which an example is drawn, before the cut.
+        max_batch_size: how many are kept at most.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: amplifies by subsampling, under add-or-remove-one, by a little less than `dpopt.sampling.Poisson`. Here
+    epsilon depends on the number of examples, which is taken to be public.
+
+    Reference: Tighter Privacy Analysis for Truncated Poisson Sampling (2025), https://arxiv.org/abs/2508.15089
+
+    >>> TruncatedPoisson(100, 0.1, 20).event(dp_accounting.GaussianDpEvent(2.0))
+    TruncatedSubsampledGaussianDpEvent(dataset_size=100, sampling_probability=0.1, truncated_batch_size=20, \
+noise_multiplier=2.0)
+    """
+
+    num_examples: int
+    sampling_prob: float
+    max_batch_size: int
+
+    relation = Relation.ADD_OR_REMOVE_ONE
+
+    def __post_init__(self):
+        validate.positive_int(num_examples=self.num_examples, max_batch_size=self.max_batch_size)
+        validate.probability(sampling_prob=self.sampling_prob)
+
+    def event(self, step_event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+        """The event of a step on a sample; its queries together, since all of them read the same one."""
+        query = merged(step_event)
+        if not isinstance(query, dp_accounting.GaussianDpEvent):
+            return query  # without noise, or without a query
+        return dp_accounting.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=self.num_examples,
+            sampling_probability=self.sampling_prob,
+            truncated_batch_size=self.max_batch_size,
+            noise_multiplier=query.noise_multiplier,
+        )
+
+
+class TruncatedPoissonSampler(_Sampler):
+    """Poisson samples in batches of exactly ``max_batch_size`` rows: a smaller sample is padded, a larger one is cut.
+
+    A class of its own, so that `dpopt.PoissonSampler` can keep its promise that no sample is ever cut.
+
+    Args:
+        num_examples: size of the data set.
+        expected_batch_size: expected number of examples drawn, at most ``num_examples``.
+        max_batch_size: rows of every batch, at least ``expected_batch_size``; `ample_batch_size` gives one at which the
+            cut costs next to nothing.
+        seed, start: see `dpopt.PoissonSampler`.
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: see `TruncatedPoisson`. What is drawn follows it exactly, and which samples were cut is as private as the
+    samples are.
+
+    >>> sampler = TruncatedPoissonSampler(1_000, 50, max_batch_size=64, seed=0)
+    >>> {len(sampler.batch(t).mask) for t in range(100)}
+    {64}
+    """
+
+    def __init__(
+        self, num_examples: int, expected_batch_size: float, *, max_batch_size: int, seed: int, start: int = 0
+    ):
+        validate.positive(expected_batch_size=expected_batch_size)
+        validate.positive_int(max_batch_size=max_batch_size)
+        super().__init__(num_examples, seed=seed, pad_to=max_batch_size, start=start)
+        if expected_batch_size > num_examples:
+            raise ValueError(f"expected_batch_size {expected_batch_size} exceeds num_examples {num_examples}.")
+        if max_batch_size < expected_batch_size:
+            raise ValueError(
+                f"max_batch_size {max_batch_size} is below expected_batch_size {expected_batch_size}: most samples "
+                "would be cut, and the sum would still be divided by what was expected. Expect fewer, or allow more "
+                "(dpopt.samplers.truncated.ample_batch_size)."
+            )
+        self.expected_batch_size = expected_batch_size
+        self.scheme = TruncatedPoisson(num_examples, expected_batch_size / num_examples, int(max_batch_size))
+
+    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+        del step
+        # Given their number, all subsets of that size are equally likely in a Poisson sample, and in a random subset of
+        # one: only the number has to be drawn and cut.
+        drawn = rng.binomial(self.num_examples, self.scheme.sampling_prob)
+        size = min(drawn, self.scheme.max_batch_size)
+        return rng.choice(self.num_examples, size, replace=False, shuffle=False).astype(np.int64)
+
+
+def ample_batch_size(
+    num_examples: int, expected_batch_size: float, *, steps: int, delta: float, share: float = 0.01
+) -> int:
+    r"""The smallest ``max_batch_size`` at which the cut costs at most a share of delta.
+
+    A sample is full beside one more example with probability :math:`\tau = P(\mathrm{Bin}(n, q) \ge B)`. A run whose
+    samples never are costs what plain Poisson samples cost, so with :math:`T \tau \le` ``share * delta`` the epsilon at
+    delta is at most that of plain Poisson samples at ``(1 - share) * delta``.
+
+    Args:
+        num_examples, expected_batch_size: as for `TruncatedPoissonSampler`.
+        steps: of the whole run.
+        delta: that epsilon will be stated at.
+        share: of delta, in (0, 1].
+
+    Raises:
+        ValueError, TypeError: for an argument out of range.
+
+    *Privacy*: arithmetic on public constants.
+
+    >>> ample_batch_size(50_000, 512, steps=2_000, delta=1e-6)
+    673
+    """
+    from scipy import stats
+
+    validate.positive_int(num_examples=num_examples, steps=steps)
+    validate.positive(expected_batch_size=expected_batch_size, delta=delta)
+    validate.probability(share=share)
+    if expected_batch_size > num_examples:
+        raise ValueError(f"expected_batch_size {expected_batch_size} exceeds num_examples {num_examples}.")
+    if delta >= 1:
+        raise ValueError(f"delta must be below 1; got {delta}.")
+    q = expected_batch_size / num_examples
+    return 1 + int(stats.binom.isf(share * delta / steps, num_examples, q))

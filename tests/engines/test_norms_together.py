@@ -1,0 +1,42 @@
+"""Norms that are taken together are those that are taken one by one, whatever the arrays hold."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpopt.engines import norms
+
+SHAPES = st.lists(
+    st.sampled_from([(0,), (), (1,), (3, 2), (1023,), (1024,), (1025,), (2, 2049), (5000,)]), min_size=1, max_size=9
+)
+SCALES = (0.0, 1e-38, 1e-30, 1.0, 1e18, 1e30, 3e38, np.inf, np.nan)
+
+
+def arrays(shapes, seed):
+    rng = np.random.default_rng(seed)
+    found = []
+    for shape in shapes:
+        x = rng.normal(size=shape)
+        scale = rng.choice(SCALES)
+        if x.size and not np.isfinite(scale):
+            x = np.where(np.arange(x.size).reshape(shape) == rng.integers(x.size), scale, x)
+        else:
+            x = np.clip(x, -1, 1) * scale
+        found.append(jnp.asarray(x, jnp.float32))
+    return found
+
+
+@pytest.mark.parametrize("copied", [0, 1_500, 6_000, 2**22])  # none together, the small ones, all
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(shapes=SHAPES, seed=st.integers(0, 10_000))
+def test_all_at_once_is_one_by_one(copied, shapes, seed):
+    given = arrays(shapes, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norms, "_COPIED", copied)
+        together = norms.all_at_once(lambda norm: [norm(x) for x in given])
+    alone = [norms.safe_norm(x.reshape(-1), axis=0) for x in given]
+    assert [x.dtype for x in together] == [x.dtype for x in alone]
+    # A norm near the least number is a few of its steps long.
+    np.testing.assert_allclose(together, alone, rtol=3e-6, atol=1e-43)
