@@ -1,8 +1,8 @@
 """CIFAR-10 as De et al. (2022) train it: the network, the augmentation, and the settings.
 
-"Unlocking high-accuracy differentially private image classification through scale", arXiv:2204.13650: settings are
-those of its Wide-ResNet-16-4 that is trained on CIFAR-10 alone, as far as the paper states them; where this recipe
-departs, it says so. The network is `benchmarks.cost.models.WideResNet`: group normalisation, weight standardisation.
+"Unlocking high-accuracy differentially private image classification through scale", arXiv:2204.13650. The settings are
+those of its Wide-ResNet-16-4 trained on CIFAR-10 alone, as far as the paper states them; departures are marked. The
+network is `benchmarks.cost.models.WideResNet`, with group normalisation and weight standardisation.
 """
 
 import math
@@ -21,33 +21,31 @@ from dpopt.flax import linen_loss
 BATCH_SIZE = 4096
 MULTIPLICITY = 16  # augmentations of an image, averaged before the clip
 CLIP_NORM = 1.0
-LEARNING_RATE = 2.0  # constant, without momentum; of the gradient clipped to norm 1
-AVERAGE = 0.9999  # of the parameters that are tested; the average starts fast: `dpopt.average_params`
+LEARNING_RATE = 2.0  # constant, without momentum, for gradients clipped to norm 1
+AVERAGE = 0.9999  # decay of the parameter average that is tested, which starts fast: `dpopt.average_params`
 DELTA = 1e-5
-STEPS = {1.0: 875, 8.0: 2_500}  # at a budget of epsilon 1 and 8
+STEPS = {1.0: 875, 8.0: 2_500}  # by epsilon
 SHIFT = 4  # pixels, in each direction
 CLASSES = 10
 
 
 def steps_for(epsilon: float) -> int:
-    """How many steps: those of the paper at 1 and 8, and between them what a power of epsilon gives.
+    """The number of steps: the paper's at epsilon 1 and 8, and a power of epsilon between them.
 
     Raises:
         ValueError: if epsilon is below 1 or above 8.
 
     >>> steps_for(1), steps_for(3), steps_for(8)
-    (875, 1525, 2500)
+    (875, 1524, 2500)
     """
     (low, first), (high, last) = STEPS.items()
     if not low <= epsilon <= high:
-        raise ValueError(
-            f"steps are known for epsilon {low:g} to {high:g}; got {epsilon:g}. Say how many with --steps."
-        )
+        raise ValueError(f"steps are known for epsilon {low:g} to {high:g}; got {epsilon:g}. Set them with --steps.")
     return round(first * (last / first) ** (math.log(epsilon / low) / math.log(high / low)))
 
 
 def flip_and_crop(example: Any, key: jax.Array) -> Any:
-    """A random one of ``(image, label)``: mirrored or not, and shifted, with what lies at the border mirrored there."""
+    """A random variant of ``(image, label)``: perhaps mirrored, and shifted, with the border filled by reflection."""
     image, label = example
     flip, place = jax.random.split(key)
     image = jnp.where(jax.random.bernoulli(flip), image, image[:, ::-1])
@@ -57,9 +55,9 @@ def flip_and_crop(example: Any, key: jax.Array) -> Any:
 
 
 def scaled(images: jax.Array) -> jax.Array:
-    """Bytes as numbers from -1 to 1.
+    """Scales bytes to [-1, 1].
 
-    (Dividing by the training images' own means and deviations, as is usual, would be a query that nobody pays for.)
+    (The usual means and standard deviations of the training images would be a query that epsilon does not cover.)
     """
     return images.astype(jnp.float32) / 127.5 - 1
 
@@ -69,9 +67,9 @@ def network(depth: int = 16, width: int = 4) -> WideResNet:
 
 
 def loss_and_params(depth: int = 16, width: int = 4, multiplicity: int = MULTIPLICITY) -> tuple[Callable, Any]:
-    """The loss of one example, ``((image, label), key)``, averaged over augmentations, and parameters to start with."""
+    """The loss of one example ``((image, label), key)``, averaged over augmentations, and initial parameters."""
     model = network(depth, width)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))["params"]  # no secret
+    params = model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))["params"]  # a fixed key: nothing secret
     of_numbers = linen_loss(model, optax.softmax_cross_entropy_with_integer_labels)
 
     def loss_fn(params: Any, example: Any) -> jax.Array:
@@ -82,7 +80,7 @@ def loss_and_params(depth: int = 16, width: int = 4, multiplicity: int = MULTIPL
 
 
 def noise_batch(size: int) -> Any:
-    """Examples of the layout, with keys, whose pixels mean nothing: to time and to plan with."""
+    """Examples with keys and random pixels, for timing and planning."""
     rng = np.random.default_rng(0)
     images = jnp.asarray(rng.integers(0, 256, (size, 32, 32, 3), dtype=np.uint8))
     labels = jnp.asarray(rng.integers(0, CLASSES, size), jnp.int32)

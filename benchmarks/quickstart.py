@@ -1,5 +1,6 @@
-"""A Flax model learns real digits under a stated (epsilon, delta), next to its twin without privacy."""
+"""Trains a small Flax model on real digits under a stated (epsilon, delta), and beside it the same without privacy."""
 
+import argparse
 import dataclasses
 import math
 import time
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import dpopt
-from benchmarks import data, records
+from benchmarks import arguments, data, records
 from benchmarks.cost import models
 from dpopt.flax import nnx_loss
 
@@ -28,10 +29,10 @@ EPSILONS = (1.0, 3.0, 8.0)
 DELTA = 1e-4  # below 1 / 1437, the number of training images
 EXPECTED_BATCH_SIZE = 256
 STEPS = 120
-STEPS_PER_CALL = 20  # steps between two moves of the progress bar
+STEPS_PER_CALL = 20  # between two moves of the progress bar
 L2_CLIP_NORM = 1.0
 LEARNING_RATES = {"DP-SGD": 0.4, "DP-Adam": 5e-3}
-# Without clipping the gradients are larger: the twins use what suits them.
+# Without clipping, gradients are larger, so the twins have rates of their own.
 LEARNING_RATES_NOT_PRIVATE = {"DP-SGD": 0.1, "DP-Adam": 5e-3}
 
 
@@ -40,7 +41,7 @@ class Setting:
     """One row of the table."""
 
     method: str
-    epsilon: float  # the target; infinity for the twin without privacy
+    epsilon: float  # the target; infinity for a twin without privacy
 
     def optimizer(self, noise_multiplier: float, key: jax.Array) -> dpopt.PrivateOptimizer:
         private = math.isfinite(self.epsilon)
@@ -71,7 +72,7 @@ def train(setting: Setting, split: data.Split, seeds: int, advance: Any) -> dict
     loss_fn, _ = nnx_loss(model, lambda m, b: optax.softmax_cross_entropy_with_integer_labels(m(b["x"]), b["y"]).mean())
     fresh = [nnx.as_pure(nnx.state(models.SmallCNN(rngs=nnx.Rngs(s)), nnx.Param)) for s in range(seeds)]
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *fresh)
-    keys = jax.random.split(jax.random.key(2_000), seeds)  # one noise key a seed, used for nothing else
+    keys = jax.random.split(jax.random.key(2_000), seeds)  # a noise key for each seed, used for nothing else
     images, labels = jnp.asarray(split.train_x), jnp.asarray(split.train_y)
 
     def run_one(params, state, key, batches):
@@ -79,16 +80,16 @@ def train(setting: Setting, split: data.Split, seeds: int, advance: Any) -> dict
 
         def one(carry, batch):
             rows = {"x": images[batch.indices], "y": labels[batch.indices]}
-            params, state, _ = step(*carry, rows, batch.mask)  # the metrics are not private: not used
+            params, state, _ = step(*carry, rows, batch.mask)  # metrics are not private and not used
             return (params, state), None
 
         return jax.lax.scan(one, (params, state), batches)[0]
 
     state = jax.vmap(lambda p, k: setting.optimizer(noise_multiplier, k).init(p))(params, keys)
-    # One seed after another: under vmap, weights that differ make a convolution a grouped one, four times as slow.
+    # Seeds run one after another: under vmap, convolutions become grouped ones, which are four times as slow.
     run = jax.jit(lambda *args: jax.lax.map(lambda seed: run_one(*seed), args), donate_argnums=(0, 1))
     batches = [s.batches(0, STEPS) for s in samplers]
-    size = max(b.mask.shape[1] for b in batches)  # seeds share one shape
+    size = max(b.mask.shape[1] for b in batches)  # all seeds have the same shape
     batches = [dpopt.sampling.Batch(*(np.pad(x, ((0, 0), (0, size - x.shape[1]))) for x in b)) for b in batches]
     batches = jax.tree.map(lambda *x: np.stack(x), *batches)
 
@@ -170,6 +171,15 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.count(parser, "--seeds", 3, "runs per setting (default 3)")
+    arguments.out(parser, "folder for JSON and plot")
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.seeds)
 
 
 def main(out: Path, seeds: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: JSON with everything needed to read it later, and where it was made."""
+"""Records of runs: JSON files, and the versions and device that they came from."""
 
 import json
 import os
@@ -15,9 +15,9 @@ LOCAL = RESULTS / "local"  # not committed
 
 
 def environment(packages: Sequence[str] = PACKAGES, device: str | None = None) -> dict[str, Any]:
-    """Versions and device of this process: the one that JAX uses, unless another is named."""
+    """Versions and device of this process; the device is JAX's, unless one is given."""
     if device is None:
-        import jax  # here, since a comparison with torch runs without it
+        import jax  # here, since the comparison with Opacus runs without JAX
 
         first = jax.devices()[0]
         device = f"{first.platform}: {first.device_kind}"
@@ -30,13 +30,13 @@ def environment(packages: Sequence[str] = PACKAGES, device: str | None = None) -
 
 
 def load(folder: Path, name: str) -> Any:
-    """What a command left in ``NAME.json``, or None if it never ran."""
+    """The content of ``NAME.json``, or None if there is no such record."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON whole or not at all, so that a killed run leaves no half file."""
+    """Writes JSON whole or not at all, so that a killed run leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,15 +1,13 @@
-"""The attacker's view of runs whose clip norm is adaptive: each step releases a noised count besides the gradient.
+"""The attacker's view of runs with an adaptive clip norm: each step releases a noisy count besides the gradient.
 
-As in `benchmarks.audit.pipeline` a coin decides for each of many small runs whether a canary is in the data. The
-attacker knows all other examples, and so subtracts what they add: here there are none. He sees every step's update and
-the clip norms, and makes of two that follow each other the count that came between. A canary in the sample moves the
-sum by a vector of norm C and the count by minus a half.
+As in `benchmarks.audit.pipeline`, a coin decides for each of many small runs whether a canary is in the data. The
+attacker knows all other examples and could subtract their contributions, so here there are none. The attacker sees
+every update and every clip norm, and recovers each count from two consecutive clip norms. A canary in the sample moves
+the sum by a vector of norm C and the count by -1/2.
 """
 
-import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+import functools
 from typing import Any
 from unittest import mock
 
@@ -21,13 +19,13 @@ import optax
 import dpopt
 from benchmarks.audit.pipeline import MISTAKES as MISTAKES_OF_PIPELINES
 from benchmarks.audit.pipeline import budget_spent_twice
-from benchmarks.audit.runs import audit_all, audit_sampled
+from benchmarks.audit.runs import Mistakes, audit_all, audit_sampled, plant, sampled_likelihood
 from dpopt import adaptive
 
-WIDTH = 8  # of the parameters; the canary's gradient has the same size in all entries
-LENGTH = 1e6  # of the canary's gradient: only the clip bounds it
-BATCH = 4.0  # what sums and counts are divided by
-RATE = 0.1  # at which the clip norm learns
+WIDTH = 8  # number of parameters; all entries of the canary's gradient are equal
+LENGTH = 1e6  # norm of the canary's gradient: only the clip bounds it
+BATCH = 4.0  # divides sums and counts
+RATE = 0.1  # learning rate of the clip norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Scene:
     def clip(self) -> adaptive.QuantileClip:
         return adaptive.quantile_clip(1.0, learning_rate=RATE, count_share=self.count_share)
 
-    def optimizer(self, key: Any) -> dpopt.PrivateOptimizer:
+    def optimizer(self, key: jax.Array) -> dpopt.PrivateOptimizer:
         return dpopt.privatize(l2_clip_norm=self.clip, noise_multiplier=self.sigma, expected_batch_size=BATCH, key=key)
 
 
@@ -54,7 +52,7 @@ SCENES = {
 
 
 def _unnoised_counts() -> Any:
-    """Draws of a single number, as counts are."""
+    """Removes the noise from scalars, which is what counts are."""
     draw = dpopt.noise.standard_normal_like
 
     def without(key: Any, tree: Any) -> Any:
@@ -64,23 +62,18 @@ def _unnoised_counts() -> Any:
     return mock.patch.object(dpopt.noise, "standard_normal_like", without)
 
 
-# Each mistake, the run in which it shows, and how it is planted in the function that does the work.
-MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
+MISTAKES: Mistakes = {
     "count not noised": ("adaptive, few counts", _unnoised_counts),
     "count not charged": ("adaptive clip", MISTAKES_OF_PIPELINES["second query unpaid"][1]),
     "budget spent twice": ("adaptive clip", lambda: budget_spent_twice(adaptive.QuantileClip)),
 }
 
 
-@contextlib.contextmanager
-def mistake(name: str) -> Iterator[None]:
-    """Plants a mistake while the block runs; ``"none"`` plants nothing."""
-    with contextlib.nullcontext() if name == "none" else MISTAKES[name][1]():
-        yield
+mistake = functools.partial(plant, MISTAKES)
 
 
 def releases(scene: Scene, coins: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """What is released: sums along the canary's gradient, in units of the clip norm, and counts, ``(runs, steps)``."""
+    """The released sums along the canary's gradient, in units of the clip norm, and counts: ``(runs, steps)`` each."""
     sampled = np.random.default_rng([seed, 1]).random((len(coins), scene.steps)) < scene.sampling_prob
     direction = jnp.full(WIDTH, WIDTH**-0.5)
     params, clip = jnp.zeros(WIDTH), scene.clip
@@ -103,20 +96,16 @@ def releases(scene: Scene, coins: np.ndarray, seed: int) -> tuple[np.ndarray, np
 
 
 def scores(scene: Scene, sums: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
-    """The attacker's scores of each run, high where the canary seems to be in."""
+    """The attacker's scores of each run: high where the canary is likely in the data."""
     multiplier, count_stddev = scene.clip.split(scene.sigma)
-
-    def likelihood(log_ratio: np.ndarray) -> np.ndarray:
-        q = scene.sampling_prob
-        return np.logaddexp(math.log1p(-q), math.log(q) + log_ratio).sum(axis=1)
 
     of_sums = (2 * sums - 1) / (2 * multiplier**2)
     of_counts = (-counts - 0.25) / (2 * count_stddev**2)
     return {
         "sum": sums.sum(axis=1),
         "sum and count": (sums / multiplier**2 - counts / (2 * count_stddev**2)).sum(axis=1),
-        "likelihood of the sums": likelihood(of_sums),
-        "likelihood": likelihood(of_sums + of_counts),
+        "likelihood of the sums": sampled_likelihood(of_sums, scene.sampling_prob),
+        "likelihood": sampled_likelihood(of_sums + of_counts, scene.sampling_prob),
         "a count without noise": -np.abs(counts + 0.5).min(axis=1),
     }
 

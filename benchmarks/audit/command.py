@@ -1,27 +1,29 @@
-"""An attacker's view: how much epsilon at least do the optimizers spend, measured from what they release?
+"""The attacker's view: a lower bound on the epsilon that the optimizers spend, measured from what they release.
 
 Canaries are examples with a gradient so long that only the clip bounds it. A coin decides for each whether it is in the
-data. From all released parameters the attacker guesses which are, and what is guessed right bounds the privacy
-parameter from below, in two ways:
+data. The attacker guesses from all released parameters which canaries are in, and the number of right guesses bounds
+the privacy parameter from below, in two ways:
 
-* one run with many canaries, each along a coordinate of its own (Mahloujifar, Melis and Chaudhuri 2024, Auditing
+* one run with many canaries, each along its own coordinate (Mahloujifar, Melis and Chaudhuri 2024, Auditing
   f-Differential Privacy in One Run, https://arxiv.org/abs/2410.22235): published, general, and about half of the truth;
 * many small runs with one canary each (Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning,
   https://arxiv.org/abs/2302.07956): independent trials, whose error rates have exact confidence bounds. Nearly tight.
 
 Every example takes part in every step (sampling probability 1), so that a run of T steps is exactly Gaussian-DP with
-mu = sqrt(T) / sigma, and the bound can be compared with the claim. The attacker picks hyperparameters under which what
-comes after the noise hides nothing (Adam with a large eps is linear): the claim holds for all hyperparameters.
-Canaries point up and down in turn, so that noise that repeats from step to step gives itself away.
+mu = sqrt(T) / sigma, and the bound can be compared with the claim. The attacker picks hyperparameters under which
+post-processing hides nothing (Adam with a large eps is linear): the claim holds for all hyperparameters. The canaries'
+sign alternates, so that noise that repeats from step to step shows.
 
-The bounds are those of `dpopt.audit`. The same audit is run against three broken builds: half the noise, no clip, one
-key for all steps. It must catch them.
-What lies before and between the steps of an optimizer is attacked in `benchmarks.audit.pipeline`, noise that is
-correlated over steps in `benchmarks.audit.correlated`, an adaptive clip norm in `benchmarks.audit.adaptive`, sparse
-noise in `benchmarks.audit.sparse`, batches that are cut and rows that are users in `benchmarks.audit.rows`, private
-search in `benchmarks.audit.tuning`.
+The bounds are those of `dpopt.audit`. The same audit must catch three broken builds: half the noise, no clip, one key
+for all steps.
+
+The other modules attack what lies outside one optimizer step: `benchmarks.audit.pipeline` the whole pipeline,
+`benchmarks.audit.correlated` noise that is correlated over steps, `benchmarks.audit.adaptive` an adaptive clip norm,
+`benchmarks.audit.sparse` sparse noise, `benchmarks.audit.rows` truncated batches and users as the unit, and
+`benchmarks.audit.tuning` private search.
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -36,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpopt
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.audit import adaptive, correlated, pipeline, sparse, tuning
 from benchmarks.audit import rows as audit_rows
 from dpopt.audit import epsilon_of_mu, many_runs_mu, one_run_mu, right_guesses
@@ -52,12 +54,12 @@ MODULES = {
 }
 PARTS = "optimizers", *MODULES
 DELTA = 1e-5
-SIGNIFICANCE = 0.001  # probability with which a sound optimizer's bound is allowed to be wrong
-GUESSED = (0.02, 0.1, 0.3)  # shares of the canaries that the attacker guesses on; fixed before the run
+SIGNIFICANCE = 0.001  # allowed probability that a sound optimizer's bound is wrong
+GUESSED = (0.02, 0.1, 0.3)  # shares of the canaries that the attacker guesses; fixed before the run
 L2_CLIP_NORM = 1.0
-LENGTH = 1e6  # of a canary's gradient
-BATCH = 1e4  # divides the noisy sum: what is released stays small beside LINEAR
-LINEAR = 1e3  # what is added to the root of a second moment, far above it
+LENGTH = 1e6  # norm of a canary's gradient
+BATCH = 1e4  # divides the noisy sum, so that updates stay small beside LINEAR
+LINEAR = 1e3  # eps, far above the root of a second moment: the optimizer is linear
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "dp_sgd": functools.partial(dpopt.dp_sgd, 1.0),
@@ -106,8 +108,10 @@ def fault(name: str) -> Iterator[None]:
         yield
 
 
-def released(make: Callable[..., Any], canaries: jax.Array, member: Any, *, steps: int, sigma: float, key: Any) -> Any:
-    """Trains on the canaries that are members, and returns the update of every step, ``(steps, coordinates)``."""
+def released(
+    make: Callable[..., Any], canaries: jax.Array, member: Any, *, steps: int, sigma: float, key: jax.Array
+) -> Any:
+    """Trains on the member canaries and returns the update of every step, ``(steps, coordinates)``."""
     optimizer = make(l2_clip_norm=L2_CLIP_NORM, noise_multiplier=sigma, expected_batch_size=BATCH, key=key)
     grads_fn = dpopt.per_example_grads(lambda w, example: example["sign"] * (w @ example["x"]), engine="vmap")
     params = jnp.zeros(canaries.shape[1])
@@ -123,17 +127,17 @@ def released(make: Callable[..., Any], canaries: jax.Array, member: Any, *, step
 
 
 def signs(steps: int) -> np.ndarray:
-    """The canaries' direction at each step."""
+    """The canaries' sign at each step."""
     return (-1.0) ** np.arange(steps, dtype=np.float32)
 
 
 def scores(updates: np.ndarray) -> np.ndarray:
-    """The attacker's score of each canary: high if it is likely a member."""
+    """The attacker's score of each canary: high where it is likely a member."""
     return -signs(len(updates)) @ np.asarray(updates, np.float64)
 
 
 def guesses(canaries: int) -> list[tuple[int, int]]:
-    """On how many canaries the attacker guesses "in" and "out"."""
+    """For how many canaries the attacker guesses "in" and "out"."""
     numbers = [max(2, round(share * canaries)) for share in GUESSED]
     return [(number - number // 2, number // 2) for number in numbers]
 
@@ -141,7 +145,7 @@ def guesses(canaries: int) -> list[tuple[int, int]]:
 def audit(
     name: str, broken: str, *, canaries: int, runs: int, steps: int = 10, mu: float = 1.0, seed: int = 0
 ) -> dict[str, Any]:
-    """Audits one optimizer, sound (``"none"``) or broken; ``mu`` is what one query a step claims over all steps."""
+    """Audits one optimizer, sound (``"none"``) or broken; ``mu`` is the claim of one query a step over all steps."""
     make, sigma = OPTIMIZERS[name], math.sqrt(steps) / mu
     key = jax.random.key(10_000 + seed)
     optimizer = make(l2_clip_norm=L2_CLIP_NORM, noise_multiplier=sigma, expected_batch_size=BATCH, key=key)
@@ -183,13 +187,26 @@ def audit(
     }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", help="part of an optimizer's name")
+    parser.add_argument("--part", action="append", choices=PARTS, help="(repeatable)")
+    arguments.count(parser, "--canaries", 2_000, "canaries of the one large run (default 2000)")
+    arguments.count(parser, "--runs", 8_000, "small runs with one canary each (default 8000)")
+    parser.add_argument("--pipeline-runs", type=int, default=6_000, help="runs of the whole pipeline (default 6000)")
+    arguments.out(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.canaries, options.runs, options.pipeline_runs, options.only, options.part or PARTS)
+
+
 def main(
     out: Path, canaries: int, runs: int, pipeline_runs: int, only: str | None = None, parts: Sequence[str] = PARTS
 ) -> dict[str, Any]:
     """Audits every optimizer, sound and broken in three ways; the pipeline with eleven mistakes, correlated noise with
-    five, adaptive clip norms and sparse noise with three each, rows and cuts with three, private search with two.
+    five, adaptive clip norms and sparse noise with three each, rows with three, private search with two.
 
-    Prints tables and writes ``audit.json`` to ``out``; of ``parts`` that are not asked for, what it held stays.
+    Prints tables and writes ``audit.json`` to ``out``; parts of it that are not in ``parts`` stay.
     """
     path = out / "audit.json"
     settings = {"delta": DELTA, "significance": SIGNIFICANCE, "guessed": GUESSED, "relation": "add or remove one"}

@@ -1,14 +1,14 @@
 """The attacker's view of runs whose noise is correlated over steps.
 
-As in `benchmarks.audit.pipeline` a coin decides for each of many small runs whether a canary has a gradient, and the
-attacker sees what every step releases. He knows the strategy C, so he undoes the correlation: ``C x`` of what was
-released is ``C p + sigma z`` for a canary in the steps p. Where samplers leave p open he sums over what it may be.
+As in `benchmarks.audit.pipeline`, a coin decides for each of many small runs whether a canary has a gradient, and the
+attacker sees what every step releases. The attacker knows the strategy C and undoes the correlation: with releases x
+and a canary in the steps p, ``C x = C p + sigma z``. Where the sampler leaves p open, the attacker sums over its
+possible values.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,14 +19,14 @@ import numpy as np
 from scipy import linalg
 
 import dpopt
-from benchmarks.audit.runs import DELTAS, attack, audit_all
+from benchmarks.audit.runs import DELTAS, Mistakes, attack, audit_all, plant
 from dpopt import correlated, events
 from dpopt.correlated import strategies
 from dpopt.run import entropy
 from dpopt.samplers.parts import CyclicPoissonSampler, EpochSampler
 
 EXAMPLES, BATCH, ROWS = 96, 12, 48
-WIDTH = 8  # of the parameters; the canary's gradient has the same size in all entries
+WIDTH = 8  # number of parameters; all entries of the canary's gradient are equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Scene:
     steps: int
     sigma: float
     parts: int | None = None  # of a cyclic Poisson sampler; None: whole epochs
-    deaths: int = 0  # of the process, each after two thirds of the run, half of which are lost and taken again
+    deaths: int = 0  # of the process, each after two thirds of the run; half of these steps are lost and repeated
 
     def sampler(self, seed: int) -> CyclicPoissonSampler | EpochSampler:
         if self.parts is None:
             return EpochSampler(EXAMPLES, BATCH, seed=seed, pad_to=ROWS)
         return CyclicPoissonSampler(EXAMPLES, BATCH, parts=self.parts, seed=seed, pad_to=ROWS)
 
-    def optimizer(self, key: Any) -> dpopt.PrivateOptimizer:
+    def optimizer(self, key: jax.Array) -> dpopt.PrivateOptimizer:
         four = dict(l2_clip_norm=1.0, noise_multiplier=self.sigma, expected_batch_size=1, key=key)
         return dpopt.privatize(**four, noise=self.strategy())
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """First and last step of every stretch under a noise key of its own, in the order that they are released."""
+        """First and last step of every segment with its own noise key, in the order of release."""
         death, checkpoint = 2 * self.steps // 3, self.steps // 3
         firsts = [0] + [checkpoint] * self.deaths
         return list(zip(firsts, [death] * self.deaths + [self.steps], strict=True))
@@ -92,8 +92,7 @@ def _same_key(opt_state: Any, words: Any, queries: int) -> Any:
 
 _STRATEGY, _FOLD_IN, _STEP_EVENT = strategies._strategy, dpopt.normals.threefry.fold_in, events.step_event
 
-# Each mistake, the run in which it shows, and how it is planted in the function that does the work.
-MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
+MISTAKES: Mistakes = {
     "bands not separated": ("cyclic samples", lambda: mock.patch.object(CyclicPoissonSampler, "part", _from_all)),
     "column norm forgotten": (
         "epochs, banded",
@@ -111,17 +110,13 @@ MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def mistake(name: str) -> Iterator[None]:
-    """Plants a mistake while the block runs; ``"none"`` plants nothing."""
-    with contextlib.nullcontext() if name == "none" else MISTAKES[name][1]():
-        yield
+mistake = functools.partial(plant, MISTAKES)
 
 
 @functools.cache
 def _participations(scene: Scene, runs: int, seed: int, planted: str) -> np.ndarray:
-    """In which of the released steps of every run the canary, example 0, is: ``(runs, releases)``."""
-    del planted  # part of what the cache goes by
+    """Which released steps of each run have the canary, example 0, in their batch: ``(runs, releases)``."""
+    del planted  # only a cache key
     rng = np.random.default_rng([seed, 2])
     found = []
     for run in range(runs):
@@ -136,7 +131,7 @@ def _participations(scene: Scene, runs: int, seed: int, planted: str) -> np.ndar
 
 
 def releases(scene: Scene, coins: np.ndarray, seed: int, planted: str) -> np.ndarray:
-    """What is released: noisy sums, ``(runs, releases, WIDTH)``."""
+    """The released noisy sums, ``(runs, releases, WIDTH)``."""
     is_in = _participations(scene, len(coins), seed, planted) * coins[:, None]
     params, words = jnp.zeros(WIDTH), np.random.default_rng([seed, 1]).integers(2**32, size=10, dtype=np.uint32)
 
@@ -148,7 +143,7 @@ def releases(scene: Scene, coins: np.ndarray, seed: int, planted: str) -> np.nda
                 state = entropy.with_fresh_noise(kept, words, 1)
 
             def step(state, present):
-                canary = jnp.where(present, 1e6, 0.0) * jnp.ones((1, WIDTH))  # of which the clip leaves length 1
+                canary = jnp.where(present, 1e6, 0.0) * jnp.ones((1, WIDTH))  # clipped to norm 1
                 noisy, state = optimizer.update(canary, state, params)
                 return state, noisy
 
@@ -164,7 +159,7 @@ def releases(scene: Scene, coins: np.ndarray, seed: int, planted: str) -> np.nda
 
 
 def scores(scene: Scene, seen: np.ndarray) -> dict[str, np.ndarray]:
-    """The attacker's scores of each run, high where the canary seems to be in."""
+    """The attacker's scores of each run: high where the canary is likely in the data."""
     strategy, sigma = scene.strategy(), scene.sigma
     C = linalg.toeplitz(strategy.column, np.zeros(STEPS))
     own_part, anywhere, matched, number = 0.0, 0.0, 0.0, 0
@@ -194,7 +189,7 @@ def scores(scene: Scene, seen: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _alike(x: np.ndarray) -> np.ndarray:
-    """How far two steps differ along the canary's gradient, whose noise is the same across it; else 0."""
+    """The largest difference along the canary's gradient between two steps with the same noise; 0 if there are none."""
     most = np.zeros(len(x))
     for t in range(x.shape[1]):
         difference = x[:, t + 1 :] - x[:, t : t + 1]
@@ -205,7 +200,7 @@ def _alike(x: np.ndarray) -> np.ndarray:
 
 
 def charged(scene: Scene) -> Any:
-    """What a run's journal says: an event a released step, in segments."""
+    """The event in the run's journal: one for each released step, by segment."""
     privacy = scene.optimizer(jax.random.key(0)).privacy
     scheme = scene.sampler(0).scheme
     ledger = dpopt.Ledger()
@@ -228,5 +223,5 @@ def audit(scene_name: str, planted: str, *, runs: int, significance: float, seed
 
 
 def main(runs: int, significance: float) -> list[dict[str, Any]]:
-    """Audits noise that is correlated."""
+    """Audits correlated noise."""
     return audit_all(audit, SCENES, MISTAKES, runs, significance)

@@ -1,15 +1,15 @@
 """The attacker's view of a whole run: sampler, padding, gradients of several leaves, noise, a second query, a resume.
 
 `benchmarks.audit.command` attacks optimizers at sampling probability 1, where the claim is exactly Gaussian. Most
-mistakes sit elsewhere. Here many small runs go through the pipeline that a user's run goes through, and a coin decides
-for each whether one example, the canary, has a gradient (as if it were in the data) or not. The attacker sees what
-every step releases, scores each run in several ways, and chooses on half of the runs a score, a threshold and a delta.
-On the other half the rates of right and wrong guesses get exact bounds (Clopper and Pearson), and
+mistakes are made elsewhere. Here many small runs go through the same pipeline as a user's run, and a coin decides for
+each whether one example, the canary, has a gradient (as if it were in the data) or not. The attacker sees what every
+step releases, scores each run in several ways, and chooses a score, a threshold and a delta on half of the runs. On the
+other half, the rates of right and wrong guesses get exact bounds (Clopper and Pearson), and
 
     epsilon >= log((rate of right guesses - delta) / rate of wrong guesses).
 
-The claim is the epsilon that dpopt's own account gives at that delta. Eleven mistakes are planted one at a time in the
-functions that do the work; each must push the bound over the claim, and no sound run may.
+The claim is the epsilon by dpopt's own accounting at that delta. Eleven mistakes are planted one at a time in the
+functions that do the work; each must push the bound above the claim, and no sound run may.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ import optax
 from scipy import special
 
 import dpopt
-from benchmarks.audit.runs import DELTAS, attack, audit_all
+from benchmarks.audit.runs import DELTAS, Mistakes, attack, audit_all, plant
 from dpopt.clipping import FlatClip
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import Privacy, Relation
 from dpopt.run import entropy
 from dpopt.sampling import Batch, PoissonSampler
 
-EXAMPLES, BATCH, ROWS = 100, 10, 40  # sampling probability 0.1; rows of a padded batch
+EXAMPLES, BATCH, ROWS = 100, 10, 40  # sampling probability 0.1; a padded batch has 40 rows
 Q = BATCH / EXAMPLES
 LEAVES = 16  # of two entries each, on which the canary's gradient points up and down
 CLIP_NORM, LENGTH = 1.0, 1e6  # only the clip bounds the canary's gradient
@@ -53,7 +53,7 @@ class Scene:
     def releases(self) -> int:
         return self.steps + (self.resumed_at is not None)
 
-    def optimizer(self, key: Any) -> Any:
+    def optimizer(self, key: jax.Array) -> Any:
         common = dict(l2_clip_norm=CLIP_NORM, noise_multiplier=self.sigma, expected_batch_size=BATCH, key=key)
         if self.queries == 1:
             return dpopt.dp_sgd(1.0, **common)
@@ -114,7 +114,7 @@ _STEP_EVENT = Privacy.step_event
 
 @contextlib.contextmanager
 def budget_spent_twice(clip: Any) -> Iterator[None]:
-    """Of a clip that asks a second query: the first one's noise does not grow for its sake, and nothing is charged."""
+    """For a clip with a second query: it is not charged, and the first query keeps the noise it would have alone."""
     split = clip.split
 
     def unsplit(self: Any, noise_multiplier: Any) -> tuple[Any, Any]:
@@ -124,13 +124,12 @@ def budget_spent_twice(clip: Any) -> Iterator[None]:
         yield
 
 
-# Each mistake, the run in which it shows, and how it is planted in the function that does the work.
-MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
+MISTAKES: Mistakes = {
     "noise divided by the batch": (
         "many steps",
         lambda: _draws(lambda key, tree, draw: jax.tree.map(lambda z: z / BATCH, draw(key, tree))),
     ),
-    "same key each step": (  # the step's number, which the key is folded with, stands still
+    "same key each step": (  # the step number, which is folded into the key, stands still
         "a resumed run",
         lambda: mock.patch.object(dpopt.common.trees, "next_count", lambda count: count),
     ),
@@ -163,17 +162,13 @@ MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def mistake(name: str) -> Iterator[None]:
-    """Plants a mistake while the block runs; ``"none"`` plants nothing."""
-    with contextlib.nullcontext() if name == "none" else MISTAKES[name][1]():
-        yield
+mistake = functools.partial(plant, MISTAKES)
 
 
 @functools.cache
 def _batches(scene: Scene, runs: int, seed: int, planted: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Padded indices and masks of every step of every run, and the bits that a resume draws."""
-    del planted  # part of what the cache goes by
+    """Padded indices and masks of every step of every run, and the random bits that a resume draws."""
+    del planted  # only a cache key
     words = np.random.default_rng([seed, 1]).integers(2**32, size=(runs, 10), dtype=np.uint32)
     indices = np.zeros((runs, scene.releases, ROWS), np.uint8)
     mask = np.zeros((runs, scene.releases, ROWS), bool)
@@ -192,7 +187,7 @@ def directions() -> dict[str, np.ndarray]:
 
 
 def releases(scene: Scene, coins: np.ndarray, seed: int, planted: str) -> np.ndarray:
-    """What is released: noisy sums in units of the clip norm, ``(runs, releases, queries, leaves, 2)``."""
+    """The released noisy sums in units of the clip norm, ``(runs, releases, queries, leaves, 2)``."""
     sampled = planted if planted in ("fixed batches", "shuffled epochs") else "none"
     indices, mask, words = _batches(scene, len(coins), seed, sampled)
     params = jax.tree.map(jnp.zeros_like, directions())
@@ -219,7 +214,7 @@ def releases(scene: Scene, coins: np.ndarray, seed: int, planted: str) -> np.nda
         end, first = jax.lax.scan(step, start, (indices[:split], mask[:split]))
         if split == scene.releases:
             return first
-        # The process died after releasing this step: the run goes on from the state before it.
+        # The process died after releasing this step: the run resumes from the state before it.
         stale, _ = jax.lax.scan(step, start, (indices[: split - 1], mask[: split - 1]))
         del end
         renewed = entropy.with_fresh_noise(stale[1], words, scene.queries)
@@ -231,10 +226,10 @@ def releases(scene: Scene, coins: np.ndarray, seed: int, planted: str) -> np.nda
 
 
 def scores(seen: np.ndarray, sigma: float) -> dict[str, np.ndarray]:
-    """The attacker's scores of each run, high where the canary seems to be in."""
+    """The attacker's scores of each run: high where the canary is likely in the data."""
     direction = np.stack(list(directions().values()))
     along = np.einsum("rtqlc,lc->rtq", seen, direction)
-    ratio = np.sum(2 * along - 1, axis=2) / (2 * sigma**2)  # log likelihood of a step that the canary is in
+    ratio = np.sum(2 * along - 1, axis=2) / (2 * sigma**2)  # log likelihood ratio of a step with the canary
     loudest = along.sum(axis=2)
     between = [np.abs(np.abs(seen[:, lag:] - seen[:, :-lag]) - np.abs(direction)) for lag in (1, 2)]
     halves = np.abs((seen[..., 0] - seen[..., 1]) / 2 - direction[:, 0])
@@ -243,7 +238,7 @@ def scores(seen: np.ndarray, sigma: float) -> dict[str, np.ndarray]:
         "loudest step": loudest.max(axis=1),
         "likelihood": np.logaddexp(math.log1p(-Q), math.log(Q) + ratio).sum(axis=1),
         "one release of every epoch": special.logsumexp(ratio, axis=1),
-        # The noise cancels: between a leaf and nothing, between two steps, between two halves of every leaf.
+        # Broken noise cancels: a leaf has none, or two steps or two halves of a leaf have the same.
         "a leaf without noise": -np.abs(seen - direction).max(axis=4).min(axis=(1, 2, 3)),
         "two steps with one noise": -np.minimum(*(x.max(axis=(2, 3, 4)).min(axis=1) for x in between)),
         "two halves with one noise": -halves.max(axis=3).min(axis=(1, 2)),

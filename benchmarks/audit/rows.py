@@ -1,14 +1,14 @@
-"""The attacker's view of what a row of a batch is, and of batches that are cut.
+"""The attacker's view of the privacy unit, and of truncated batches.
 
-As in `benchmarks.audit.pipeline` a coin decides for each of many small runs whether somebody is in the data, and the
-attacker sees what every step releases. In one kind of run that is an example among others that all point the other way,
-and batches are cut (`dpopt.samplers.truncated`): where it is in, one of the others is pushed out. In the other kind it
-is a user with several examples, all alike (`dpopt.users`): whatever they add up to, one clip bounds.
+As in `benchmarks.audit.pipeline`, a coin decides for each of many small runs whether the unit is in the data, and the
+attacker sees what every step releases. In one scene the unit is an example whose gradient points against all the
+others', and batches are truncated (`dpopt.samplers.truncated`): where it is in, it displaces one of the others. In the
+other scene it is a user with several equal examples (`dpopt.users`): one clip bounds their sum.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,7 +20,7 @@ from scipy import stats
 
 import dpopt
 from benchmarks.audit.pipeline import LENGTH
-from benchmarks.audit.runs import DELTAS, attack, audit_all
+from benchmarks.audit.runs import DELTAS, Mistakes, attack, audit_all, plant
 from dpopt import grouping, users
 from dpopt.engines import promises
 from dpopt.samplers.truncated import TruncatedPoisson, TruncatedPoissonSampler
@@ -28,13 +28,13 @@ from dpopt.samplers.truncated import TruncatedPoisson, TruncatedPoissonSampler
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A kind of run: so many examples or users, of which so many are expected in a step."""
+    """A kind of run: ``rows`` examples or users, of which ``batch`` are expected in a step."""
 
     steps: int
     sigma: float
     rows: int
     batch: int
-    examples: int = 0  # of the user who may be there; 0: examples, in batches that are cut
+    examples: int = 0  # of the user in question; 0: the unit is an example, and batches are truncated
 
     @property
     def q(self) -> float:
@@ -45,7 +45,7 @@ class Scene:
             return dpopt.PoissonSampler(rows, self.q * rows, seed=seed)
         return TruncatedPoissonSampler(rows, self.q * rows, max_batch_size=self.batch, seed=seed)
 
-    def optimizer(self, key: Any) -> dpopt.PrivateOptimizer:
+    def optimizer(self, key: jax.Array) -> dpopt.PrivateOptimizer:
         core = dpopt.privatize(l2_clip_norm=1.0, noise_multiplier=self.sigma, expected_batch_size=1, key=key)
         return users.user_level(core) if self.examples else core
 
@@ -78,8 +78,7 @@ def _by_session(user_ids: Any, **options: Any) -> Any:
 
 _GROUP = grouping.group
 
-# Each mistake, the run in which it shows, and how it is planted in the function that does the work.
-MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
+MISTAKES: Mistakes = {
     "a cut that nobody pays for": (
         "batches that are cut",
         lambda: mock.patch.object(
@@ -96,15 +95,11 @@ MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def mistake(name: str) -> Iterator[None]:
-    """Plants a mistake while the block runs; ``"none"`` plants nothing."""
-    with contextlib.nullcontext() if name == "none" else MISTAKES[name][1]():
-        yield
+mistake = functools.partial(plant, MISTAKES)
 
 
 def releases(scene: Scene, coins: np.ndarray, seed: int) -> np.ndarray:
-    """What is released: noisy sums of one parameter, ``(runs, steps)``."""
+    """The released noisy sums of one parameter, ``(runs, steps)``."""
     if scene.examples:
         draw, data = _user_batches(scene)
         loss: Any = users.per_user_grads(_loss, reduce="sum")
@@ -137,7 +132,7 @@ def _loss(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _cut_batches(scene: Scene) -> tuple[Callable[[bool, int, int], Any], jax.Array]:
-    """The last example is the one that may be there; without it the others have the batch to themselves."""
+    """The last example is the one in question; without it the others have the batch to themselves."""
 
     def draw(there: bool, seed: int, step: int):
         indices, mask = scene.sampler(seed, scene.rows - (not there)).batch(step)
@@ -147,7 +142,7 @@ def _cut_batches(scene: Scene) -> tuple[Callable[[bool, int, int], Any], jax.Arr
 
 
 def _user_batches(scene: Scene) -> tuple[Callable[[bool, int, int], Any], jax.Array]:
-    """Others have an example each, without a gradient; the last user has several."""
+    """The other users have one example each, with gradient 0; the last user has several."""
     ids = np.concatenate([np.arange(scene.rows - 1), np.full(scene.examples, scene.rows - 1)])
     groups = grouping.group(ids, max_examples=scene.examples)
     absent = grouping.group(ids[: scene.rows - 1], max_examples=scene.examples)
@@ -161,7 +156,7 @@ def _user_batches(scene: Scene) -> tuple[Callable[[bool, int, int], Any], jax.Ar
 
 
 def scores(scene: Scene, seen: np.ndarray) -> dict[str, np.ndarray]:
-    """The attacker's scores of each run, high where somebody seems to be in."""
+    """The attacker's scores of each run: high where the unit is likely in the data."""
     log_ratio = np.log(_density(scene, seen, True)) - np.log(_density(scene, seen, False))
     return {"sum": seen.sum(axis=1), "loudest step": seen.max(axis=1), "likelihood": log_ratio.sum(axis=1)}
 
@@ -198,5 +193,5 @@ def audit(scene_name: str, planted: str, *, runs: int, significance: float, seed
 
 
 def main(runs: int, significance: float) -> list[dict[str, Any]]:
-    """Audits batches that are cut, and users."""
+    """Audits truncated batches and users."""
     return audit_all(audit, SCENES, MISTAKES, runs, significance)

@@ -1,5 +1,10 @@
-"""What audits of many small runs share: the best attack is chosen on half of the runs and counted on the other half."""
+"""What the audits of many small runs share.
 
+The best attack is chosen on half of the runs and counted on the other half.
+"""
+
+import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,6 +16,19 @@ from dpopt.audit import epsilon_of_rates, many_runs
 from dpopt.sampling import Poisson
 
 DELTAS = (1e-5, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9)
+
+# Each mistake, the scene in which it shows, and a context manager that plants it in the function that does the work.
+Mistakes = Mapping[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]]
+
+
+def plant(mistakes: Mistakes, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Plants one of the mistakes while the block runs; ``"none"`` plants nothing."""
+    return contextlib.nullcontext() if name == "none" else mistakes[name][1]()
+
+
+def sampled_likelihood(log_ratio: np.ndarray, sampling_prob: float) -> np.ndarray:
+    """Log likelihood ratio of each run under Poisson sampling, from ``(runs, steps)`` ratios of "in the sample"."""
+    return np.logaddexp(math.log1p(-sampling_prob), math.log(sampling_prob) + log_ratio).sum(axis=1)
 
 
 def attack(found: dict[str, np.ndarray], coins: np.ndarray, claims: dict[float, float], significance: float) -> dict:
@@ -32,7 +50,7 @@ def attack(found: dict[str, np.ndarray], coins: np.ndarray, claims: dict[float, 
     measured = {choice: seen(choice, first) for choice in choices}
     expected = {(c, delta): epsilon_of_rates(*r, delta) for c, r in measured.items() for delta in claims}
     best = max(expected, key=lambda e: expected[e] - claims[e[1]])
-    if expected[best] <= claims[best[1]]:  # nothing stands out: what comes nearest to its claim
+    if expected[best] <= claims[best[1]]:  # nothing exceeds its claim: take what comes nearest
         best = max((e for e in expected if claims[e[1]] > 0), key=lambda e: expected[e] / claims[e[1]])
     choice, delta = best
     return {
@@ -47,7 +65,7 @@ def attack(found: dict[str, np.ndarray], coins: np.ndarray, claims: dict[float, 
 def audit_sampled(
     scene: Any, found: Callable[[np.ndarray], dict[str, np.ndarray]], *, runs: int, significance: float, seed: int
 ) -> dict[str, Any]:
-    """Audits runs of a scene of Poisson samples; ``found`` are the attacker's scores, from the runs' coins."""
+    """Audits runs of a scene with Poisson sampling; ``found`` maps the runs' coins to the attacker's scores."""
     coins = np.random.default_rng([seed, 0]).random(runs) < 0.5
     optimizer = scene.optimizer(jax.random.key(0))
     event = dpopt.privacy_event(optimizer, sampling=Poisson(scene.sampling_prob), steps=scene.steps)
@@ -59,11 +77,11 @@ def audit_sampled(
 def audit_all(
     audit: Callable[..., dict[str, Any]],
     scenes: Iterable[str],
-    mistakes: Mapping[str, tuple[str, Any]],
+    mistakes: Mistakes,
     runs: int,
     significance: float,
 ) -> list[dict[str, Any]]:
-    """Audits every kind of run, sound and with each mistake; ``significance`` is for all of them together."""
+    """Audits every scene, sound and with each mistake; ``significance`` is for all of them together."""
     rows = []
     cases = [(scene, "none") for scene in scenes] + [(scene, name) for name, (scene, _) in mistakes.items()]
     print(f"\n{'mistake':<34}{'run':<25}{'attack':<28}{'delta':>8}{'claimed':>9}{'at least':>9}")

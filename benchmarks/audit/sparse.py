@@ -1,15 +1,13 @@
 """The attacker's view of runs with sparse noise: each step releases which rows of a table are kept, and their sums.
 
-As in `benchmarks.audit.pipeline` a coin decides for each of many small runs whether a canary is in the data. The
-attacker knows all other examples, and here there are none. The canary touches every row of a small table. A row is kept
-if the noised number of its touches exceeds the threshold, and a canary in the sample adds to that; its gradient lies on
-the kept rows alone, and has norm C whichever they are.
+As in `benchmarks.audit.pipeline`, a coin decides for each of many small runs whether a canary is in the data. The
+attacker knows all other examples; here there are none. The canary touches every row of a small table. A row is kept if
+its noisy number of touches exceeds the threshold, and a canary in the sample adds to that number. The canary's gradient
+lies on the kept rows only, and has norm C whichever they are.
 """
 
-import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+import functools
 from typing import Any
 from unittest import mock
 
@@ -21,10 +19,10 @@ from scipy import stats
 import dpopt
 from benchmarks.audit.pipeline import MISTAKES as MISTAKES_OF_PIPELINES
 from benchmarks.audit.pipeline import budget_spent_twice
-from benchmarks.audit.runs import audit_all, audit_sampled
+from benchmarks.audit.runs import Mistakes, audit_all, audit_sampled, plant, sampled_likelihood
 from dpopt import sparse
 
-LENGTH = 1e6  # of the canary's gradient at every row: only the clip bounds it
+LENGTH = 1e6  # the canary's gradient at every row: only the clip bounds it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Scene:
             touch_share=self.touch_share,
         )
 
-    def optimizer(self, key: Any) -> dpopt.PrivateOptimizer:
+    def optimizer(self, key: jax.Array) -> dpopt.PrivateOptimizer:
         return dpopt.privatize(l2_clip_norm=self.clip, noise_multiplier=self.sigma, expected_batch_size=1, key=key)
 
 
@@ -60,7 +58,7 @@ SCENES = {
 
 
 def _unnoised_touches() -> Any:
-    """Numbers of touches are vectors, and gradients of the table are not."""
+    """Removes the noise from vectors: numbers of touches are vectors, gradients of the table are not."""
     draw = dpopt.noise.standard_normal_like
 
     def without(key: Any, tree: Any) -> Any:
@@ -69,23 +67,18 @@ def _unnoised_touches() -> Any:
     return mock.patch.object(dpopt.noise, "standard_normal_like", without)
 
 
-# Each mistake, the run in which it shows, and how it is planted in the function that does the work.
-MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
+MISTAKES: Mistakes = {
     "touches not noised": ("sparse, few touches", _unnoised_touches),
     "touches not charged": ("sparse, many touches", MISTAKES_OF_PIPELINES["second query unpaid"][1]),
     "budget of touches spent twice": ("sparse, many touches", lambda: budget_spent_twice(sparse.SparseRows)),
 }
 
 
-@contextlib.contextmanager
-def mistake(name: str) -> Iterator[None]:
-    """Plants a mistake while the block runs; ``"none"`` plants nothing."""
-    with contextlib.nullcontext() if name == "none" else MISTAKES[name][1]():
-        yield
+mistake = functools.partial(plant, MISTAKES)
 
 
 def releases(scene: Scene, coins: np.ndarray, seed: int) -> np.ndarray:
-    """What is released: noisy sums of the table's rows, ``(runs, steps, rows)``; exactly 0 where a row is not kept."""
+    """The released noisy sums of the table's rows, ``(runs, steps, rows)``; exactly 0 where a row is not kept."""
     sampled = np.random.default_rng([seed, 1]).random((len(coins), scene.steps)) < scene.sampling_prob
     table, touched = jnp.zeros((scene.rows, 1)), jnp.arange(scene.rows)
     grads = dpopt.per_example_grads(lambda table, rows: LENGTH * jnp.sum(table[rows]), engine="vmap")
@@ -104,7 +97,7 @@ def releases(scene: Scene, coins: np.ndarray, seed: int) -> np.ndarray:
 
 
 def scores(scene: Scene, seen: np.ndarray) -> dict[str, np.ndarray]:
-    """The attacker's scores of each run, high where the canary seems to be in."""
+    """The attacker's scores of each run: high where the canary is likely in the data."""
     multiplier, touch_stddev = scene.clip.split(scene.sigma)
     kept = seen != 0
     number = kept.sum(axis=2)
@@ -119,16 +112,12 @@ def scores(scene: Scene, seen: np.ndarray) -> dict[str, np.ndarray]:
     of_sums = np.where(number > 0, (2 * sums - 1) / (2 * multiplier**2), 0.0)
     of_touches = of_rows(touch) - of_rows(0.0)
 
-    def likelihood(log_ratio: np.ndarray) -> np.ndarray:
-        q = scene.sampling_prob
-        return np.logaddexp(math.log1p(-q), math.log(q) + log_ratio).sum(axis=1)
-
     return {
         "rows kept": number.sum(axis=1).astype(float),
         "steps with all rows": (number == scene.rows).sum(axis=1).astype(float),
         "sum": sums.sum(axis=1),
-        "likelihood of the sums": likelihood(of_sums),
-        "likelihood": likelihood(of_sums + of_touches),
+        "likelihood of the sums": sampled_likelihood(of_sums, scene.sampling_prob),
+        "likelihood": sampled_likelihood(of_sums + of_touches, scene.sampling_prob),
     }
 
 

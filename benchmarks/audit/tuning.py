@@ -1,14 +1,13 @@
-"""The attacker's view of a private search: many searches, each of which lets out the best of a random number of trials.
+"""The attacker's view of a private search: many searches, each of which releases the best of a random number of trials.
 
-A trial is one noisy step on a row that a coin puts in or leaves out, and the score is what was released, so that the
-best trial is the one that says most. The attacker sees it, and guesses the coin as in `benchmarks.audit.pipeline`.
+A trial is one noisy step on a row that a coin puts in or leaves out. Its score is its own output, so the best trial is
+the most telling one. The attacker sees it and guesses the coin, as in `benchmarks.audit.pipeline`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpopt
-from benchmarks.audit.runs import DELTAS, attack, audit_all
+from benchmarks.audit.runs import DELTAS, Mistakes, attack, audit_all, plant
 from dpopt import tuning
 from dpopt.sampling import Poisson
 
@@ -28,7 +27,7 @@ class Scene:
 
     sigma: float
     num_trials: tuning.NumTrials
-    score_noise: float | None = None  # None: the score is what the trial released
+    score_noise: float | None = None  # None: the score is the trial's output
 
     def score(self, coin: float) -> tuning.PublicScore | tuning.PrivateScore:
         if self.score_noise is None:
@@ -46,8 +45,7 @@ SCENES = {
     "best of a Poisson number": Scene(1.0, tuning.NumTrials(30.0, math.inf)),
     "scored on private rows": Scene(20.0, tuning.NumTrials(4.0), score_noise=0.7),
 }
-# Each mistake, the search in which it shows, and how it is planted in the function that does the work.
-MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
+MISTAKES: Mistakes = {
     "the best at the price of one run": (
         "best of a Poisson number",
         lambda: mock.patch.object(tuning.NumTrials, "event", lambda self, trial: trial),
@@ -59,16 +57,12 @@ MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def mistake(name: str) -> Iterator[None]:
-    """Plants a mistake while the block runs; ``"none"`` plants nothing."""
-    with contextlib.nullcontext() if name == "none" else MISTAKES[name][1]():
-        yield
+mistake = functools.partial(plant, MISTAKES)
 
 
 @functools.cache
 def _trial(scene: Scene) -> Callable[..., jax.Array]:
-    """One step on a row that is there or not: what it releases."""
+    """The output of one step on a row that is there or not."""
     grads_fn = dpopt.per_example_grads(lambda w, x: -1e6 * w * x)  # only the clip bounds it
 
     def release(coin: jax.Array, key: jax.Array) -> jax.Array:

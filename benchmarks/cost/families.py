@@ -29,12 +29,12 @@ def _classifier(model: nn.Module, x: np.ndarray, classes: int) -> Family:
 
 
 def normal(*shape: int) -> np.ndarray:
-    """Numbers of variance 1, the same at every call."""
+    """Standard normal numbers, the same at every call."""
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def tokens(vocabulary: int, *shape: int) -> np.ndarray:
-    """Zipf-like, since the words of a text repeat."""
+    """Zipf-distributed token numbers, since the words of a text repeat."""
     draws = np.random.default_rng(0).zipf(1.3, size=shape)
     return np.minimum(draws - 1, vocabulary - 1).astype(np.int32)
 

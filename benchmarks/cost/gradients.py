@@ -1,7 +1,7 @@
-"""The ways to a gradient that are compared, each a function of parameters, batch and diagonal.
+"""The ways to compute a gradient that are compared, each a function of parameters, batch and diagonal.
 
-The diagonal is an argument of all of them, though only those that are *scaled* read it: in training it is state of the
-optimizer, and a constant would be folded into the program.
+All of them take the diagonal, though only the *scaled* ones read it: in training it is optimizer state, and a constant
+would be folded into the program.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def diagonal(family: Family) -> Any:
 
 
 def mean_loss(family: Family) -> Callable:
-    """What training without privacy descends."""
+    """The loss of training without privacy."""
     return lambda params, batch: jnp.mean(jax.vmap(family.loss_fn, (None, 0))(params, batch))
 
 
@@ -40,7 +40,7 @@ def ordinary(family: Family) -> Callable:
 
 
 def ordinary_in_parts(family: Family) -> Callable:
-    """The same, accumulated over as many parts as dpopt takes the batch in."""
+    """The same, accumulated over as many parts as dpopt splits the batch into."""
     gradient, parts = jax.grad(mean_loss(family)), dpopt.ghost.plan_clipped_sum(*family).parts
 
     def run(params, batch, diagonal):
@@ -90,7 +90,7 @@ def jax_privacy_clipped(family: Family, scaled: bool, l2_clip_norm: float, micro
 
 
 def optax_contrib(family: Family, scaled: bool, l2_clip_norm: float) -> Callable:
-    """Optax's differentially private aggregation, noise 0, fed by ``vmap(grad)``: it returns the mean."""
+    """Optax's differentially private aggregation of ``vmap(grad)``, without noise; its mean is turned into a sum."""
     aggregate = optax.contrib.differentially_private_aggregate(l2_clip_norm, 0.0, KEY)
 
     def run(params, batch, diagonal):
@@ -103,15 +103,18 @@ def optax_contrib(family: Family, scaled: bool, l2_clip_norm: float) -> Callable
     return jax.jit(run)
 
 
-WHOLE = "ghost whole"  # not in parts, which an engine may choose by itself
+WHOLE = "ghost whole"  # the batch is not split, as the engine would otherwise decide
 IN_PARTS = "ordinary in parts"
-# Those that hold no gradient of an example, where it can be avoided.
+# The ways that hold no per-example gradients where it can be avoided.
 LIGHT = ("ordinary", "ghost", "ghost, diagonal", WHOLE, "auto")
 
 
 def by_name(family: Family, name: str, l2_clip_norm: float) -> Callable:
-    """A way by its name in tables: ``ordinary`` (``in parts``), an engine, ``ghost whole``, ``optax contrib`` or
-    ``jax_privacy m=8``, where ``m=B`` is the whole batch; and then perhaps ``, diagonal``."""
+    """The way with this name in the tables.
+
+    Names are ``ordinary`` (``in parts``), an engine, ``ghost whole``, ``optax contrib``, or ``jax_privacy m=8``, where
+    ``m=B`` is the whole batch; ``, diagonal`` may follow.
+    """
     way, _, scaled = name.partition(", ")
     if way in ("ordinary", IN_PARTS):
         return (ordinary if way == "ordinary" else ordinary_in_parts)(family)
@@ -126,6 +129,6 @@ def by_name(family: Family, name: str, l2_clip_norm: float) -> Callable:
 
 
 def microbatch_sizes(family: Family, sizes: tuple[int, ...] = (1, 8, 32)) -> list[int]:
-    """The sizes at which jax_privacy is tried: those that divide the batch, and the batch itself."""
+    """The microbatch sizes tried for jax_privacy: those that divide the batch, and the batch itself."""
     whole = batch_size(family)
     return [m for m in sizes if m < whole and whole % m == 0] + [whole]

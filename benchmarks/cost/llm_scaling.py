@@ -1,9 +1,9 @@
 """Memory and collectives of a clipped gradient of language models, sharded over many devices: compiled, not run.
 
-Compiling needs neither the parameters nor the devices, so a processor can say what each of 256 devices would hold. The
-model has the shape of Llama: scanned layers, rematerialised, its embedding tied to its output. Parameters lie fully
-sharded, and each device has two examples. One process for every row, since a process has as many devices as it started
-with.
+Compiling needs neither the parameters nor the devices, so a CPU can tell what each of 256 devices would hold. The model
+has the shape of Llama: scanned layers, rematerialised, with tied input and output embeddings. Parameters are fully
+sharded, and each device has two examples. Every row has its own process, since the number of devices is fixed when a
+process starts.
 """
 
 import collections
@@ -26,8 +26,8 @@ import dpopt
 from benchmarks import records
 from dpopt.run import sharding
 
-HEAD, LENGTH, VOCABULARY, EACH = 128, 1024, 32_000, 2  # width of a head, tokens, words, examples a device
-# Layers and width, by billions of parameters.
+HEAD, LENGTH, VOCABULARY, EACH = 128, 1024, 32_000, 2  # head width, tokens, vocabulary, examples a device
+# Layers and width by number of parameters in billions.
 SIZES = {"1.7": (24, 2048), "7": (26, 4096), "30": (42, 6656)}
 DEVICES = (8, 64, 256)
 TIMEOUT = 900  # seconds for one row
@@ -35,7 +35,7 @@ _COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permu
 
 
 def parameters(layers: int, width: int, vocabulary: int | None = None) -> Any:
-    """Their shapes."""
+    """The shapes of the parameters."""
     shapes = {
         "embedding": (VOCABULARY if vocabulary is None else vocabulary, width),
         "layers": {
@@ -66,15 +66,15 @@ def _layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
 
 
 def logits(params: Any, tokens: jax.Array) -> jax.Array:
-    """``(length, words)``, of the token that follows each of one example's, ``(length,)``."""
+    """Logits ``(length, vocabulary)`` of the next token at each position of one example ``(length,)``."""
     x, _ = jax.lax.scan(jax.checkpoint(_layer), params["embedding"][tokens], params["layers"])
     return _normalized(x, params["last"]) @ params["embedding"].T
 
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    """Of one example, ``(LENGTH + 1,)``."""
-    foretold = jax.nn.log_softmax(logits(params, tokens[:-1]))
-    return -jnp.mean(jnp.take_along_axis(foretold, tokens[1:, None], axis=1))
+    """The mean cross entropy of one example, ``(LENGTH + 1,)``."""
+    log_probs = jax.nn.log_softmax(logits(params, tokens[:-1]))
+    return -jnp.mean(jnp.take_along_axis(log_probs, tokens[1:, None], axis=1))
 
 
 def _ordinary(params: Any, batch: jax.Array) -> Any:
@@ -93,14 +93,14 @@ WAYS = {
 
 
 def compiled(size: str, devices: int) -> dict[str, Any]:
-    """Every way, for one size on the devices of this process."""
+    """Compiles every way for one size on the devices of this process."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     shapes = parameters(*SIZES[size])
 
     def place(x):
-        if x.size < 1 << 20:  # gains lie whole on every device
+        if x.size < 1 << 20:  # gains are replicated
             return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        layers = x.ndim - 2  # not split: a scan reads them one by one
+        layers = x.ndim - 2  # the layer axis is not sharded: the scan reads one layer at a time
         inner = sharding.fully_sharded(jax.ShapeDtypeStruct(x.shape[layers:], x.dtype), mesh)
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * layers, *inner.spec))
 
@@ -123,7 +123,7 @@ def compiled(size: str, devices: int) -> dict[str, Any]:
 
 
 def _elsewhere(size: str, devices: int) -> dict[str, Any]:
-    """`compiled`, in a process with so many simulated devices."""
+    """`compiled` in a process with this number of simulated devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     command = [sys.executable, "-m", "benchmarks.cost.llm_scaling", size, str(devices)]
     env = {**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
@@ -161,12 +161,12 @@ def markdown(content: dict[str, Any]) -> str:
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         "Temporary memory of a clipped gradient over the ordinary one's; collectives in the program, and seconds to "
-        f"compile, of the ordinary, the flat and the layerwise. Compiled and not run.\n\n{table}"
+        f"compile, for the ordinary, flat and layerwise gradients. Compiled, not run.\n\n{table}"
     )
 
 
 def main(out: Path, sizes: list[str], devices: list[int]) -> None:
-    """Writes ``scaling-llm.json``; rows of other sizes and devices that are there already stay."""
+    """Writes ``scaling-llm.json``; its rows of other sizes and numbers of devices stay."""
     path, console = out / "scaling-llm.json", Console()
     rows = json.loads(path.read_text())["runs"] if path.exists() else []
     for size in sizes:

@@ -1,15 +1,16 @@
-"""What memory a clipped gradient needs, in units of the ordinary mean gradient's, each in a process of its own.
+"""The peak memory of a clipped gradient over the ordinary mean gradient's, each in a process of its own.
 
-Two figures, both of one call with its arguments and its result, and neither with what compilation took:
+There are two figures. Both are for one call with its arguments and result, and exclude compilation:
 
-- ``peak_bytes``, measured: the bytes of parameters and batch, plus how far the resident memory of the process rose
-  while the compiled program ran. It counts pages that were touched, by whatever part of JAX.
-- ``compiled_bytes``, from the program itself: parameters, batch, result, and the scratch memory that XLA plans for.
-  Libraries that the program calls (convolutions, large products) may take more, unseen.
+- ``peak_bytes``, measured: the bytes of parameters and batch, plus the rise in the resident memory of the process while
+  the compiled program ran. It counts every page touched, by whatever part of JAX.
+- ``compiled_bytes``, from the program itself: parameters, batch, result, and the scratch memory that XLA plans.
+  Libraries called by the program (convolutions, large products) may take more, which is not counted.
 
-The diagonal is not counted, as no other state of an optimizer is: it lies there before the gradient is computed.
+The diagonal is not counted, like all other optimizer state: it is there before the gradient is computed.
 """
 
+import argparse
 import ctypes
 import gc
 import json
@@ -26,36 +27,36 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.cost import gradients
 from benchmarks.cost.families import FAMILIES, Family
 from benchmarks.report import plots
 
-BOUND = 1.25  # times the ordinary gradient's peak, which dpopt's own are to stay below
+BOUND = 1.25  # dpopt's own ways should stay below this many times the ordinary gradient's peak
 OWN = ("ghost", "ghost, diagonal")
 WAYS = ("ordinary", *OWN, gradients.WHOLE, "vmap")
 OTHERS = ("optax contrib", "jax_privacy m=1", "jax_privacy m=8", "jax_privacy m=B")
-# Of which the median counts: the kernel's count of a process's pages is off by 0.2 MB or so, differently each time.
-# A program that runs for longer than a second needs so much that one reading does.
+# The median counts: the kernel's page count of a process varies by about 0.2 MB between readings. Programs that run for
+# longer than a second need so much memory that one reading is enough.
 READINGS = 3
-# The C library gives every larger block pages of its own, and back when freed: else it would hand out again what
+# Makes the C library map pages for every larger block and unmap them when freed. Otherwise it would reuse pages that
 # compilation touched and freed, and the rise would not show.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class Unmeasurable(Exception):
-    """Why the peak of a running program cannot be told here."""
+    """The peak of a running program cannot be measured here; the message gives the reason."""
 
 
 def _resident_peak(reset: bool = False) -> int:
-    """Largest resident memory of this process since the last reset, in bytes."""
+    """The largest resident memory of this process since the last reset, in bytes."""
     try:
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError, ValueError) as error:
-        # The peak that getrusage knows cannot be reset: compilation's would be reported.
+        # getrusage has a peak as well, but it cannot be reset and would include compilation.
         raise Unmeasurable("no high-water mark that can be reset (/proc/self/clear_refs, VmHWM)") from error
 
 
@@ -68,9 +69,9 @@ def _give_back() -> None:
 
 
 def rise(program: Any, args: tuple) -> int:
-    """Bytes by which resident memory rises while the program runs: scratch and result.
+    """The bytes by which resident memory rises while the program runs: scratch and result.
 
-    The first run is not read: it loads code and starts threads, once.
+    The first run is not measured: it loads code and starts threads.
     """
     if jax.devices()[0].platform != "cpu":
         raise Unmeasurable("only the processor's own memory is measured")
@@ -87,7 +88,7 @@ def rise(program: Any, args: tuple) -> int:
 
 
 def as_planned(given: int, program: Any) -> dict[str, int]:
-    """Bytes by a compiled program's own account (``memory_analysis()``), ``given`` those of parameters and batch."""
+    """The bytes that a compiled program plans (``memory_analysis()``); ``given`` are those of parameters and batch."""
     output, scratch = program.output_size_in_bytes, program.temp_size_in_bytes
     return {
         "argument_bytes": given,
@@ -98,12 +99,12 @@ def as_planned(given: int, program: Any) -> dict[str, int]:
 
 
 def given_bytes(family: Family) -> int:
-    """Of parameters and batch."""
+    """The bytes of parameters and batch."""
     return sum(x.nbytes for x in jax.tree.leaves((family.params, family.batch)))
 
 
 def measure(family: Family, name: str) -> dict[str, Any]:
-    """One way to the gradient of one family, in this process, which must not have run another."""
+    """Measures one way for one family, in this process, which must not have run another before."""
     args = (family.params, family.batch, gradients.diagonal(family))
     given = given_bytes(family)
     program = gradients.by_name(family, name, 1.0).lower(*args).compile()
@@ -115,7 +116,7 @@ def measure(family: Family, name: str) -> dict[str, Any]:
 
 
 def in_new_process(family: str, name: str) -> dict[str, Any]:
-    """``measure`` in a fresh interpreter; one that the system killed has no figures but that."""
+    """`measure` in a fresh interpreter; if the system kills it, the record has that instead of figures."""
     command = [sys.executable, "-m", "benchmarks.cost.memory", family, name]
     done = subprocess.run(
         command, cwd=records.ROOT, env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False
@@ -128,19 +129,19 @@ def in_new_process(family: str, name: str) -> dict[str, Any]:
 
 
 def ratios(row: dict[str, Any], what: str) -> dict[str, float]:
-    """Of ``peak_bytes`` or ``compiled_bytes`` to the ordinary gradient's; ways without a figure are left out."""
+    """Ratios of ``peak_bytes`` or ``compiled_bytes`` to the ordinary gradient's; ways without a figure are omitted."""
     ways = row["ways"]
     base = ways["ordinary"].get(what)
     return {n: w[what] / base for n, w in ways.items() if base and w.get(what)}
 
 
 def labels(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """All ways that any family was measured with, but the ordinary one."""
+    """All ways with which any family was measured, except the ordinary one."""
     return [n for n in (*WAYS[1:], *OTHERS) if any(n in r["ways"] for r in rows)]
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The table: a family a line, the ordinary gradient's peak, and ratios as measured (and as compiled)."""
+    """The table: a line for each family, with the ordinary gradient's peak and ratios as measured (and as compiled)."""
     columns = labels(rows)
     lines = [["family", "ordinary (MB)", *columns]]
     for r in rows:
@@ -158,7 +159,7 @@ def _both(measured: float | None, planned: float | None, unit: float, form: str)
 
 
 def above(rows: Sequence[dict[str, Any]]) -> str:
-    """Which of dpopt's ways take more than they should, in one sentence."""
+    """A sentence on which of dpopt's ways take more than `BOUND`."""
     over = [
         f"{r['family']}, {n} {ratio:.2f}"
         for r in rows
@@ -167,11 +168,11 @@ def above(rows: Sequence[dict[str, Any]]) -> str:
     ]
     if over:
         return f"Above {BOUND} times the ordinary gradient's peak, as measured: {'; '.join(over)}."
-    return f"No way of dpopt's but vmap takes more than {BOUND} times the ordinary gradient's peak, as measured."
+    return f"None of dpopt's ways except vmap takes more than {BOUND} times the ordinary gradient's peak, as measured."
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """For the terminal."""
+    """The table for the terminal."""
     head, *lines = cells(rows)
     view = Table(title="Peak memory over the ordinary mean gradient's: measured (as compiled)")
     for i, column in enumerate(head):
@@ -193,18 +194,29 @@ def markdown(content: dict[str, Any]) -> str:
     lines.insert(1, ["---"] + ["---:"] * (len(lines[0]) - 1))
     said = (
         f"On {device['device']}, {device['usable_cores']} of {device['cores']} cores. Peak memory of one call over "
-        "that of the ordinary mean gradient: parameters, batch, result and scratch memory, as resident memory rose; in "
-        "brackets as the compiled program plans it, also for loops that seldom run. The diagonal is not counted, as no "
-        f"state of an optimizer is. {above(content['runs'])}"
+        "that of the ordinary mean gradient: parameters, batch, result and scratch memory, by the rise in resident "
+        "memory; in brackets as planned by the compiled program, including loops that seldom run. Like all optimizer "
+        f"state, the diagonal is not counted. {above(content['runs'])}"
     )
     return said + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", help="part of a family's name")
+    parser.add_argument("--others", action="store_true", help="also optax.contrib and jax_privacy, if installed")
+    parser.add_argument("--resume", action="store_true", help="only what the JSON in the folder does not have yet")
+    arguments.out(parser, "folder for JSON and plot")
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.only, options.others, options.resume)
 
 
 def main(out: Path, only: str | None, others: bool, resume: bool) -> None:
     """Measures every family (or those whose name contains ``only``) and writes ``memory.json`` and its plot.
 
-    What was measured before on the same machine and versions stays, but for what is measured anew; with ``resume``
-    nothing is.
+    Earlier results from the same machine and versions are kept unless measured again; with ``resume``, nothing is
+    measured again.
     """
     console = Console()
     chosen = [n for n in FAMILIES if only is None or only.lower() in n.lower()]
@@ -214,7 +226,7 @@ def main(out: Path, only: str | None, others: bool, resume: bool) -> None:
     environment = records.environment() | {"usable_cores": len(getattr(os, "sched_getaffinity", lambda _: [0])(0))}
     before = json.loads(path.read_text()) if path.exists() else {"environment": None, "runs": []}
     found = {r["family"]: r for r in before["runs"] if before["environment"] == environment}
-    # The ways that matter most first, of all families, for a run that is cut short.
+    # For all families the ways that matter most first, in case the run is cut short.
     work = [(family, n) for n in (WAYS + OTHERS if others else WAYS) for family in chosen]
     for family, n in track(work, "measuring", console=console):
         row = found.setdefault(family, {"family": family, "ways": {}})

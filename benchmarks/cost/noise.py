@@ -1,8 +1,9 @@
-"""What a draw of noise takes, beside `jax.random.normal`: time a number, and time to compile for many leaves.
+"""The cost of a noise draw beside `jax.random.normal`: time per number, and compile time for many leaves.
 
-And what noise that is correlated over steps adds to the whole step of a language model of 50 million parameters.
+Also what noise that is correlated over steps adds to a whole step of a language model of 50 million parameters.
 """
 
+import argparse
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 import dpopt
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.cost import llm_scaling, timing
 from dpopt import correlated
 
@@ -23,7 +24,7 @@ TREES = {
 }
 
 BANDS, STEPS = 4, 1_000
-MODEL, EXAMPLES, TOKENS = (8, 512), 8, 64  # layers and width; examples a step, and tokens each
+MODEL, EXAMPLES, TOKENS = (8, 512), 8, 64  # layers and width; examples a step; tokens of each
 
 
 def draws_of_jax(key: jax.Array, tree: list[jax.Array]) -> list[jax.Array]:
@@ -32,7 +33,7 @@ def draws_of_jax(key: jax.Array, tree: list[jax.Array]) -> list[jax.Array]:
 
 
 def measure(shapes: list[tuple[int, ...]], budget_s: float = 3.0) -> dict[str, Any]:
-    """Adds noise to a tree of these shapes, as a step does, with either draw."""
+    """Times adding noise to a tree of these shapes, as a step does, by either draw."""
     args = jax.random.key(0), [jnp.zeros(shape) for shape in shapes]
     compile_s, calls = {}, {}
     for name, draw in {"jax.random.normal": draws_of_jax, "dpopt": dpopt.noise.standard_normal_like}.items():
@@ -50,7 +51,7 @@ def measure(shapes: list[tuple[int, ...]], budget_s: float = 3.0) -> dict[str, A
 
 
 def steps(budget_s: float = 60.0) -> dict[str, Any]:
-    """Times a step of DP-SGD with independent and with correlated noise, whose states are donated, as in a loop."""
+    """Times a step of DP-SGD with independent and with correlated noise; states are donated, as in a loop."""
     keys = jax.random.split(jax.random.key(0), 2)
     shapes = llm_scaling.parameters(*MODEL)
     batch = jax.random.randint(keys[1], (EXAMPLES, TOKENS + 1), 0, llm_scaling.VOCABULARY)
@@ -86,8 +87,16 @@ def steps(budget_s: float = 60.0) -> dict[str, Any]:
     }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.out(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out)
+
+
 def main(out: Path) -> None:
-    """Measures every tree, and steps, and writes ``noise.json``."""
+    """Measures every tree and the steps, and writes ``noise.json``."""
     runs = [{"tree": name, **measure(shapes)} for name, shapes in TREES.items()]
     whole = steps()
     records.write_json(out / "noise.json", {"environment": records.environment(), "runs": runs, "steps": whole})

@@ -1,8 +1,9 @@
-"""What Opacus's clipped gradient costs, in units of torch's own ordinary gradient in the same process.
+"""The time of Opacus's clipped gradient over torch's ordinary gradient in the same process.
 
-It needs torch and Opacus, and neither JAX nor dpopt: ratios of two libraries are comparable, their seconds are not.
+Needs torch and Opacus, but neither JAX nor dpopt: ratios can be compared between libraries, seconds cannot.
 """
 
+import argparse
 import copy
 import importlib.util
 import json
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.cost import timing
 
 MISSING = "the comparison with Opacus needs torch and opacus: pip install torch opacus"
@@ -24,7 +25,7 @@ def installed() -> bool:
 
 
 def relative_error(a: Sequence[Any], b: Sequence[Any]) -> float:
-    """Largest difference between two lists of tensors, over the largest entry of the second."""
+    """The largest difference between two lists of tensors, over the largest entry of the second."""
     largest = max(float(y.abs().max()) for y in b)
     return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True)) / largest
 
@@ -45,7 +46,7 @@ def ordinary(family: Any) -> Callable[[], list]:
 
 
 def hooks(family: Any, l2_clip_norm: float, diagonal: Sequence[Any] | None = None) -> Callable[[], list]:
-    """The clipped sum from every example's gradient, which hooks leave at the parameters; perhaps scaled before."""
+    """The clipped sum of per-example gradients, which hooks store at the parameters; optionally scaled first."""
     import torch
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
@@ -73,7 +74,7 @@ def hooks(family: Any, l2_clip_norm: float, diagonal: Sequence[Any] | None = Non
 
 
 def ghost(family: Any, l2_clip_norm: float) -> Callable[[], list]:
-    """The clipped sum by two backward passes: norms (of linear layers and embeddings by themselves), then the sum."""
+    """The clipped sum by two backward passes: norms (without gradients for linear layers and embeddings), then sum."""
     import torch
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -101,7 +102,7 @@ def ghost(family: Any, l2_clip_norm: float) -> Callable[[], list]:
 
 
 def _norms(family: Any) -> Any:
-    """The norm of every example's gradient."""
+    """The norms of the per-example gradients."""
     import torch
     from opacus import GradSampleModule
     from torch.nn import functional as F
@@ -112,13 +113,13 @@ def _norms(family: Any) -> Any:
 
 
 def measure(name: str, family: Any, budget_s: float) -> dict[str, Any]:
-    """Times one model: torch's ordinary gradient, Opacus with hooks (with a diagonal too), and its ghost clipping.
+    """Times one model: torch's ordinary gradient, Opacus with hooks (also with a diagonal), and its ghost clipping.
 
-    With a diagonal there is no ghost clipping in Opacus: it takes norms of gradients as they are.
+    Opacus has no ghost clipping with a diagonal: it computes norms of unscaled gradients.
     """
     import torch
 
-    clip = float(_norms(family).median())  # so that the clip bites for half of the examples
+    clip = float(_norms(family).median())  # so that half of the examples are clipped
     diagonal = [0.5 + 1.5 * torch.rand_like(p) for p in family.twin.parameters()]
     calls = {
         "ordinary": ordinary(family),
@@ -126,7 +127,7 @@ def measure(name: str, family: Any, budget_s: float) -> dict[str, Any]:
         "Opacus hooks, diagonal": hooks(family, clip, diagonal),
         "Opacus ghost": ghost(family, clip),
     }
-    # Without a clip that bites, the sum is the batch's size times the mean gradient: the two models are one function.
+    # With nothing clipped, the sum is the batch size times the mean gradient: this checks that both models are equal.
     mean = [len(family.x) * g for g in calls["ordinary"]()]
     errors = {
         "Opacus hooks, no clip": relative_error(hooks(family, 1e9)(), mean),
@@ -146,7 +147,7 @@ def measure(name: str, family: Any, budget_s: float) -> dict[str, Any]:
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The table: a model a line, torch's ordinary gradient in ms, and ratios to it."""
+    """The table: a line for each model, with torch's ordinary gradient in ms and ratios to it."""
     columns = [n for n in rows[0]["ratio"] if n != "ordinary"]
     body = [
         [r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *(f"{r['ratio'][n]:.2f}" for n in columns)] for r in rows
@@ -162,10 +163,20 @@ def markdown(content: dict[str, Any]) -> str:
     said = (
         f"On {device['device']}, {device['threads']} of {device['cores']} cores, torch {versions['torch']}, Opacus "
         f"{versions['opacus']}: time over that of torch's own ordinary gradient of the same model. Of the layers here, "
-        "Opacus's ghost clipping has rules for linear layers and embeddings, and none with a diagonal; other layers' "
-        "gradients are formed for every example, a layer at a time. Its LSTM is a loop, torch's own is not."
+        "Opacus's ghost clipping covers linear layers and embeddings, without a diagonal; for the others, it forms "
+        "per-example gradients one layer at a time. Its LSTM is a loop, torch's own is not."
     )
     return said + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", help="part of a model's name")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time to spend on each model (default 20)")
+    arguments.out(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.only, options.seconds)
 
 
 def main(out: Path, only: str | None, budget_s: float) -> None:
@@ -176,19 +187,19 @@ def main(out: Path, only: str | None, budget_s: float) -> None:
 
     from benchmarks.cost.opacus_models import MODELS
 
-    warnings.filterwarnings("ignore", "Full backward hook is firing")  # where a model's input needs no gradient
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # raised where a model's input needs no gradient
     names = [n for n in MODELS if only is None or only.lower() in n.lower()]
     if not names:
         raise SystemExit(f"no model matches {only!r}; there are: {'; '.join(MODELS)}")
     path = out / "opacus.json"
     environment = records.environment(PACKAGES, device="cpu: cpu") | {"threads": torch.get_num_threads()}
     before = json.loads(path.read_text()) if path.exists() else {"environment": None, "runs": []}
-    # What was measured before on the same machine and versions stays, but for what is measured anew.
+    # Earlier results from the same machine and versions are kept unless measured again.
     found = {r["family"]: r for r in before["runs"] if before["environment"] == environment}
     for name in names:
         torch.manual_seed(0)
         found[name] = measure(name, MODELS[name](), budget_s)
         records.write_json(path, {"environment": environment, "runs": [found[n] for n in MODELS if n in found]})
     for line in cells([found[n] for n in MODELS if n in found]):
-        print(f"{line[0]:30}", *(f"{cell:>24}" for cell in line[1:]))  # rich may not be there beside torch
+        print(f"{line[0]:30}", *(f"{cell:>24}" for cell in line[1:]))  # rich may not be installed beside torch
     print(f"Wrote {path}.")

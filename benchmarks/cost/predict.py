@@ -1,8 +1,7 @@
-"""What a private run costs before it is trained: an ordinary gradient is timed, and the planner says the rest.
+"""Predicts the cost of a private run: an ordinary gradient is timed, and the planner gives the rest.
 
-python -m benchmarks.cost.predict            # what the planner says of the families of the speed table, beside that
-python -m benchmarks.cost.predict --measure  # and of one microbatch of the CIFAR-10 recipe, beside both ways timed
-# (minutes)
+python -m benchmarks.cost.predict            # predictions beside the recorded times of the speed table's families
+python -m benchmarks.cost.predict --measure  # also for one microbatch of the CIFAR-10 recipe, timed here (minutes)
 """
 
 import argparse
@@ -28,17 +27,17 @@ MEASURED = records.RESULTS / "predictions.json"
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of a run whose every step takes ``microbatches`` of one size after each other.
+    """The cost of a run that processes ``microbatches`` of one size in every step, one after the other.
 
-    Left out are what happens once a step (noise, the update) or once a run (compiling, tests): little beside many
+    What happens once a step (noise, the update) or once a run (compilation, tests) is left out: it is small beside many
     microbatches.
     """
 
-    ordinary_seconds: float  # an ordinary gradient of a microbatch, measured
-    time_ratio: float  # of a clipped gradient to it, predicted
-    ordinary_bytes: float  # what it takes beside parameters and data, as compiled
+    ordinary_seconds: float  # of an ordinary gradient of a microbatch, measured
+    time_ratio: float  # of a clipped gradient, predicted
+    ordinary_bytes: float  # of an ordinary gradient beside parameters and data, as compiled
     memory_ratio: float
-    microbatches: float  # of a step
+    microbatches: float  # a step
     steps: int
 
     @property
@@ -65,7 +64,7 @@ class Cost:
 
 
 def duration(seconds: float) -> str:
-    """In words.
+    """A time in words.
 
     >>> duration(0.25), duration(90), duration(7_200), duration(200_000)
     ('0.25 s', '90 s', '2 h', '2.31 days')
@@ -77,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def ratios(explanation: dpopt.ghost.Explanation) -> tuple[float, float]:
-    """Time and memory of the way that ``engine='auto'`` takes, over an ordinary gradient's of the same batch."""
+    """Predicted time and memory of ``engine='auto'``, over an ordinary gradient of the same batch."""
     plan, way, memory = explanation.plan, explanation.way, explanation.memory
     if way.plan is None:
         operations, size = plan.vmap_cost, memory.vmap
@@ -91,7 +90,7 @@ def ratios(explanation: dpopt.ghost.Explanation) -> tuple[float, float]:
 
 
 def explained(loss_fn: Callable, params: Any, batch: Any, *, may_split: bool) -> dpopt.ghost.Explanation:
-    """`dpopt.explain` of a batch, without the table. A microbatch of a size that was asked for is not split."""
+    """`dpopt.explain` of a batch, without the table. A microbatch of a requested size is not split further."""
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     with contextlib.redirect_stdout(io.StringIO()):
         found = dpopt.explain(loss_fn, params, example, batch_size=len(jax.tree.leaves(batch)[0]))
@@ -108,7 +107,7 @@ def ordinary(loss_fn: Callable, params: Any, batch: Any) -> Compiled:
 
 
 def private(loss_fn: Callable, params: Any, batch: Any) -> Compiled:
-    """The clipped sum over a batch, which is one microbatch."""
+    """The clipped sum over a batch as one microbatch."""
     size = len(jax.tree.leaves(batch)[0])
     grads = dpopt.per_example_grads(loss_fn, microbatch_size=size)
     return (
@@ -117,7 +116,7 @@ def private(loss_fn: Callable, params: Any, batch: Any) -> Compiled:
 
 
 def cost(loss_fn: Callable, params: Any, batch: Any, *, microbatches: float, steps: int) -> Cost:
-    """Times an ordinary gradient of a microbatch and plans the rest."""
+    """Times an ordinary gradient of a microbatch and predicts the rest."""
     gradient = ordinary(loss_fn, params, batch)
     seconds = timing.interleaved({"ordinary": lambda: jax.block_until_ready(gradient(params, batch))}, 0.0, at_least=3)
     size = gradient.memory_analysis().temp_size_in_bytes
@@ -126,7 +125,7 @@ def cost(loss_fn: Callable, params: Any, batch: Any, *, microbatches: float, ste
 
 
 def against_speed_table(only: str = "") -> list[dict[str, Any]]:
-    """Of every family that is named so, the ratio of times that the planner says and those that were recorded."""
+    """Planned and recorded ratios of times, for the families whose names contain ``only``."""
     from benchmarks.cost.families import FAMILIES
 
     rows = [row for row in json.loads(SPEED.read_text())["runs"] if only in row["family"]]
@@ -140,7 +139,7 @@ def against_speed_table(only: str = "") -> list[dict[str, Any]]:
 
 
 def measured(microbatch: int) -> dict[str, Any]:
-    """A microbatch of the CIFAR-10 recipe on noise: what is said of it, and both ways timed in turns."""
+    """One microbatch of the CIFAR-10 recipe, on noise: the prediction, and both ways timed in turns."""
     from benchmarks import cifar10_recipe
 
     loss_fn, params = cifar10_recipe.loss_and_params()

@@ -1,5 +1,6 @@
 """How the time and the memory of a private step grow with batch, parameters, sequence length and devices."""
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ from rich.progress import track
 from rich.table import Table
 
 import dpopt
-from benchmarks import records
-from benchmarks.cost import models
+from benchmarks import arguments, records
+from benchmarks.cost import llm_scaling, models
 from dpopt.flax import linen_loss
 from dpopt.run.sharding import shard_batch
 
@@ -28,7 +29,7 @@ def _normal(batch: int, size: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(batch, size)).astype(np.float32)
 
 
-# What grows, what it is called, its values, and the model and input at each.
+# By what grows: the model's name, the sizes, and the model and input at each size.
 AXES: dict[str, tuple[str, Sequence[int], Callable[[int], tuple[Any, np.ndarray]]]] = {
     "batch": ("MLP 256-512-10", (32, 64, 128, 256, 512), lambda n: (models.MLP((512,), 10), _normal(n, 256))),
     "parameters": (
@@ -52,7 +53,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
 def measure(
     model: Any, x: np.ndarray, repeats: int, place: Callable[[Any], Any] = lambda batch: batch
 ) -> dict[str, float]:
-    """One private step (DP-Adam): median seconds, and the bytes of scratch memory that the compiled step asks for."""
+    """One private step (DP-Adam): median seconds, and the bytes of scratch memory that the compiled step needs."""
     params = model.init(jax.random.key(0), x[:1])["params"]
     loss = linen_loss(model, optax.softmax_cross_entropy_with_integer_labels)
     optimizer = dpopt.dp_adam(
@@ -75,7 +76,7 @@ def measure(
     }
 
 
-def run(repeats: int = 15) -> list[dict[str, Any]]:
+def growth(repeats: int = 15) -> list[dict[str, Any]]:
     """Every axis, with fitted exponents."""
     rows = []
     for axis, (model_name, sizes, make) in AXES.items():
@@ -90,7 +91,7 @@ def run(repeats: int = 15) -> list[dict[str, Any]]:
 
 
 def devices(repeats: int = 15) -> list[dict[str, Any]]:
-    """The same step with its batch spread over 1, 2, 4... devices, as many as there are; memory is each device's."""
+    """The same step with its batch sharded over 1, 2, 4... devices, up to those available; memory is per device."""
     available = jax.devices()
     model, x = models.MLP((512,), 10), _normal(512, 256)
     points = []
@@ -132,15 +133,34 @@ def markdown(content: dict[str, Any]) -> str:
     )
 
 
-def main(out: Path, num_devices: int | None) -> None:
-    """Measures and writes ``scaling.json``, or ``scaling-devices.json`` where a number of devices is given.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, help="only the growth with devices, up to so many (simulated)")
+    parser.add_argument("--llm", action="store_true", help="language models on many devices, compiled and not run")
+    parser.add_argument("--size", action="append", help="with --llm: only 1.7, 7 or 30 billion parameters (repeatable)")
+    arguments.out(parser)
 
-    Where there are fewer devices, the processor is made to look like so many: that shows what each device holds and
-    what talking to the others costs, and no gain in speed.
+
+def run(options: argparse.Namespace) -> None:
+    if not options.llm:
+        main(options.out, options.devices)
+        return
+    unknown = set(options.size or ()) - set(llm_scaling.SIZES)
+    if unknown:
+        known = ", ".join(llm_scaling.SIZES)
+        raise arguments.UsageError(f"--size must be one of {known}; got {sorted(unknown)}")
+    counts = [options.devices] if options.devices else list(llm_scaling.DEVICES)
+    llm_scaling.main(options.out, options.size or list(llm_scaling.SIZES), counts)
+
+
+def main(out: Path, num_devices: int | None) -> None:
+    """Measures and writes ``scaling.json``, or ``scaling-devices.json`` if a number of devices is given.
+
+    Where there are fewer devices, JAX simulates that many on the processor. This shows the memory of each device and
+    the cost of communication, but no gain in speed.
     """
     if num_devices is not None:
         jax.config.update("jax_num_cpu_devices", num_devices)
-    rows = run() if num_devices is None else devices()
+    rows = growth() if num_devices is None else devices()
     console = Console()
     console.print(table(rows))
     path = out / ("scaling.json" if num_devices is None else "scaling-devices.json")

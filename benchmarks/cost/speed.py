@@ -1,15 +1,14 @@
-"""What a clipped gradient costs, in units of the ordinary mean gradient of the same model in the same process."""
+"""The time of a clipped gradient over the ordinary mean gradient of the same model in the same process."""
 
+import argparse
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
@@ -17,106 +16,50 @@ from rich.progress import track
 from rich.table import Table
 
 import dpopt
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.cost import gradients, opacus_speed, timing
+from benchmarks.cost.checked import Checked, call, compiled
 from benchmarks.cost.families import FAMILIES, Family
 from benchmarks.report import plots
 
-REST = ("noise", "update (Adam)")  # of a step; no ways to a gradient
+REST = ("noise", "update (Adam)")  # the other parts of a step
 _OTHERS = ("optax", "jax_privacy")
-STEP = "whole step"  # in units of the ordinary one
-COMPILE = "compile"  # likewise, to trace and compile the clipped gradient
+STEP = "whole step"  # over the ordinary one
+COMPILE = "compile"  # tracing and compiling the clipped gradient, over the ordinary one
 _OF_ALL = {STEP: "step_ratio", COMPILE: "compile_ratio"}
-
-
-def relative_error(a: Any, b: Any) -> float:
-    """Largest difference between two trees, over the largest entry of the second."""
-    scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(b))
-    return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(jnp.max(jnp.abs(x - y))), a, b))) / scale
 
 
 def interleaved(functions: dict[str, Callable], args: tuple, budget_s: float) -> dict[str, float]:
     """Median seconds of each function."""
-    return timing.interleaved({n: _call(f, args) for n, f in functions.items()}, budget_s)
-
-
-def _call(fn: Callable, args: tuple) -> timing.Call:
-    return lambda: jax.block_until_ready(fn(*args))
-
-
-def compiled(fn: Callable, args: tuple) -> tuple[float, Any]:
-    """Seconds to trace and compile, and the memory that the program asks for."""
-    t = time.perf_counter()
-    program = fn.lower(*args).compile()
-    return time.perf_counter() - t, program.memory_analysis()
+    return timing.interleaved({n: call(f, args) for n, f in functions.items()}, budget_s)
 
 
 def clip_norm(family: Family) -> float:
-    """One that bites for half of the examples."""
-    promise = dpopt.per_example_grads(family.loss_fn)(family.params, family.batch, mask=None)
-    promise.clipped_sum(dpopt.FlatClip(1.0))
-    return float(np.median(promise.sensitive.norms))
+    """The median norm: half of the examples are clipped."""
+    grads = dpopt.per_example_grads(family.loss_fn)(family.params, family.batch, mask=None)
+    grads.clipped_sum(dpopt.FlatClip(1.0))
+    return float(np.median(grads.sensitive.norms))
 
 
 def in_microbatches(family: Family, l2_clip_norm: float) -> Any:
     """The clipped sum by the vmap engine, in microbatches."""
     size = max(1, min(8, gradients.batch_size(family) // 2))
-    promise = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=size)
-    return promise(family.params, family.batch, mask=None).clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum
-
-
-class Checked:
-    """The ways to one family's gradient, each compiled, called and compared before it may be timed."""
-
-    def __init__(
-        self, family: str, args: tuple, vmap: dict[str, Callable], again: Any, rounding: float = 0.0,
-        programs: Mapping[str, tuple[float, Any]] | None = None,
-    ):  # fmt: skip
-        """The others are compared with ``vmap``, plain and perhaps with a diagonal; ``again`` is the plain result,
-        computed in another way, and ``rounding`` how much such results may differ in any case. ``programs``: what
-        `compiled` said of ways that have been called already."""
-        self._family, self._args = family, args
-        self.compile_s: dict[str, float] = {n: seconds for n, (seconds, _) in (programs or {}).items()}
-        self.memory: dict[str, Any] = {n: memory for n, (_, memory) in (programs or {}).items()}  # as XLA plans it
-        self.errors: dict[str, float] = {}
-        self.once: dict[str, float] = {}  # seconds of one call
-        for name, fn in vmap.items():
-            self.compile_s[name], self.memory[name] = compiled(fn, args)
-        results = [fn(*args) for fn in vmap.values()]
-        self._plain, self._scaled = results[0], results[-1]
-        self._mean: Any = None  # the ordinary gradient, once it is added
-        # Exactness is tested in float64. In float32 a deep network's gradient differs between programs that do the
-        # same, as the vmap engine whole and in microbatches; others may differ twice as much as those.
-        self.rounding = max(rounding, relative_error(again, self._plain))
-
-    def add(self, name: str, fn: Callable) -> Callable:
-        if name not in self.compile_s:
-            self.compile_s[name], self.memory[name] = compiled(fn, self._args)
-        result = jax.block_until_ready(fn(*self._args))
-        if name == "ordinary":
-            self._mean = result
-        elif name != "vmap":
-            scaled = self._scaled if name.endswith(", diagonal") else self._plain
-            error = relative_error(result, self._mean if name == gradients.IN_PARTS else scaled)
-            if not error < max(1e-4, 2 * self.rounding):
-                than = "ordinary gradient" if name == gradients.IN_PARTS else "vmap engine"
-                raise AssertionError(f"{self._family}: results differ from the {than}: {name} by {error:.2g}")
-            self.errors[name] = error
-        self.once[name] = timing.seconds_of(_call(fn, self._args))
-        return fn
+    grads_fn = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=size)
+    return grads_fn(family.params, family.batch, mask=None).clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum
 
 
 def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> dict[str, Any]:
     """Times one family: ordinary gradient, dpopt's engines with and without a diagonal, and other libraries.
 
-    Without ``slow`` what takes many times an ordinary gradient is run once, as a check, and not timed."""
+    Without ``slow``, ways that take many times an ordinary gradient are run once, as a check, and not timed.
+    """
     family = FAMILIES[name]()
     args = (family.params, family.batch, gradients.diagonal(family))
     clip = clip_norm(family)
     ways = {n: gradients.by_name(family, n, clip) for n in (*gradients.LIGHT, "vmap", "vmap, diagonal")}
-    programs = {n: compiled(ways[n], args) for n in gradients.LIGHT}  # a call would compile them
-    # Before those that hold every gradient: after them memory that was given back is slow to get again, and whose turn
-    # that is depends on what was freed before. (Nothing is kept of them if the results turn out to differ.)
+    programs = {n: compiled(ways[n], args) for n in gradients.LIGHT}  # otherwise the first call would compile them
+    # Timed before the ways that hold every gradient: after those, memory that was freed is slow to get again, and which
+    # way pays for that depends on what was freed before. (Nothing is kept of these times if the results differ.)
     seconds = interleaved({n: ways[n] for n in gradients.LIGHT}, args, budget_s)
     vmap = {n: ways[n] for n in ("vmap", "vmap, diagonal")}
     checked = Checked(name, args, vmap, in_microbatches(family, clip), programs=programs)
@@ -124,13 +67,13 @@ def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> d
         checked.add(n, ways[n])
     heavy = {n: checked.add(n, vmap[n]) for n in (vmap if others else ["vmap"])}
     found: dict[str, Any] = {"parts": dpopt.ghost.plan_clipped_sum(*family).parts}
-    if found["parts"] > 1:  # what the parts are worth to an ordinary gradient (in a loop, where XLA may do badly)
+    if found["parts"] > 1:  # what splitting does to an ordinary gradient (in a loop, where XLA may be slow)
         heavy[gradients.IN_PARTS] = checked.add(gradients.IN_PARTS, gradients.by_name(family, gradients.IN_PARTS, clip))
     if others:
         rivals, found["jax_privacy_microbatch"] = _others(family, clip, checked)
         heavy |= rivals
     if slow:
-        seconds |= timing.with_few_slow({n: _call(f, args) for n, f in heavy.items()}, checked.once, budget_s / 2)
+        seconds |= timing.with_few_slow({n: call(f, args) for n, f in heavy.items()}, checked.once, budget_s / 2)
     seconds |= noise_and_update(family)
     steps = whole_steps(family, clip, budget_s / 2)
     return {
@@ -150,7 +93,7 @@ def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> d
 
 
 def _others(family: Family, clip: float, checked: Checked) -> tuple[dict[str, Callable], dict[str, Any]]:
-    """Optax's and jax_privacy's, plain and scaled; jax_privacy's at the microbatch size whose one call is fastest."""
+    """Optax and jax_privacy, plain and scaled; jax_privacy at the microbatch size with the fastest single call."""
 
     def add(name: str) -> Callable:
         return checked.add(name, gradients.by_name(family, name, clip))
@@ -167,7 +110,7 @@ def _others(family: Family, clip: float, checked: Checked) -> tuple[dict[str, Ca
 
 
 def noise_and_update(family: Family) -> dict[str, float]:
-    """The rest of a private step, apart: the noise draw, and Adam's update."""
+    """Times the rest of a private step: the noise draw, and Adam's update."""
     noise, adam = dpopt.add_gaussian_noise(1.0, gradients.KEY), optax.adam(1e-3)
     noise_state, adam_state = noise.init(family.params), adam.init(family.params)
     return interleaved(
@@ -181,7 +124,7 @@ def noise_and_update(family: Family) -> dict[str, float]:
 
 
 def whole_steps(family: Family, l2_clip_norm: float, budget_s: float) -> dict[str, float]:
-    """A step of DP-Adam, with its metrics, and one of Adam, with its loss."""
+    """Times a step of DP-Adam, with its metrics, and one of Adam, with its loss."""
     count, adam = gradients.batch_size(family), optax.adam(1e-3)
     private = dpopt.dp_adam(
         1e-3, l2_clip_norm=l2_clip_norm, noise_multiplier=1.0, expected_batch_size=count, key=gradients.KEY
@@ -205,7 +148,7 @@ def whole_steps(family: Family, l2_clip_norm: float, budget_s: float) -> dict[st
 
 
 def labels(rows: list[dict[str, Any]]) -> list[str]:
-    """The ways to a gradient that any of the families was timed with, but for the ordinary one."""
+    """All ways with which any family was timed, except the ordinary one."""
     found = dict.fromkeys(label for r in rows for label in r["ratio"])
     return [label for label in found if label not in ("ordinary", *REST)]
 
@@ -215,7 +158,7 @@ def _rest(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def cells(row: dict[str, Any], columns: list[str]) -> list[str]:
-    """One family's ratios; jax_privacy's says at which microbatch size it was best, ghost's how many parts it took."""
+    """One family's ratios; jax_privacy's has its best microbatch size, ghost's the number of parts."""
     said = {label: f"{ratio:.2f}" for label, ratio in row["ratio"].items()}
     if row["parts"] > 1:
         said["ghost"] += f" ({row['parts']} parts)"
@@ -228,7 +171,7 @@ def cells(row: dict[str, Any], columns: list[str]) -> list[str]:
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Ratios to the ordinary gradient: dpopt's, and those of other libraries where they were timed."""
+    """Ratios to the ordinary gradient: dpopt's, and other libraries' where they were timed."""
     foreign = [label for label in labels(rows) if label.startswith(_OTHERS)]
     views = []
     for columns in ([*(label for label in labels(rows) if label not in foreign), *_rest(rows)], foreign):
@@ -255,15 +198,29 @@ def markdown(content: dict[str, Any]) -> str:
     body = [[r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *cells(r, columns)] for r in rows]
     lines = [["family", "ordinary (ms)", *columns], ["---"] + ["---:"] * (len(columns) + 1), *body]
     tables = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    last = f"; `{STEP}` is one of DP-Adam, noise and metrics included, over one of Adam" if STEP in columns else ""
+    last = f"; `{STEP}` is one of DP-Adam, including noise and metrics, over one of Adam" if STEP in columns else ""
     if COMPILE in columns:
         last += f", and `{COMPILE}` the time to trace and compile `ghost`, over the ordinary gradient's"
     said = (
         f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's{last}. On CPUs the "
-        "fast engine takes a large batch in parts, whose memory is used again; `ghost whole` does not, and `ordinary "
-        "in parts` is the ordinary gradient added up over as many parts in a loop, where XLA's convolutions are slow."
+        "fast engine splits a large batch into parts that reuse memory; `ghost whole` does not, and `ordinary in "
+        "parts` is the ordinary gradient accumulated over as many parts in a loop, where XLA's convolutions are slow."
     )
     return f"{said}\n\n{tables}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", help="part of a family's name")
+    parser.add_argument(
+        "--others", action="store_true", help="also time optax.contrib and jax_privacy (and Opacus, if installed)"
+    )
+    parser.add_argument("--quick", action="store_true", help="do not time vmap; what the JSON has of it stays")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time to spend on each family (default 20)")
+    arguments.out(parser, "folder for JSON and plot")
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.only, options.others, not options.quick, options.seconds)
 
 
 def main(out: Path, only: str | None, others: bool, slow: bool, budget_s: float) -> None:
@@ -274,7 +231,7 @@ def main(out: Path, only: str | None, others: bool, slow: bool, budget_s: float)
         raise SystemExit(f"no family matches {only!r}; there are: {'; '.join(FAMILIES)}")
     path, environment = out / "speed.json", records.environment()
     before = json.loads(path.read_text()) if path.exists() else {"environment": None, "runs": []}
-    # What was measured before on the same machine and versions stays, but for what is measured anew.
+    # Earlier results from the same machine and versions are kept unless measured again.
     found = {r["family"]: r for r in before["runs"] if before["environment"] == environment}
     for name in track(names, "measuring", console=console):
         found[name] = _with_slow(measure(name, others=others, slow=slow, budget_s=budget_s), found.get(name, {}))
@@ -288,7 +245,7 @@ def main(out: Path, only: str | None, others: bool, slow: bool, budget_s: float)
 
 
 def _with_slow(row: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The row, with what the slow ways took over the ordinary gradient's time before, if they were left out now."""
+    """The row, with the earlier ratios of slow ways that were left out now."""
     kept = {"ratio": {n: row["ratio"].get(n, r) for n, r in (before.get("ratio", {}) | row["ratio"]).items()}}
     if "jax_privacy_microbatch" in before:
         kept["jax_privacy_microbatch"] = row.get("jax_privacy_microbatch", before["jax_privacy_microbatch"])
@@ -296,7 +253,7 @@ def _with_slow(row: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_opacus(out: Path, only: str | None, budget_s: float) -> None:
-    """Opacus, in a process of its own: torch's threads and JAX's would be in each other's way."""
+    """Measures Opacus in a process of its own: torch's threads and JAX's would disturb each other."""
     if not opacus_speed.installed():
         print(f"Not compared with Opacus: {opacus_speed.MISSING}")
         return

@@ -1,7 +1,7 @@
-"""Where data sets are looked for, and what is said when one is missing or damaged. None is committed.
+"""Finds and caches data sets, none of which is committed; also scikit-learn's digits.
 
-The readers: `benchmarks.data.imdb`, `benchmarks.data.ratings`, `benchmarks.data.idx`, `benchmarks.data.cifar10`,
-`benchmarks.data.synthetic`; scikit-learn's digits are here.
+There is a reader for each of the others: `imdb`, `ratings` (MovieLens), `idx` (MNIST), `cifar10`, `documents` (tokens),
+and `synthetic`.
 """
 
 import os
@@ -13,17 +13,19 @@ from typing import NamedTuple
 import numpy as np
 from sklearn import datasets, model_selection
 
-
-class MissingData(FileNotFoundError):
-    """A data set is not where it should be; the message says where to get it and where to put it."""
+from benchmarks.arguments import UserError
 
 
-class DamagedData(ValueError):
-    """A file is there and is not what it should be."""
+class MissingData(UserError, FileNotFoundError):
+    """A data set is missing; the message states where to get it and where to put it."""
+
+
+class DamagedData(UserError, ValueError):
+    """A data file exists, but its content is wrong."""
 
 
 class Split(NamedTuple):
-    """A data set cut in two."""
+    """A data set split into training and test."""
 
     train_x: np.ndarray
     train_y: np.ndarray
@@ -32,7 +34,7 @@ class Split(NamedTuple):
 
 
 def folder(option: str | Path | None = None) -> Path:
-    """The folder with the data sets: the option given, else the variable DPOPT_DATA, else ``data`` in this folder."""
+    """The folder with the data sets: ``option``, or the environment variable DPOPT_DATA, or ``data`` in this folder."""
     return Path(option or os.environ.get("DPOPT_DATA") or "data").expanduser()
 
 
@@ -47,15 +49,15 @@ def find(where: str | Path | None, names: tuple[str, ...], *, what: str, address
         if (base / name).exists():
             return base / name
     raise MissingData(
-        f"{what} is not in {base}: expected {' or '.join(names)} there. Get it from {address}, and name the folder "
+        f"{what} is not in {base}: expected {' or '.join(names)} there. Get it from {address}, and set the folder "
         "with --data or the variable DPOPT_DATA."
     )
 
 
 def cached(source: Path, name: str, build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Arrays parsed from ``source``, kept for the next time: beside it if that is writable, else in the user's cache.
+    """Arrays parsed from ``source`` and cached: beside it if that folder is writable, else in the user's cache.
 
-    The cache belongs to one size and date of the source. One that cannot be read is made again.
+    The cache is valid for one size and date of the source. An unreadable cache is rebuilt.
     """
     stat = source.stat()
     stamp = np.array([stat.st_size, stat.st_mtime_ns])
@@ -67,7 +69,7 @@ def cached(source: Path, name: str, build: Callable[[], dict[str, np.ndarray]]) 
                 with np.load(path, allow_pickle=False) as stored:
                     if np.array_equal(stored["stamp"], stamp):
                         return {key: stored[key] for key in stored.files if key != "stamp"}
-            except Exception:  # NumPy raises almost anything on a file cut short
+            except Exception:  # NumPy raises all kinds of errors on a truncated file
                 continue
     arrays = build()
     for place in places:
@@ -84,7 +86,7 @@ def cached(source: Path, name: str, build: Callable[[], dict[str, np.ndarray]]) 
 
 
 def digits() -> Split:
-    """1,797 real digits, ``(8, 8, 1)`` float32 in [0, 1], shipped with scikit-learn; a fifth is for testing."""
+    """scikit-learn's 1,797 real digits, ``(8, 8, 1)`` float32 in [0, 1]; a fifth is for testing."""
     images, labels = datasets.load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
     train_x, test_x, train_y, test_y = model_selection.train_test_split(

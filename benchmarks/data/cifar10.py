@@ -1,4 +1,4 @@
-"""CIFAR-10 from its official archives, packed or unpacked, of any length."""
+"""CIFAR-10 from its official archives, packed or unpacked, with any number of images."""
 
 import io
 import pickle
@@ -13,10 +13,10 @@ import numpy as np
 from benchmarks import data
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar.html (cifar-10-binary.tar.gz, or cifar-10-python.tar.gz)"
-_BYTES = 3 * 32 * 32  # of an image: all of red, then green, then blue, row by row
+_BYTES = 3 * 32 * 32  # of an image: red, then green, then blue, each row by row
 _CLASSES = 10
 _TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
-# Names of the archive and of the folder in it, and how a batch file's name ends.
+# By the archive's name: its folder, and the suffix of batch files.
 _LAYOUTS = {
     "cifar-10-binary.tar.gz": ("cifar-10-batches-bin", ".bin"),
     "cifar-10-python.tar.gz": ("cifar-10-batches-py", ""),
@@ -24,9 +24,9 @@ _LAYOUTS = {
 
 
 def load(where: str | Path | None = None) -> data.Split:
-    """Images ``(n, 32, 32, 3)`` uint8, as they are stored, and labels int32, as many as the files hold.
+    """All images in the files, ``(n, 32, 32, 3)`` uint8, and labels int32.
 
-    Float32 images would take four times the memory; scale them where they are used.
+    Float32 images would take four times the memory; scale them on use.
 
     Raises:
         data.MissingData, data.DamagedData
@@ -45,8 +45,8 @@ def load(where: str | Path | None = None) -> data.Split:
             raise data.DamagedData(f"{found} has no {member}. Get it again from {ADDRESS}.")
         batches[name] = parse(contents[member], f"{found}: {member}")
     sizes = {name: len(labels) for name, (_, labels) in batches.items()}
-    if len(set(sizes.values())) != 1:  # a file that ends between two images is whole in any other way
-        raise data.DamagedData(f"{found}: the batches must hold as many images each; they hold {sizes}.")
+    if len(set(sizes.values())) != 1:  # a file truncated between two images shows in no other way
+        raise data.DamagedData(f"{found}: all batches must hold the same number of images; they hold {sizes}.")
     train_x, train_y = (np.concatenate(parts) for parts in zip(*(batches[name] for name in _TRAIN), strict=True))
     return data.Split(train_x, train_y, *batches["test_batch"])
 
@@ -69,7 +69,7 @@ def _from_archive(found: Path, wanted: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _binary(raw: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Records of a label's byte and an image's."""
+    """Parses records of one label byte and the bytes of an image."""
     if not raw or len(raw) % (1 + _BYTES):
         raise data.DamagedData(
             f"{name} has {len(raw)} bytes; expected a multiple of {1 + _BYTES}, a label and an image."
@@ -79,10 +79,10 @@ def _binary(raw: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pickled(raw: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A dictionary with an array of images and a list of labels."""
+    """Parses a dictionary with an array of images and a list of labels."""
     try:
         content = _ArraysOnly(io.BytesIO(raw), encoding="bytes").load()
-    except Exception as error:  # a damaged pickle raises almost anything
+    except Exception as error:  # a damaged pickle raises all kinds of errors
         raise data.DamagedData(f"{name} cannot be read: {error}. Get it again from {ADDRESS}.") from error
     content = content if isinstance(content, dict) else {}
     images, labels = content.get(b"data"), np.asarray(content.get(b"labels"))
@@ -104,9 +104,9 @@ def _checked(images: np.ndarray, labels: np.ndarray, name: str) -> tuple[np.ndar
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads numbers, text, containers and NumPy arrays, and calls nothing else: a pickle may name any function."""
+    """Loads only numbers, text, containers and NumPy arrays: a pickle could otherwise call any function."""
 
-    _ARRAYS = "numpy.core.multiarray", "numpy._core.multiarray"  # what NumPy 1 and 2 call it
+    _ARRAYS = "numpy.core.multiarray", "numpy._core.multiarray"  # in NumPy 1 and 2
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (module, name) == ("numpy", "ndarray"):
@@ -115,13 +115,13 @@ class _ArraysOnly(pickle.Unpickler):
             return np.dtype
         if module in self._ARRAYS and name == "_reconstruct":
             return _empty
-        if (module, name) == ("_codecs", "encode"):  # bytes, as Python 3 writes them for Python 2
+        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2
             return _latin1
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only NumPy arrays are let in")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only NumPy arrays are allowed")
 
 
 def _empty(subtype: Any, shape: Any, dtype: Any) -> np.ndarray:
-    """An array to be filled, whatever the pickle asks for."""
+    """An empty array for the unpickler to fill, whatever the pickle requests."""
     return np.ndarray.__new__(np.ndarray, (0,), "b")
 
 

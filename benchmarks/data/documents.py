@@ -1,7 +1,6 @@
 """Documents of tokens, cut into windows of one length: text files as bytes, or a file of tokens.
 
-Every window lies within one document, so that documents can be the unit of privacy: nobody's text is in the window of
-somebody else's.
+Every window lies within one document, so that documents can be the privacy unit.
 """
 
 import dataclasses
@@ -12,20 +11,20 @@ import numpy as np
 
 from benchmarks.data import DamagedData, MissingData
 
-PAD = -1  # fills up the last window of a document; no token, and not learnt
+PAD = -1  # padding of a document's last window; not a token, and not trained on
 BYTES_END = 256  # ends a document of bytes
 BYTES_VOCABULARY = 257
-_CHUNK = 1 << 24  # tokens of a file that are looked at together
+_CHUNK = 1 << 24  # tokens of a file that are checked at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of ``length`` tokens and the one that follows; rows are read from disk as they are asked for.
+    """Windows of ``length`` tokens and the next one; rows are read from disk on access.
 
     Attributes:
-        document: ``(windows,)`` int64, whose each window is: what `dpopt.users.group` takes.
-        length: tokens of a window that are read; each is followed by one that is to be foretold.
-        vocabulary: tokens are below it.
+        document: ``(windows,)`` int64, the document of each window, as `dpopt.users.group` takes it.
+        length: number of input tokens of a window; the target of each is the next token.
+        vocabulary: number of tokens, which are numbers below it.
     """
 
     document: np.ndarray
@@ -43,7 +42,7 @@ class Windows:
         return int(self.document[-1]) + 1
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """Windows by number: ``(n, length + 1)`` int32, `PAD` behind a document's end."""
+        """Windows by number: ``(n, length + 1)`` int32, with `PAD` after a document's end."""
         found = np.full((len(rows), self.length + 1), PAD, np.int32)
         for into, row in zip(found, rows, strict=True):
             start = self._start[row]
@@ -53,17 +52,18 @@ class Windows:
 
 
 def read(where: Path, length: int, *, vocabulary: int | None = None, end: int | None = None) -> Windows:
-    """Documents of a text file, of a folder of ``.txt`` files (each a document), or of a ``.npy`` file of tokens.
+    """Reads documents from a text file, a folder of ``.txt`` files (one document each), or a ``.npy`` file of tokens.
 
     Args:
         where: the file or the folder. A ``.npy`` file holds integers ``(tokens,)`` and stays on disk.
-        length: tokens of a window that are read.
-        vocabulary: of a ``.npy`` file, how many tokens there are. Text has `BYTES_VOCABULARY`.
-        end: of a ``.npy`` file, the token that ends a document. Documents of text end with `BYTES_END`.
+        length: number of input tokens of a window.
+        vocabulary: the number of tokens of a ``.npy`` file. Text has `BYTES_VOCABULARY`.
+        end: the token that ends a document in a ``.npy`` file. Text documents end with `BYTES_END`.
 
     Raises:
-        MissingData: if nothing is there. DamagedData: if there are no documents, or a token is not below
-            ``vocabulary``. ValueError: if the length is not positive, or what a ``.npy`` file needs is not given, or is
+        MissingData: if there is no such file or folder.
+        DamagedData: if there are no documents, or a token is not below ``vocabulary``.
+        ValueError: if the length is not positive, or if ``vocabulary`` and ``end`` are missing for a ``.npy`` file or
             given for text.
     """
     if length < 1:
@@ -72,7 +72,9 @@ def read(where: Path, length: int, *, vocabulary: int | None = None, end: int | 
     if is_text and (vocabulary is not None or end is not None):
         raise ValueError(f"{where} is read as bytes, whose vocabulary and end are fixed: leave both out.")
     if not is_text and (vocabulary is None or end is None):
-        raise ValueError(f"{where} holds tokens: say how many there are (vocabulary) and which one ends a document.")
+        raise ValueError(
+            f"{where} holds tokens: pass their number (vocabulary) and the one that ends a document (end)."
+        )
     if not where.exists():
         raise MissingData(f"there is no {where}: expected a text file, a folder of .txt files, or a .npy file.")
     if is_text:
@@ -81,14 +83,14 @@ def read(where: Path, length: int, *, vocabulary: int | None = None, end: int | 
         tokens = _stored(where)
     stops = _stops(tokens, int(vocabulary), int(end), where)
     starts = np.concatenate([[0], stops[:-1]])
-    kept = stops - starts >= 2  # a token, and one that follows; so not a lone end
+    kept = stops - starts >= 2  # a token and its successor, so not a lone end token
     if not kept.any():
         raise DamagedData(f"{where} holds no document of at least one token.")
     return _cut(tokens, starts[kept], stops[kept], length, int(vocabulary))
 
 
 def _cut(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray, length: int, vocabulary: int) -> Windows:
-    """A window for every ``length`` tokens that have a successor within their document."""
+    """A window for every ``length`` tokens with a successor in their document."""
     counts = -(-(stops - starts - 1) // length)
     document = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -100,7 +102,7 @@ def _bytes(where: Path) -> np.ndarray:
     end = np.array([BYTES_END], np.uint16)
     pieces = [np.concatenate([np.frombuffer(path.read_bytes(), np.uint8), end]) for path in paths]
     if not pieces:
-        raise MissingData(f"{where} holds no .txt file; each is read as a document.")
+        raise MissingData(f"{where} holds no .txt file; each would be a document.")
     return np.concatenate(pieces)
 
 
@@ -108,7 +110,7 @@ def _stored(where: Path) -> np.ndarray:
     try:
         tokens: Any = np.load(where, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise DamagedData(f"{where} is no file of NumPy, or is cut short: {error}.") from error
+        raise DamagedData(f"{where} is not a NumPy file, or is truncated: {error}.") from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         shape = getattr(tokens, "shape", None)
         raise DamagedData(f"{where} must hold integers (tokens,); it holds {getattr(tokens, 'dtype', tokens)} {shape}.")

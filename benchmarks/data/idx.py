@@ -1,4 +1,4 @@
-"""MNIST from its official idx files, compressed or not, of any length."""
+"""MNIST from its official idx files, compressed or not, with any number of digits."""
 
 import gzip
 import zlib
@@ -26,22 +26,22 @@ def read(path: Path) -> np.ndarray:
         except (OSError, EOFError, zlib.error) as error:
             raise data.DamagedData(f"{path} is damaged: {error}. Get it again from {ADDRESS}.") from error
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
-        raise data.DamagedData(f"{path} is no idx file: it begins with {raw[:4]!r}.")
+        raise data.DamagedData(f"{path} is not an idx file: it begins with {raw[:4]!r}.")
     rank = raw[3]
     shape = np.frombuffer(raw, ">i4", min(rank, (len(raw) - 4) // 4), 4)
     kind = np.dtype(_TYPES[raw[2]])
     expected = 4 + 4 * rank + int(np.prod(shape)) * kind.itemsize
     if len(shape) != rank or len(raw) != expected:
-        raise data.DamagedData(f"{path} has {len(raw)} bytes; its header announces {expected}.")
+        raise data.DamagedData(f"{path} has {len(raw)} bytes; by its header it should have {expected}.")
     values = np.frombuffer(raw, kind, offset=4 + 4 * rank)
     return values.reshape(shape).astype(kind.newbyteorder("="))
 
 
 def path(where: str | Path | None, part: str, kind: str) -> Path:
-    """Where a file is: of ``part`` ``"train"`` or ``"t10k"``, the ``"images"`` or the ``"labels"``.
+    """The path of a file: ``part`` is ``"train"`` or ``"t10k"``, ``kind`` is ``"images"`` or ``"labels"``.
 
     Raises:
-        data.MissingData: if it is nowhere.
+        data.MissingData: if there is no such file.
     """
     name = f"{part}-{kind}-idx{RANKS[kind]}-ubyte"
     names = tuple(f"{prefix}{name}{end}" for prefix in ("mnist/", "") for end in (".gz", ""))
@@ -49,7 +49,7 @@ def path(where: str | Path | None, part: str, kind: str) -> Path:
 
 
 def load(where: str | Path | None = None) -> data.Split:
-    """Images ``(n, 28, 28, 1)`` float32 in [0, 1] and labels int32, as many as the files hold.
+    """All images in the files, ``(n, 28, 28, 1)`` float32 in [0, 1], and labels int32.
 
     Raises:
         data.MissingData, data.DamagedData

@@ -1,7 +1,7 @@
 """The Large Movie Review Dataset, from its official folder ``aclImdb`` or archive, as words, bags of words or TF-IDF.
 
-What is counted on what matters for privacy, so nothing here counts by itself: a vocabulary is an argument, and the
-functions that make one (`most_frequent`) say which reviews they read.
+For privacy it matters which reviews are counted, so nothing is counted implicitly: a vocabulary is an argument, and the
+functions that make one (`most_frequent`) take the reviews to count.
 """
 
 import re
@@ -25,9 +25,9 @@ _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)*")
 class Reviews(NamedTuple):
     """Reviews as words, one after another."""
 
-    tokens: np.ndarray  # (all words,) int32: places in `Imdb.words`
+    tokens: np.ndarray  # (all words,) int32: indices into `Imdb.words`
     starts: np.ndarray  # (n + 1,) int64: review i is tokens[starts[i] : starts[i + 1]]
-    labels: np.ndarray  # (n,) int32: 1 for a good review
+    labels: np.ndarray  # (n,) int32: 1 for a positive review
 
     def __len__(self) -> int:  # of reviews, not of fields
         return len(self.labels)
@@ -41,12 +41,12 @@ class Reviews(NamedTuple):
 
 
 class Imdb(NamedTuple):
-    """The data set. ``words`` is in alphabetical order, which says nothing about how often they occur."""
+    """The data set. ``words`` is in alphabetical order, which is independent of how often they occur."""
 
-    words: np.ndarray  # every word of every review
+    words: np.ndarray  # all words of all reviews
     train: Reviews
     test: Reviews
-    shipped: np.ndarray  # places in `words` of the words of imdb.vocab, in its order: the most frequent first
+    shipped: np.ndarray  # indices into `words` of the words in imdb.vocab, in its order: the most frequent first
 
 
 def load(where: str | Path | None = None) -> Imdb:
@@ -65,7 +65,7 @@ def load(where: str | Path | None = None) -> Imdb:
 
 
 def texts(path: Path) -> dict[str, tuple[list[str], list[int]]]:
-    """The reviews of each part as they were written, without line breaks' marks, and their labels, in order of names.
+    """The texts of the reviews of each part, without line break tags, and their labels, sorted by file name.
 
     Raises:
         data.DamagedData
@@ -97,7 +97,7 @@ def _parse(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read(path: Path, take: Callable[[str], Any]) -> tuple[dict[str, list[tuple[str, int, Any]]], bytes]:
-    """Name, label and what ``take`` makes of the text of each review, by part; and the shipped vocabulary."""
+    """For each part, the name, label and ``take(text)`` of each review; and the shipped vocabulary."""
     parts: dict[str, list] = {"train": [], "test": []}
     vocabulary = b""
     for name, content in _files(path):
@@ -108,7 +108,7 @@ def _read(path: Path, take: Callable[[str], Any]) -> tuple[dict[str, list[tuple[
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise data.DamagedData(f"{path}: {name} is not text in UTF-8: {error}") from error
+                raise data.DamagedData(f"{path}: {name} is not UTF-8 text: {error}") from error
             parts[part].append((name[match.start(1) :], int(sentiment == "pos"), take(_BREAK.sub(" ", text))))
     for part, found in parts.items():
         if len({label for _, label, _ in found}) < 2:
@@ -116,7 +116,7 @@ def _read(path: Path, take: Callable[[str], Any]) -> tuple[dict[str, list[tuple[
                 f"{path} holds {len(found)} reviews for {part}; expected files {part}/pos/ID_RATING.txt and "
                 f"{part}/neg/ID_RATING.txt, as in {ADDRESS}."
             )
-        found.sort(key=lambda row: row[0])  # folders and archives come in any order
+        found.sort(key=lambda row: row[0])  # folders and archives have no fixed order
     return parts, vocabulary
 
 
@@ -131,10 +131,12 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
             for member in archive:
                 if member.isfile() and (member.name.endswith("imdb.vocab") or _MEMBER.search(member.name)):
                     yield member.name, archive.extractfile(member).read()
-    except Exception as error:  # each compression has errors of its own
+    except Exception as error:  # every compression has its own errors
         if isinstance(error, data.DamagedData):
             raise
-        raise data.DamagedData(f"{path} is damaged or no archive ({error}). Get it again from {ADDRESS}.") from error
+        raise data.DamagedData(
+            f"{path} is damaged or not an archive ({error}). Get it again from {ADDRESS}."
+        ) from error
 
 
 def counts(reviews: Reviews, num_words: int) -> sparse.csr_array:
@@ -145,9 +147,9 @@ def counts(reviews: Reviews, num_words: int) -> sparse.csr_array:
 
 
 def most_frequent(reviews: Reviews, num_words: int, size: int, least: int = 1) -> np.ndarray:
-    """The words that occur most often IN THESE REVIEWS, most frequent first. On private reviews this is not private.
+    """The most frequent words IN THESE REVIEWS, in descending order. On private reviews this is not private.
 
-    Words that occur in fewer than ``least`` of the reviews are left out.
+    Words that occur in fewer than ``least`` of the reviews are omitted.
     """
     often = np.bincount(reviews.tokens, minlength=num_words)
     if least > 1:
@@ -157,7 +159,7 @@ def most_frequent(reviews: Reviews, num_words: int, size: int, least: int = 1) -
 
 
 def pairs(reviews: Reviews, num_words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Neighbouring words: the review each pair is in, and ``first * num_words + second``."""
+    """Pairs of adjacent words: the review of each pair, and its key ``first * num_words + second``."""
     rows = np.repeat(np.arange(len(reviews)), np.diff(reviews.starts))
     keys = reviews.tokens[:-1].astype(np.int64) * num_words + reviews.tokens[1:]
     is_inside = rows[:-1] == rows[1:]
@@ -165,7 +167,7 @@ def pairs(reviews: Reviews, num_words: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pairs_in(reviews: Reviews, num_words: int, least: int) -> np.ndarray:
-    """Pairs that occur in at least ``least`` OF THESE REVIEWS, in order of their keys."""
+    """The sorted keys of pairs that occur in at least ``least`` OF THESE REVIEWS."""
     in_reviews = np.unique(np.stack(pairs(reviews, num_words)[::-1]), axis=1)
     keys, often = np.unique(in_reviews[0], return_counts=True)
     return keys[often >= least]
@@ -186,15 +188,15 @@ def features(
     document_frequency: np.ndarray | None = None,
     weights: np.ndarray | None = None,
 ) -> sparse.csr_array:
-    """What the model sees of each review. Every row is computed from itself alone (and public numbers).
+    """The features of each review. Every row is computed from that review alone (and public numbers).
 
     Args:
-        count: `counts` of the words of the vocabulary.
-        kind: ``"tf"``: counts over their sum; ``"binary"``: which words occur; ``"log"``: log(1 + count), these two as
-            vectors of length 1. With ``"-idf"`` behind it, each word is weighed by log(1 / document frequency); after
-            ``"binary"`` or ``"log"`` before the length is made 1.
-        document_frequency: share of documents that a word occurs in, for ``"-idf"``.
-        weights: further factors, one a column, public as well.
+        count: `counts` of the words in the vocabulary.
+        kind: ``"tf"``: counts over their sum; ``"binary"``: 1 for words that occur; ``"log"``: log(1 + count). The last
+            two are scaled to norm 1. With the suffix ``"-idf"``, each word is weighted by log(1 / document frequency),
+            before that scaling.
+        document_frequency: for ``"-idf"``, the share of documents in which each word occurs.
+        weights: further public factors, one per column.
     """
     base, _, weighed = kind.partition("-")
     if base not in ("tf", "binary", "log") or weighed not in ("", "idf"):
@@ -215,7 +217,7 @@ def features(
 
 
 def sequences(reviews: Reviews, vocabulary: np.ndarray, length: int, num_words: int) -> np.ndarray:
-    """The first ``length`` words of each review, ``(n, length)`` int32: 0 pads in front, 1 is any other word."""
+    """The first ``length`` words of each review, ``(n, length)`` int32: 0 is padding in front, 1 any other word."""
     number = np.full(num_words, 1, np.int32)
     number[vocabulary] = np.arange(2, len(vocabulary) + 2)
     out = np.zeros((len(reviews), length), np.int32)

@@ -1,4 +1,4 @@
-"""Data that is made up, and says so by its name."""
+"""Synthetic data, named as such."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ class ToyRegression(NamedTuple):
 
     x: np.ndarray  # (1000, 500) float32, 0 or 1: 50 features are common, 450 rare
     y: np.ndarray  # (1000,) float32
-    weights: np.ndarray  # (500,) float32: what y was made from; the rare features carry it
+    weights: np.ndarray  # (500,) float32: generate y; the rare features dominate
     diagonal: np.ndarray  # (500,): A, 1 for common features and 0.01 for rare ones
 
 
@@ -30,17 +30,17 @@ def adadps_toy(seed: int = 0) -> ToyRegression:
 def stackoverflow_like_tags(num_examples: int = 10_000, *, features: int = 10_000, tags: int = 500, seed: int = 0):
     """A SYNTHETIC stand-in for StackOverflow tag prediction: no post of that site is in it.
 
-    Sparse rows of ``features`` words whose frequencies follow Zipf's law; each of ``tags`` tags prefers some words of
-    its own. A logistic regression on it has 5 million parameters.
+    Sparse rows of ``features`` words whose frequencies follow Zipf's law; each of ``tags`` tags has some preferred
+    words. A logistic regression on it has 5 million parameters.
 
     Returns:
-        ``(x, y)``: rows as a sparse matrix of term counts over length, and one tag an example, int32.
+        ``(x, y)``: a sparse matrix of term counts over length, and one int32 tag per example.
     """
     rng = np.random.default_rng(seed)
     popularity = 1 / np.arange(1, tags + 1) ** 0.8
     y = rng.choice(tags, num_examples, p=popularity / popularity.sum()).astype(np.int32)
     own = rng.integers(0, features, (tags, 20))  # the words a tag prefers
-    lengths = 5 + rng.geometric(1 / 30, num_examples)  # heavy enough a tail: 1 in 100 is five times the mean
+    lengths = 5 + rng.geometric(1 / 30, num_examples)  # a heavy tail: 1 in 100 is five times the mean
     rows = np.repeat(np.arange(num_examples), lengths)
     words = np.minimum(rng.zipf(1.25, lengths.sum()) - 1, features - 1)
     preferred = rng.random(len(rows)) < 0.3
@@ -50,7 +50,7 @@ def stackoverflow_like_tags(num_examples: int = 10_000, *, features: int = 10_00
 
 
 def split_tags(num_examples: int = 10_000, *, test_share: float = 0.2, seed: int = 0) -> Split:
-    """`stackoverflow_like_tags`, its last fifth for testing."""
+    """`stackoverflow_like_tags`, with the last fifth for testing."""
     x, y = stackoverflow_like_tags(num_examples, seed=seed)
     cut = round((1 - test_share) * num_examples)
     return Split(x[:cut], y[:cut], x[cut:], y[cut:])

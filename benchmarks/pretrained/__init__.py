@@ -1,1 +1,1 @@
-"""A pretrained Transformer, fine-tuned privately: the model, its weights and tokens, and what the suite trains."""
+"""A pretrained Transformer, fine-tuned privately: the model, its weights and tokenizer, and the task of the suite."""

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019) in Flax NNX: an encoder, and a classifier of its mean over a text."""
+"""BERT (Devlin et al. 2019) in Flax NNX: an encoder, and a classifier on the mean of its outputs over a text."""
 
 import dataclasses
 import json
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# Of the adapters' random matrices: large, so that beside the head's gradient an adapter's is not clipped to nothing.
+# Gain of the adapters' random matrices: large, so that their gradients are not clipped to nothing beside the head's.
 GAIN_OF_ADAPTERS = 5.7
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes in a ``config.json`` of Hugging Face, by their names there."""
+    """The sizes in a Hugging Face ``config.json``, under their names there."""
 
     vocab_size: int
     hidden_size: int
@@ -29,24 +29,24 @@ class Config:
 
     @classmethod
     def read(cls, path: Path) -> "Config":
-        """From ``config.json``.
+        """Reads ``config.json``.
 
         Raises:
-            ValueError: if it describes another kind of model than `Bert` is.
+            ValueError: if it describes another kind of model than `Bert`, or lacks a size.
         """
         found = json.loads(path.read_text())
         built = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
         for name, value in built.items():
             if found.get(name, value) != value:
-                raise ValueError(f"{path}: {name} is {found[name]!r}, and this is a model with {name} {value!r} only.")
+                raise ValueError(f"{path}: {name} is {found[name]!r}; only {value!r} is supported.")
         missing = [field.name for field in dataclasses.fields(cls) if field.name not in found]
         if missing:
-            raise ValueError(f"{path} does not say {', '.join(missing)}.")
+            raise ValueError(f"{path} lacks {', '.join(missing)}.")
         return cls(**{field.name: found[field.name] for field in dataclasses.fields(cls)})
 
 
 class Layer(nnx.Module):
-    """Attention, then two dense layers; after each the residual and a normalisation."""
+    """Attention and two dense layers, each followed by the residual and a normalisation."""
 
     def __init__(self, config: Config, *, dtype: Any = None, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int) -> nnx.Linear:
@@ -70,7 +70,7 @@ class Layer(nnx.Module):
 
 
 class Bert(nnx.Module):
-    """The encoder: ``(B, T)`` token numbers and a mask to ``(B, T, hidden_size)``.
+    """The encoder: from ``(B, T)`` token numbers and a mask to ``(B, T, hidden_size)``.
 
     Args:
         config: its sizes.
@@ -88,11 +88,11 @@ class Bert(nnx.Module):
         self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
 
     def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        """Token numbers ``(B, T)`` and a boolean mask ``(B, T)``, False where a text has ended; texts of one part."""
+        """Encodes single-segment texts: token numbers ``(B, T)`` and a boolean mask ``(B, T)``, False for padding."""
         return self.every(ids, mask)[-1]
 
     def every(self, ids: jax.Array, mask: jax.Array) -> list[jax.Array]:
-        """The embedded texts, and the outputs of every block: ``(B, T, hidden_size)`` each."""
+        """The embeddings and the outputs of every block: ``(B, T, hidden_size)`` each."""
         places = jnp.arange(ids.shape[1])
         x = self.norm(self.words(ids) + (self.positions(places) + self.types(jnp.zeros_like(places)))[None])
         outputs = [x]
@@ -107,9 +107,9 @@ class Classifier(nnx.Module):
     Args:
         body: the encoder.
         width: of its outputs.
-        classes: how many.
-        reads: ``"last"``, the last block's outputs; ``"every"``, the embeddings and every block's, side by side. What
-            a block was trained for is not all that those below it know.
+        classes: their number.
+        reads: ``"last"``, the last block's outputs; ``"every"``, the embeddings and the outputs of every block,
+            concatenated: lower blocks hold information that the last one has dropped.
         rngs: of the head.
     """
 
@@ -122,16 +122,16 @@ class Classifier(nnx.Module):
 
 
 def features(body: Bert, ids: jax.Array, mask: jax.Array, reads: str) -> jax.Array:
-    """What the head of a `Classifier` sees: ``(B, features)`` in float32."""
+    """The input of a `Classifier`'s head: ``(B, features)`` in float32."""
     outputs = body.every(ids, mask)[-outputs_read(body, reads) :]
     return jnp.concatenate([mean(x, mask) for x in outputs], axis=1)
 
 
 def outputs_read(body: Bert, reads: str) -> int:
-    """How many of the last outputs (`Bert.every`) a head reads.
+    """How many outputs of `Bert.every` a head reads, counted from the last.
 
     Raises:
-        ValueError: for another word than ``"last"`` and ``"every"``.
+        ValueError: if ``reads`` is neither ``"last"`` nor ``"every"``.
     """
     if reads not in ("last", "every"):
         raise ValueError(f"reads must be 'last' or 'every'; got {reads!r}.")
@@ -139,12 +139,12 @@ def outputs_read(body: Bert, reads: str) -> int:
 
 
 def head(width: int, classes: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """The last layer. It starts at zero, from where no text is nearer to one class than to another."""
+    """The last layer. It starts at zero, so that at first all classes are equally likely."""
     return nnx.Linear(width, classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
 
 def mean(hidden: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean over a text's own tokens: ``(B, T, width)`` to ``(B, width)`` in float32."""
+    """The mean over the tokens of a text, without padding: ``(B, T, width)`` to ``(B, width)`` in float32."""
     weights = mask.astype(jnp.float32)
     total = jnp.einsum("btd,bt->bd", hidden.astype(jnp.float32), weights)
     return total / jnp.maximum(1.0, weights.sum(1, keepdims=True))
@@ -153,8 +153,8 @@ def mean(hidden: jax.Array, mask: jax.Array) -> jax.Array:
 def adapt(body: Bert, rank: int, *, rngs: nnx.Rngs, layers: Sequence[str] = ("value", "up")) -> None:
     """Adds LoRA adapters (Hu et al. 2021) to these dense layers of the blocks from `first_trained` on, in place.
 
-    At first they change nothing. The matrix on the input's side stays random (Sun et al. 2024, FFA-LoRA): if both were
-    trained, the noise of one would multiply the noise of the other.
+    They start at zero. The input-side matrix stays random (Sun et al. 2024, FFA-LoRA): if both were trained, the noise
+    of one would multiply the noise of the other.
     """
     for block in list(body.layers)[first_trained(len(body.layers)) :]:
         for name in layers:
@@ -171,29 +171,24 @@ def adapt(body: Bert, rank: int, *, rngs: nnx.Rngs, layers: Sequence[str] = ("va
             setattr(block, name, adapter)
 
 
-def of_head(params: Any) -> Any:
-    """Which parameters of a `Classifier` are the head's: a pytree of booleans, for ``optax.masked``."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: "head" in jax.tree_util.keystr(path[:1]), params)
-
-
 def first_trained(blocks: int) -> int:
-    """The first of so many blocks that is trained where not all parameters are.
+    """The index of the first block that is trained, out of ``blocks``, unless all parameters are.
 
-    Those below know words. They stay as they were, and a backward pass that ends above them costs less.
+    The blocks below are frozen: they encode words, and a backward pass that ends above them costs less.
     """
     return blocks // 3
 
 
 def trained(what: str, blocks: int) -> Any:
-    """The NNX filter of what is trained of an encoder of so many blocks; in all cases the head, and besides
+    """The NNX filter of the trained parameters of a classifier on an encoder with this number of blocks.
 
-    - ``"head"``: nothing;
-    - ``"bias"``: biases and normalisations of the blocks from `first_trained` on (Bu et al. 2022, DP-BiTFiT);
-    - ``"lora"``: adapters;
+    - ``"head"``: the head alone;
+    - ``"bias"``: also biases and normalisations of the blocks from `first_trained` on (Bu et al. 2022, DP-BiTFiT);
+    - ``"lora"``: the head and the adapters;
     - ``"all"``: everything.
 
     Raises:
-        ValueError: for another word.
+        ValueError: if ``what`` is none of these.
     """
     own_head = nnx.All(nnx.Param, lambda path, value: path[0] in ("head", "kernel", "bias"))
     adapters = nnx.All(nnx.LoRAParam, lambda path, value: path[-1] == "lora_b")
@@ -214,7 +209,7 @@ def trained(what: str, blocks: int) -> Any:
 
 
 def _norm(config: Config, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    # Not the fast variance, whose differences lose digits where a mean is far from 0.
+    # Not the fast variance, which loses precision where the mean is far from 0.
     return nnx.LayerNorm(
         config.hidden_size, epsilon=config.layer_norm_eps, use_fast_variance=False, dtype=dtype, rngs=rngs
     )

@@ -1,7 +1,7 @@
-"""The first stage: a head on the frozen encoder, learned privately from outputs that are computed once.
+"""The first stage: a head on the frozen encoder, trained privately on outputs that are computed once.
 
-It takes seconds and a small share of the budget, and after it the gradients of what lies within the encoder point
-somewhere: behind a head at zero there are none.
+It takes seconds and a part of the budget. The second stage needs it: behind a head at zero, the gradients of the
+encoder are zero.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ import dpopt
 import dpopt.flax
 from benchmarks.pretrained import bert, tokens
 
-TOGETHER = 16  # texts of a forward pass; on CPUs a few that fit the caches are faster than many
-SHARE = 5  # a batch is one of so many parts of the examples; features are cheap, and large batches need less noise
+TOGETHER = 16  # texts per forward pass; on CPUs, a few that fit the caches are faster than many
+SHARE = 5  # a batch is a fifth of the examples; features are cheap, and large batches need less noise
 STEPS, RATE = 60, 0.1
-BUDGET_SHARE = 3 / 8  # of epsilon, where more is trained afterwards
-# How much faster the head goes on to learn than the rest: it has far to go; what was pretrained has not.
+BUDGET_SHARE = 3 / 8  # of epsilon, if a second stage follows
+# Factor on the head's learning rate in the second stage: it has farther to go than the pretrained parameters.
 FASTER = {"bias": 1.5, "lora": 6.0, "all": 50.0}
 
 
 def features(body: bert.Bert, texts: tokens.Texts, reads: str, *, progress: bool = False) -> np.ndarray:
-    """What the head sees of each text (`bert.features`): ``(n, features)`` float32."""
+    """The head's input for each text (`bert.features`): ``(n, features)`` float32."""
     of = nnx.jit(lambda body, ids, mask: bert.features(body, ids, mask, reads))
     starts = range(0, len(texts.ids), TOGETHER)
     groups = (slice(start, start + TOGETHER) for start in bar.track(starts, "frozen encoder", disable=not progress))
@@ -33,7 +33,7 @@ def features(body: bert.Bert, texts: tokens.Texts, reads: str, *, progress: bool
 
 
 def plan(num_examples: int, *, epsilon: float, delta: float, key: jax.Array, pad_to: int | None = None) -> dpopt.Plan:
-    """DP-Adam, a fifth of the examples a step."""
+    """DP-Adam with a fifth of the examples per step."""
     builder = dpopt.Builder(
         num_examples=num_examples, expected_batch_size=num_examples / SHARE, steps=STEPS, key=key, pad_to=pad_to
     )

@@ -2,8 +2,8 @@
 
     python -m benchmarks.pretrained.sharded --out benchmarks/results
 
-trains the same few steps in each of these ways, in processes of their own, and records the largest difference of the
-parameters and what the runs took. With ``--save FILE`` it is one such process; the record names their commands.
+trains the same few steps in each of these ways, in separate processes, and records the largest difference between their
+parameters and the time they took. With ``--save FILE`` it is one such process; the record has their commands.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.data import DamagedData, MissingData
 from benchmarks.pretrained import bert, task, tokens, weights
 from dpopt.run import meshes, sharding
 
-# Of a parameter that moves by the learning rate a step. The order of sums differs, and Adam divides by small numbers.
+# Relative to a move by the learning rate in every step. Sums differ in order, and Adam divides by small numbers.
 TOLERANCE = 1e-4
 RATE = 3e-3
 SPENT: dict[str, Any] = {"delta": 1e-5, "accountant": "rdp"}
@@ -51,7 +51,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.ArgumentParser, a
 
 
 def train(options: argparse.Namespace) -> None:
-    """One run, from a fixed key, whose parameters are saved and whose figures are printed as JSON."""
+    """One run from a fixed key; saves its parameters and prints its figures as JSON."""
     mesh = meshes.start(options.mesh, options.processes)
     files = weights.folder(options.data)
     reviews = tokens.reviews(options.data, files, options.length)
@@ -99,7 +99,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def started(options: argparse.Namespace, folder: Path, name: str, devices: int, mesh: str | None, processes: int):
-    """Figures and parameters of a run in processes of its own, and the command that users would type."""
+    """Figures (with the commands to repeat it) and parameters of a run in separate processes."""
     shared = ["--train", options.train, "--steps", str(options.steps), "--batch-size", str(options.batch_size)]
     shared += ["--length", str(options.length), *(["--mesh", mesh] if mesh else [])]
     where = ["--data", str(options.data)] if options.data else []
@@ -124,10 +124,10 @@ def started(options: argparse.Namespace, folder: Path, name: str, devices: int, 
 
 
 def compare(options: argparse.Namespace) -> None:
-    """All runs, and a record of how far they end from the one on one device.
+    """Runs every way and records the differences from the run on one device.
 
     Raises:
-        AssertionError: if they end apart.
+        AssertionError: if a difference is too large.
     """
     mesh = options.mesh or "data=4,fsdp=2"
     ways = [("one device", 1, None, 1), ("a mesh of 8 devices", 8, mesh, 1), ("two processes", 1, "data=2", 2)]
@@ -152,7 +152,7 @@ def compare(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser, options = arguments(argv)
     if options.processes and options.save is None:
-        parser.error("--processes are of one run, which is saved: --save FILE")
+        parser.error("--processes needs --save FILE: they are the processes of one run")
     try:
         (compare if options.save is None else train)(options)
     except (MissingData, DamagedData, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Sentiment of film reviews by a pretrained Transformer: a new head, adapters, or everything is trained."""
+"""Sentiment of film reviews by a pretrained Transformer, of which the head, adapters or everything is trained."""
 
 import functools
 from pathlib import Path
@@ -26,22 +26,22 @@ class PretrainedReviews(Indexed):
 
     Args:
         where: data folder.
-        trained: ``"head"``, on the mean of the encoder's outputs, which are computed once; or what else `bert.trained`
-            knows, from a head that was learned so with ``head_epsilon`` of the budget.
+        trained: ``"head"``, on means of the encoder's outputs that are computed once; or another option of
+            `bert.trained`, starting from a head that was trained like this with ``head_epsilon`` of the budget.
         reads: what the head reads (`bert.Classifier`).
-        head_epsilon: what the head's own stage may spend, where more than the head is trained.
+        head_epsilon: the budget of the head's own stage, if more than the head is trained.
         delta: of that stage.
         rank: of the adapters.
-        length: tokens of a review that are read.
-        dtype: ``"float32"`` or ``"bfloat16"``: of the computation and of what is not trained. What is trained is in
+        length: number of tokens read of each review.
+        dtype: of the computation and of frozen parameters, ``"float32"`` or ``"bfloat16"``. Trained parameters are in
             float32.
-        public_share: share of the training reviews that count as public; they leave the private set.
-        test: how many reviews are scored at most; None: all 25,000.
-        validate: score a fifth of the training reviews, held out, instead of the test: for tuning.
+        public_share: the share of the training reviews that are declared public; they leave the private set.
+        test: the maximal number of reviews that are scored; None: all 25,000.
+        validate: score a held-out fifth of the training reviews instead of the test reviews, for tuning.
     """
 
     metric, higher_is_better = "accuracy", True
-    checkpoints = 1  # a score takes as long as a few steps
+    checkpoints = 1  # scoring takes as long as a few steps
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class PretrainedReviews(Indexed):
         )
         self.num_examples, self.has_public_data = len(private), len(public) > 0
         self._graph, _, self._frozen = nnx.split(self._model(0), self._which(), ...)
-        self._promise = dpopt.per_example_grads(self._loss_and_params(0)[0])
+        self._grads = dpopt.per_example_grads(self._loss_and_params(0)[0])
 
     def _features(self, texts: tokens.Texts, source: Path, name: str) -> np.ndarray:
-        """What the head reads of each text; cached, since it takes minutes."""
+        """The head's input for each text; cached, since it takes minutes to compute."""
 
         def build() -> dict[str, np.ndarray]:
             return {"every": head.features(self._body, texts, "every")}
@@ -103,7 +103,7 @@ class PretrainedReviews(Indexed):
         return every if self._reads == "every" else every[:, -self._config.hidden_size :]
 
     def _learn_head(self, examples: Any, epsilon: float, delta: float) -> Any:
-        """The first stage, from a fixed key, so that all seeds share it; returns the event of what it spent."""
+        """Trains the head from a fixed key, so that all seeds share it; returns the privacy event."""
         loss_fn, params = head.loss_and_params(self._head)
         (features,), labels = examples
         count = len(labels)
@@ -117,7 +117,7 @@ class PretrainedReviews(Indexed):
         return plan.event
 
     def _model(self, seed: int) -> nnx.Module:
-        """The network with the head that it starts from and, if they are asked for, new adapters."""
+        """The network with its trained head and, for ``"lora"``, new adapters."""
         rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(1_000), seed))
         if self._trained == "head":
             return nnx.clone(self._head)
@@ -137,15 +137,15 @@ class PretrainedReviews(Indexed):
     def init(self, seed: int) -> Any:
         return self._loss_and_params(seed)[1]
 
-    def promise(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
+    def grads(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
         which, mask = batch
-        return self._promise(params, self.rows(which), mask=mask)
+        return self._grads(params, self.rows(which), mask=mask)
 
     def public_grads(self, params: Any) -> Any:
         def loss_on(params, group):
             return mean_loss(nnx.merge(self._graph, params, self._frozen), group)
 
-        whole = len(self._public[1]) // TOGETHER * TOGETHER  # what is left over is not read
+        whole = len(self._public[1]) // TOGETHER * TOGETHER  # an incomplete group is not used
         groups = jax.tree.map(lambda x: x[:whole].reshape(-1, TOGETHER, *x.shape[1:]), self._public)
         return jax.tree.map(lambda g: g.mean(0), jax.lax.map(lambda group: jax.grad(loss_on)(params, group), groups))
 

@@ -16,11 +16,11 @@ class Texts(NamedTuple):
     """Token numbers of texts, all cut or padded to one length."""
 
     ids: np.ndarray  # (n, length) int32
-    mask: np.ndarray  # (n, length) bool: False behind the end
+    mask: np.ndarray  # (n, length) bool: False for padding
 
 
 class Split(NamedTuple):
-    """Reviews and their labels, 1 for a good one."""
+    """Reviews and their labels, 1 for a positive one."""
 
     train: Texts
     train_labels: np.ndarray
@@ -29,10 +29,10 @@ class Split(NamedTuple):
 
 
 def encode(texts: Sequence[str], where: Path, length: int) -> Texts:
-    """Token numbers by ``where/tokenizer.json``, which was made from other texts: a review's depend on it alone.
+    """Token numbers by ``where/tokenizer.json``, which was made from other texts: each review is encoded alone.
 
-    Of a text that is too long the first quarter and the last three are kept, ``length`` tokens in all: reviews say at
-    the end what they come to (Sun et al. 2019, "How to fine-tune BERT for text classification", section 5.3.1).
+    A long text is cut to ``length`` tokens: a quarter from its start and three quarters from its end, where reviews
+    conclude (Sun et al. 2019, "How to fine-tune BERT for text classification", section 5.3.1).
     """
     from tokenizers import Tokenizer
 
@@ -49,7 +49,7 @@ def encode(texts: Sequence[str], where: Path, length: int) -> Texts:
 
 
 def reviews(where: str | Path | None, model: Path, length: int) -> Split:
-    """The IMDB reviews, ``length`` tokens of each (`encode` says which); cached after the first time.
+    """The IMDB reviews, ``length`` tokens of each (see `encode`); cached after the first time.
 
     Raises:
         data.MissingData, data.DamagedData

@@ -1,4 +1,4 @@
-"""Pretrained weights in Hugging Face's layout, into the Flax model. Needs dpopt[pretrained] (safetensors)."""
+"""Loads pretrained weights in Hugging Face's layout into the Flax model. Needs dpopt[pretrained] (safetensors)."""
 
 import re
 from pathlib import Path
@@ -31,8 +31,8 @@ _IN_LAYER = {
     "norm": "output.LayerNorm",
 }
 _KIND = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
-# What a file may hold besides: a layer on the first token, which the mean does not need; numbers 0, 1, 2, ...; heads of
-# the pretraining task.
+# What a file may hold in addition: a layer on the first token, which the mean does not need; position numbers 0, 1, 2,
+# ...; heads of the pretraining task.
 _UNUSED = re.compile(r"pooler\.|embeddings\.position_ids$|cls\.")
 
 
@@ -40,7 +40,7 @@ def folder(where: str | Path | None = None) -> Path:
     """The folder of the pretrained model, within the data folder.
 
     Raises:
-        data.MissingData: if it is not there, with the place to get it from.
+        data.MissingData: if it is not there; the message says where to get it.
     """
     found = data.find(where, (NAME,), what="the pretrained Transformer", address=ADDRESS)
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -54,11 +54,11 @@ def load(where: Path, *, dtype: Any = None, param_dtype: Any = None) -> tuple[Be
     Args:
         where: holds ``config.json`` and ``model.safetensors``.
         dtype: of the computation, such as ``jnp.bfloat16``; None: that of the weights.
-        param_dtype: of the weights; None: that of the computation, or else the file's. Weights that are trained should
-            stay in float32: private updates are small, and a coarser type rounds them away.
+        param_dtype: of the weights; None: that of the computation, or else the file's. Trained weights should stay in
+            float32: private updates are small, and a coarser type rounds them away.
 
     Raises:
-        data.DamagedData: if weights are missing, left over, or of another shape than the sizes say.
+        data.DamagedData: if weights are missing or left over, or their shapes contradict the sizes.
     """
     from safetensors.numpy import load_file
 
@@ -82,20 +82,20 @@ def load(where: Path, *, dtype: Any = None, param_dtype: Any = None) -> tuple[Be
         used.add(name)
         found = stored[name].T if path[-1] == "kernel" else stored[name]  # stored as (outputs, inputs)
         if found.shape != like.shape:
-            raise data.DamagedData(f"{name} has the shape {found.shape}; config.json says {like.shape}.")
+            raise data.DamagedData(f"{name} has shape {found.shape}; by config.json it should be {like.shape}.")
         return jnp.asarray(found, param_dtype or dtype)
 
     pure = nnx.to_pure_dict(params)
     filled = jax.tree_util.tree_map_with_path(lambda path, like: value(tuple(p.key for p in path), like), pure)
     left = [name for name in stored if name not in used and not _UNUSED.match(name)]
     if left:
-        raise data.DamagedData(f"{where / 'model.safetensors'} holds weights that no part of the model takes: {left}.")
+        raise data.DamagedData(f"{where / 'model.safetensors'} holds weights that the model does not have: {left}.")
     nnx.replace_by_pure_dict(params, filled)
     return nnx.merge(graphdef, params, rest), config
 
 
 def _stored_name(path: tuple) -> str:
-    """The name in the file of a parameter at ``path`` in the model."""
+    """The name in the file of the parameter at ``path`` in the model."""
     *parts, kind = path
     if parts[0] == "layers":
         return f"encoder.layer.{parts[1]}.{_IN_LAYER[parts[2]]}.{_KIND[kind]}"

@@ -1,6 +1,6 @@
-"""What a line of a utility table says beside its score: seeds, cost of tuning, what epsilon leaves out, time, memory.
+"""The cells of a utility table beside the score: seeds, cost of tuning, what epsilon does not cover, time, memory.
 
-All of it comes from the record: nothing is run again.
+They come from the records alone: nothing is run.
 """
 
 import functools
@@ -16,29 +16,29 @@ Row = dict[str, Any]
 
 
 def seeds(*rows: Row) -> str:
-    """How many seeds; of several rows from the fewest to the most."""
+    """The number of seeds; for several rows, the range."""
     counts = sorted({len(row["seeds"]) for row in rows})
     return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def not_covered(row: Row) -> str:
-    """What was read off private data without being paid for."""
+    """What was read from private data and is not covered by epsilon."""
     return ", ".join(row["not_covered_by_epsilon"]) or "nothing"
 
 
 def seconds(*rows: Row) -> str:
-    """Of one run, the median."""
+    """The seconds of one run; for several rows, the median."""
     median = statistics.median(row["seconds"] for row in rows)
     return f"{median:.1f}" if median < 10 else f"{median:.0f}"
 
 
 def state(row: Row) -> str:
-    """Bytes of optimizer state, and how many that is a parameter."""
+    """The bytes of optimizer state, in total and per parameter."""
     return f"{row['state_bytes']:,} ({row['state_bytes'] / row['parameters']:.2g})"
 
 
 def step_memory(*rows: Row) -> str:
-    """Scratch memory of the compiled steps of one run in MB, the most of the rows; nothing if no record has it."""
+    """Scratch memory of the compiled steps of one run in MB, the largest of the rows; empty if no record has it."""
     found = [row["step_bytes"] for row in rows if row.get("step_bytes") is not None]
     return f"{max(found) / 1e6:.3g}" if found else ""
 
@@ -52,8 +52,8 @@ def _epsilon(event: str, runs: int, delta: float) -> float:
 def with_candidates(row: Row) -> float | None:
     """Epsilon, by Renyi divergences, of all runs together: the candidates' at the row's own noise, and the last one.
 
-    The scores that the candidates were chosen by are not in it: they were read without noise, off held-out examples.
-    None where nobody knows how many candidates there were. A row that paid for its tuning has that in its event.
+    The scores used for the choice are not included: they were read from held-out examples without noise. None if the
+    number of candidates is unknown. The event of a row with paid tuning includes the tuning.
     """
     if row.get("tuning_is_paid"):
         return row["epsilon"]["rdp"]
@@ -63,7 +63,7 @@ def with_candidates(row: Row) -> float | None:
 
 
 def with_tuning(*rows: Row) -> str:
-    """`with_candidates` in a cell; of several rows one after the other."""
+    """`with_candidates` as a cell; several rows one after the other."""
     if any(row.get("tuning_is_paid") for row in rows):
         return "paid"
     found = [with_candidates(row) for row in rows]
@@ -72,7 +72,7 @@ def with_tuning(*rows: Row) -> str:
 
 
 def by_selection(row: Row) -> float:
-    """Epsilon of the best of as many runs as there were candidates, on average, had they been tried by selection."""
+    """Epsilon if repeat-and-select had made the choice, with as many runs on average as there were candidates."""
     if row.get("tuning_is_paid"):
         return row["epsilon"]["rdp"]
     trials = tuning.NumTrials(mean=float(row["tried"]), shape=0.0)

@@ -1,7 +1,7 @@
-"""The figures in README and docs: written between markers from the committed JSON, never by hand.
+"""The figures in README and docs, written from the committed JSON, never by hand.
 
-A page asks for a section by ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; what stands between them is
-replaced. `python -m benchmarks report` does so, and a test compares.
+Text between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` is replaced by `python -m benchmarks report`; a
+test compares.
 """
 
 import re
@@ -19,13 +19,13 @@ Row = dict[str, Any]
 
 
 def headline(results: Path) -> str:
-    """The four figures that a newcomer asks for, with the commands that measure them again."""
+    """The four headline figures, with the commands that measure them."""
     lines = []
     speed_runs = records.load(results, "speed")
     if speed_runs:
         own, whole = ([run["ratio"][way] for run in speed_runs["runs"]] for way in ("ghost", "ghost whole"))
         said = f"{min(own):.2f} to {max(own):.2f} times its time, over {len(own)} model families"
-        said += f" ({min(whole):.2f} to {max(whole):.2f} where the batch is not taken in parts)"
+        said += f" ({min(whole):.2f} to {max(whole):.2f} where the batch is not split)"
         lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
     memory_runs = records.load(results, "memory")
     if memory_runs:
@@ -73,7 +73,7 @@ def _attacks(results: Path) -> str:
 
 
 def audit(results: Path) -> str:
-    """What the attacks showed, in one sentence, the strongest by kind of fault, and what was planted in whole runs."""
+    """The results of the attacks: a sentence, lower bounds by kind of fault, and the mistakes planted in whole runs."""
     record = records.load(results, "audit")
     rows = []
     for fault in dict.fromkeys(a["fault"] for a in record["audits"]):
@@ -101,7 +101,7 @@ def audit(results: Path) -> str:
 
 
 def speed(results: Path) -> str:
-    """Time of a clipped gradient over that of the ordinary one, by family; a sentence where nothing is recorded."""
+    """Time of a clipped gradient over the ordinary one's, by family; a sentence if nothing is recorded."""
     content = records.load(results, "speed")
     if content is None:
         return "No timings are recorded yet: `python -m benchmarks speed` measures them on your machine."
@@ -111,7 +111,7 @@ def speed(results: Path) -> str:
 
 
 def _ratios(content: dict[str, Any], columns: Sequence[str]) -> str:
-    """Ratios to the ordinary gradient, a line for each family, and where they were measured."""
+    """The device, and ratios to the ordinary gradient, with a line for each family."""
     rows = [
         [run["family"], *(f"{run['ratio'][c]:.2f}" if c in run["ratio"] else "" for c in columns)]
         for run in content["runs"]
@@ -124,7 +124,7 @@ def _ratios(content: dict[str, Any], columns: Sequence[str]) -> str:
 
 
 def memory(results: Path) -> str:
-    """Peak memory of a clipped gradient over that of the ordinary one; a sentence where nothing is recorded."""
+    """Peak memory of a clipped gradient over the ordinary one's; a sentence if nothing is recorded."""
     content = records.load(results, "memory")
     if content is None:
         return "No memory is recorded yet: `python -m benchmarks memory` measures it on your machine."
@@ -143,13 +143,13 @@ def users(results: Path) -> str:
     seeds, constant = len(rows[0]["seeds"]), content["films_known"]
     return (
         markdown.rows(["privacy for", *(f"epsilon {e:g}" for e in epsilons)], lines, ["---", *["---:"] * len(epsilons)])
-        + f"\n\nMean squared error on held-out ratings, {seeds} seeds. Without privacy the films' means have "
-        f"{constant['means']:.3f}, and the middle of the scale {constant['middle']:.3f}."
+        + f"\n\nMean squared error on held-out ratings, {seeds} seeds. Without privacy, the films' means have "
+        f"{constant['means']:.3f}, and the middle of the scale has {constant['middle']:.3f}."
     )
 
 
 def tuning(results: Path) -> str:
-    """Accuracy of paid and unpaid tuning, and what each has spent; a sentence where nothing is recorded."""
+    """Accuracy and spent epsilon of paid and unpaid tuning; a sentence if nothing is recorded."""
     content = records.load(results, "tuning")
     if content is None:
         return "Nothing is recorded yet: `python -m benchmarks tuning` measures it on your machine."
@@ -157,7 +157,7 @@ def tuning(results: Path) -> str:
 
 
 def tuning_table(content: dict[str, Any]) -> str:
-    """A line for each way of tuning, and for each epsilon that is stated what was spent and what was reached."""
+    """A line for each way of tuning, with spent epsilon and accuracy for each stated epsilon."""
     rows = content["rows"]
     epsilons = sorted({r["stated_epsilon"] for r in rows})
     cells = {(r["way"], r["stated_epsilon"]): r for r in rows}
@@ -174,7 +174,7 @@ def tuning_table(content: dict[str, Any]) -> str:
 
 
 def pretrained(results: Path) -> str:
-    """What fine-tuning a pretrained Transformer reached: a table for what is trained."""
+    """The scores of fine-tuning a pretrained Transformer: a table for each choice of what is trained."""
     content = records.load(results, "utility-pretrained")
     if content is None:
         return "Nothing is recorded yet: `python -m benchmarks utility --suite pretrained` measures it on your machine."
@@ -204,10 +204,10 @@ SECTIONS = {
 
 
 def updated(text: str, results: Path = RESULTS) -> str:
-    """The text of a page with its figures as the results have them.
+    """The text of a page with its figures updated from the results.
 
     Raises:
-        ValueError: for a section that nobody knows.
+        ValueError: if there is no section of that name.
     """
 
     def section(match: re.Match) -> str:

@@ -1,4 +1,4 @@
-"""Which orderings that papers published these runs show, pair by pair."""
+"""Whether these runs show the orderings that papers published, pair by pair."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _IN_WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two rows of a table, ``first`` the one that the paper has ahead, and what these runs say to it."""
+    """Two rows of a table, of which the paper ranks ``first`` higher, and the verdict of these runs."""
 
     first: Row
     second: Row
@@ -44,7 +44,7 @@ def _verdict(first: Row, second: Row) -> str:
 
 
 def pairs(rows: Sequence[Row]) -> list[Pair]:
-    """Every pair of rows of a table that the paper ranks."""
+    """All pairs of rows of a table that the paper ranks."""
     with_claim = [r for r in rows if r.get("published") is not None]
     found = []
     for i, a in enumerate(with_claim):
@@ -58,7 +58,7 @@ def pairs(rows: Sequence[Row]) -> list[Pair]:
 
 
 def against_published(rows: Sequence[Row]) -> str:
-    """How many rows reach the published figure, by how many seeds, and which fall short."""
+    """A sentence: how many rows reach the published figure, with how many seeds, and which fall short."""
     claimed = [r for r in rows if r.get("published") is not None]
     if not claimed:
         return ""
@@ -74,7 +74,7 @@ def against_published(rows: Sequence[Row]) -> str:
 
 
 def claims(rows: Sequence[Row]) -> str:
-    """What the figures of a paper's table became, in words."""
+    """The text below a paper's table: rows against published figures, and the ordering pair by pair."""
     said = [against_published(rows), ""]
     found = pairs(rows)
     if found:

@@ -1,4 +1,4 @@
-"""The plots of the benchmarks: small, readable in black and white, from the rows of the tables alone."""
+"""The plots of the benchmarks: small, readable in black and white, drawn from the rows of the tables."""
 
 import functools
 import itertools
@@ -13,8 +13,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.report import summaries
 
-matplotlib.rcParams["svg.hashsalt"] = "dpopt"  # the same rows give the same file
-
+matplotlib.rcParams["svg.hashsalt"] = "dpopt"  # equal rows give equal files
 
 # No two alike: twelve colours that print as different greys, and twelve markers.
 _SERIES = (
@@ -31,7 +30,7 @@ _SERIES = (
     ("navy", "*"),
     ("gray", "p"),
 )
-FEW_POINTS = 10  # most runs are scored a few times along the way; those with more are meant to be seen as curves
+FEW_POINTS = 10  # runs with more scores along the way are plotted as curves
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -46,12 +45,12 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def stem(suite: str, title: str) -> str:
-    """File name of a table's plot, without its ending."""
+    """The file name of a table's plot, without its suffix."""
     return f"{suite}-" + "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
 
 
 def papers(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
-    """One plot a table: what was measured (with the spread over seeds), and what was published."""
+    """One plot for each table: measured scores (with the spread over seeds) and published ones."""
     paths = []
     for title, own in _tables(rows).items():
         figure, axes = plt.subplots(figsize=(6, 0.35 * len(own) + 0.9))
@@ -74,7 +73,7 @@ def papers(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
 
 
 def _curves(title: str, rows: Sequence[dict[str, Any]], out: Path) -> Path:
-    """The score (the mean over seeds) as training goes on."""
+    """The mean score over seeds against the number of steps."""
     figure, axes = plt.subplots(figsize=(6, 4))
     for row, (color, marker) in zip(rows, itertools.cycle(_SERIES), strict=False):
         axes.plot(*zip(*row["curve"], strict=True), color=color, marker=marker, markevery=0.1, label=row["label"])
@@ -86,7 +85,7 @@ def _curves(title: str, rows: Sequence[dict[str, Any]], out: Path) -> Path:
 
 
 def frontier(rows: Sequence[dict[str, Any]], out: Path, suite: str = "frontier") -> list[Path]:
-    """One plot a task: the score against epsilon, a line for each contender, named at its end; crosses for others'."""
+    """One plot for each task: score against epsilon, a line for each contender, and crosses for published figures."""
     paths = []
     looks = dict(zip(dict.fromkeys(r["contender"] for r in rows), itertools.cycle(_SERIES), strict=False))
     for title, own in _tables(rows).items():
@@ -116,7 +115,7 @@ def frontier(rows: Sequence[dict[str, Any]], out: Path, suite: str = "frontier")
 
 
 def _name_lines(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names to the right of the axes, each at the height of its line's end or as near as leaves room for all.
+    """Puts names to the right of the axes, each as close to the height of its line's end as the others permit.
 
     Args:
         ends: x, y, name and colour of each line.
@@ -129,7 +128,7 @@ def _name_lines(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> Non
     for _, y, *_ in ends:
         heights.append(max(y, heights[-1] + gap) if heights else y)
     over = heights[-1] - high
-    for i in reversed(range(len(heights))):  # pushed up beyond the top: down again, as far as they crowd
+    for i in reversed(range(len(heights))):  # names beyond the top are moved down, and those that they crowd
         top = high if i == len(heights) - 1 else heights[i + 1] - gap
         heights[i] = min(heights[i], top) if over > 0 else heights[i]
     for (x, y, name, color), height in zip(ends, heights, strict=True):
@@ -146,7 +145,7 @@ def _name_lines(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> Non
 
 
 def ratios(rows: Sequence[dict[str, Any]], xlabel: str, path: Path) -> Path:
-    """Bars on a logarithmic axis, a group for each row's ``name``; a line marks 1. A missing ratio leaves a gap."""
+    """Bars on a logarithmic axis, in groups by the rows' ``name``; a line marks 1. A missing ratio leaves a gap."""
     labels = list(dict.fromkeys(label for r in rows for label in r["ratios"]))
     figure, axes = plt.subplots(figsize=(7, (0.16 * len(labels) + 0.15) * len(rows) + 1))
     height = 0.8 / len(labels)
@@ -155,7 +154,7 @@ def ratios(rows: Sequence[dict[str, Any]], xlabel: str, path: Path) -> Path:
         points = [(j + i * height, r["ratios"].get(label)) for j, r in enumerate(rows)]
         points = [(y, x) for y, x in points if x]
         y, x = zip(*points, strict=True) if points else ((), ())
-        # From 1 on, so that the length is how many times more, or less, than 1.
+        # From 1, so that the length of a bar is how many times more, or less, than 1 it is.
         axes.barh(y, [v - 1 for v in x], height, left=1, color=f"C{i}", hatch=hatches[i % len(hatches)], label=label)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
@@ -168,7 +167,7 @@ def ratios(rows: Sequence[dict[str, Any]], xlabel: str, path: Path) -> Path:
 
 
 def epochs(rows: Sequence[dict[str, Any]], out: Path) -> list[Path]:
-    """One plot a task: what correlated noise changes in the score, by epochs, a line for each contender and epsilon."""
+    """One plot for each task: the change by correlated noise against epochs, a line for each contender and epsilon."""
     paths = []
     for task in dict.fromkeys(r["table"].rsplit(", ", 1)[0] for r in rows):
         figure, axes = plt.subplots(figsize=(8, 5))

@@ -1,4 +1,4 @@
-"""The figures of docs/published_orderings.md: what became of every ordering that a paper published."""
+"""The figures of docs/published_orderings.md: the verdict on every ordering that a paper published."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import records
 from benchmarks.report import markdown, orderings, summaries
 from benchmarks.report.orderings import Pair
-from benchmarks.utility import lstm as lstm_tries
+from benchmarks.utility import lstm as lstm_runs
 
 Row = dict[str, Any]
 
@@ -21,7 +21,7 @@ def _pairs(results: Path) -> dict[str, list[Pair]]:
 
 
 def summary(results: Path) -> str:
-    """How many of the published orderings held, by table, and over all of them."""
+    """How many of the published orderings held, by table and in total."""
     found = _pairs(results)
     if not found:
         return "Nothing is recorded yet: `python -m benchmarks utility` measures it on your machine."
@@ -36,12 +36,12 @@ def _count(own: Iterable[Pair], verdict: str) -> str:
 
 
 def contradicted_tables(results: Path) -> list[str]:
-    """The tables with a contradicted pair: docs/published_orderings.md owes each of them a reason."""
+    """The tables with a contradicted pair, each of which docs/published_orderings.md must explain."""
     return [t for t, own in _pairs(results).items() if any(p.verdict == orderings.CONTRADICTED for p in own)]
 
 
 def _listed(results: Path, verdict: str) -> str:
-    """The pairs of a verdict, by table, with what was published and what was measured."""
+    """The pairs with a verdict, by table, with published and measured scores."""
     lines = []
     for table, own in _pairs(results).items():
         for pair in own:
@@ -62,17 +62,17 @@ def _measured(pair: Pair) -> str:
 
 
 def contradicted(results: Path) -> str:
-    """The pairs that came out the other way round, by more than the spread over seeds."""
+    """The pairs in the opposite order, by more than the spread over seeds."""
     return _listed(results, orderings.CONTRADICTED)
 
 
 def undecided(results: Path) -> str:
-    """The pairs that are no further apart than the spread over seeds."""
+    """The pairs that differ by no more than the spread over seeds."""
     return _listed(results, orderings.WITHIN)
 
 
 def beside_others(results: Path) -> str:
-    """The best contender beside each figure that others published for a method that is not ours."""
+    """The best contender beside each published figure of a method that is not ours."""
     content = records.load(results, "utility-others")
     if content is None:
         return "Nothing is recorded yet: `python -m benchmarks utility --suite others` measures it on your machine."
@@ -91,8 +91,8 @@ def beside_others(results: Path) -> str:
 
 
 def lstm(results: Path) -> str:
-    """What was tried to get DP-SGD to the LSTM's published accuracy."""
+    """The attempts to reach the published accuracy of DP-SGD with the LSTM."""
     content = records.load(results, "lstm")
     if content is None:
         return "Nothing is recorded yet: `python -m benchmarks lstm` measures it on your machine."
-    return lstm_tries.markdown(content)
+    return lstm_runs.markdown(content)

@@ -1,4 +1,4 @@
-"""From records of single runs to the rows of a table."""
+"""Summarises records of single runs into the rows of a table."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
-CORRELATED = ", correlated noise"  # at the end of a contender's name
+CORRELATED = ", correlated noise"  # suffix of a contender's name
 
 
 def summarize(records: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """One row for the runs of one setting: every seed's score, their mean and spread, and what the runs share."""
+    """A row for the runs of one setting: the scores of all seeds, their mean and spread, and the fields they share."""
     if not records:
         raise ValueError("a row needs at least one run.")
     scores = [r["score"] for r in records]
@@ -25,7 +25,7 @@ def summarize(records: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         "scores": scores,
         "mean": statistics.fmean(scores),
         "std": statistics.stdev(scores) if len(scores) > 1 else None,
-        # Of one run, whatever ran beside it.
+        # For one run, although several seeds ran together.
         "seconds": statistics.median(r["seconds"] / r["seeds_together"] for r in records),
         "step_bytes": max((_step_bytes(r) for r in records if "step_bytes" in r), default=None),
         "curve": [
@@ -37,12 +37,12 @@ def summarize(records: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 def _step_bytes(record: dict[str, Any]) -> int:
-    """Scratch memory of the compiled steps, of one run; older records do not have it."""
+    """Scratch memory of the compiled steps of one run."""
     return record["step_bytes"] // record["seeds_together"]
 
 
 def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of ``old`` with those of ``new`` put in their place, or behind the rows of their table."""
+    """The rows of ``old``, with those of ``new`` in their place; additional rows follow those of their table."""
 
     def key(row):
         return row["table"], row["label"], row.get("target_epsilon")
@@ -59,7 +59,7 @@ def spread(row: dict[str, Any]) -> str:
 
 
 def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """A table for the terminal. It holds nothing that differs between a sweep and the same sweep resumed."""
+    """A table for the terminal. It is the same for a sweep and a resumed sweep."""
     view = Table(title=title)
     for column in ("", "epsilon (PLD)", "epsilon (RDP)", "score", "published", "seeds"):
         view.add_column(column, justify="left" if not column else "right")
@@ -67,7 +67,7 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         published = row.get("published")
         view.add_row(
             row["label"],
-            "" if row["epsilon"]["pld"] is None else f"{row['epsilon']['pld']:.2f}",  # a search has none
+            "" if row["epsilon"]["pld"] is None else f"{row['epsilon']['pld']:.2f}",  # a search has no PLD
             f"{row['epsilon']['rdp']:.2f}",
             spread(row),
             "" if published is None else f"{published:g}",

@@ -1,11 +1,11 @@
-"""The utility tables of RESULTS.md: a suite's rows as Markdown."""
+"""The utility tables of RESULTS.md: the rows of a suite as Markdown."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.report import columns, markdown, orderings, summaries
 
-TUNING_HEADING = "What tuning costs"  # of the section that the frontier's text points to
+TUNING_HEADING = "What tuning costs"  # heading of the section that the frontier's text links to
 STATE, STEP = "state, bytes (a parameter)", "step, MB"
 TUNING, NOT_COVERED = "with tuning", "not covered by epsilon"
 
@@ -34,7 +34,7 @@ def papers(rows: Sequence[Row]) -> str:
 
 
 def _beside(groups: Sequence[Sequence[Row]]) -> dict[str, list[str]]:
-    """The columns beside the scores, of lines that each stand for several rows (epsilons, kinds of noise)."""
+    """The columns beside the scores, for lines that combine several rows (epsilons, kinds of noise)."""
     return {
         "seeds": [columns.seeds(*own) for own in groups],
         TUNING: [columns.with_tuning(*own) for own in groups],
@@ -52,7 +52,7 @@ def _by_epsilon(rows: Sequence[Row]) -> dict[float, dict[str, Row]]:
 
 
 def _scores(own: dict[str, Row]) -> dict[str, str]:
-    """What each contender reached at one epsilon, the best bold."""
+    """The scores of the contenders at one epsilon, the best in bold."""
     best = _best(list(own.values()))["contender"]
     return {
         name: f"**{summaries.spread(row)}**" if name == best else summaries.spread(row) for name, row in own.items()
@@ -61,7 +61,7 @@ def _scores(own: dict[str, Row]) -> dict[str, str]:
 
 def _direction(rows: Sequence[Row]) -> str:
     better = "higher" if rows[0]["higher_is_better"] else "lower"
-    return f"By {rows[0]['metric']}, of which {better} is better; the best at each epsilon is bold."
+    return f"By {rows[0]['metric']} ({better} is better); the best at each epsilon is bold."
 
 
 def _contenders(rows: Sequence[Row]) -> tuple[dict[str, list[str]], dict[float, dict[str, Row]]]:
@@ -77,7 +77,7 @@ def _contenders(rows: Sequence[Row]) -> tuple[dict[str, list[str]], dict[float, 
 
 
 def frontier(rows: Sequence[Row]) -> str:
-    """A line for each contender and a column for each epsilon, in which the best is bold; before it, the noise."""
+    """A line for each contender and a column for each epsilon, with the best in bold; before it, the noise."""
     cells, by_epsilon = _contenders(rows)
     noise = []
     for epsilon, own in by_epsilon.items():
@@ -86,15 +86,15 @@ def frontier(rows: Sequence[Row]) -> str:
         noise.append(f"{epsilon:g} ({best['epsilon']['rdp']:.2f}; {best['noise_multiplier']:.3g}; {selection})")
     return (
         f"{_direction(rows)} Epsilon by PLD (by RDP; noise multiplier; with tuning by selection): {', '.join(noise)}. "
-        f"The last is what it would be if the {rows[0]['tried']} candidates had been tried by repeat-and-select, their "
-        f'scores aside; the column "{TUNING}" is what they and the last run cost one after the other, at each epsilon '
-        f"in turn. What paying for it does to accuracy is under [{TUNING_HEADING}](#{_anchor(TUNING_HEADING)})."
+        f"The last is the epsilon of repeat-and-select among the {rows[0]['tried']} candidates, without their scores; "
+        f'the column "{TUNING}" is the epsilon of all their runs and the final one together, at each epsilon in turn. '
+        f"For the accuracy of paid tuning see [{TUNING_HEADING}](#{_anchor(TUNING_HEADING)})."
         f"\n\n{markdown.columns(cells)}"
     )
 
 
 def others(rows: Sequence[Row]) -> str:
-    """As the frontier's, below a line with what others published."""
+    """As for the frontier, below a line with what others published."""
     cells, by_epsilon = _contenders(rows)
     reference = {e: next(iter(own.values()))["reference"] for e, own in by_epsilon.items()}
     first = {f"epsilon {e:g}": f"{found['score']:g}" for e, found in reference.items()}
@@ -107,30 +107,30 @@ def others(rows: Sequence[Row]) -> str:
         noise.append(f"{epsilon:g} ({spent['pld']:.2f}; {spent['rdp']:.2f}; {best['noise_multiplier']:.3g})")
     reached = [f"{e:g}: {_reaching(own)}" for e, own in by_epsilon.items()]
     return (
-        f"{_direction(rows)} {rows[0]['num_examples']:,} private examples, delta {rows[0]['delta']:g}. Epsilon asked "
-        f"for (by PLD; by RDP; noise multiplier, of the best): {', '.join(noise)}. The first line is not ours and was "
-        f"not run here. How many contenders reach it: {'; '.join(reached)}.\n\n{markdown.columns(cells)}"
+        f"{_direction(rows)} {rows[0]['num_examples']:,} private examples, delta {rows[0]['delta']:g}. Target "
+        f"epsilon (by PLD; by RDP; noise multiplier of the best): {', '.join(noise)}. The first line is not ours and "
+        f"was not run here. How many contenders reach it: {'; '.join(reached)}.\n\n{markdown.columns(cells)}"
     )
 
 
 def pretrained(rows: Sequence[Row]) -> str:
-    """A line for each contender and a column for each epsilon; before it, what one run is."""
+    """A line for each contender and a column for each epsilon; before it, the setting of a run."""
     cells, by_epsilon = _contenders(rows)
     noise = [f"{e:g} ({next(iter(own.values()))['noise_multiplier']:.3g})" for e, own in by_epsilon.items()]
     setting, tried = rows[0]["setting"], rows[0]["tried"]
     tested, length = setting["task_options"]["test"], setting["task_options"]["length"]
     sizes = " or ".join(f"{size:,}" for size in sorted({row["parameters"] for row in rows}))
-    how = f"the best of {tried} learning rates" if tried else "one learning rate, which is not tuned"
+    how = f"the best of {tried} learning rates" if tried else "one learning rate, not tuned"
     return (
         f"{_direction(rows)} {tested:,} test reviews, {length} tokens of each; {setting['steps']} steps of "
         f"{setting['expected_batch_size']:,} reviews; {sizes} parameters are trained; {how}. Epsilon "
-        f"(noise multiplier, of the first line): {', '.join(noise)}."
+        f"(noise multiplier of the first line): {', '.join(noise)}."
         f"\n\n{markdown.columns(cells)}"
     )
 
 
 def _reaching(own: dict[str, Row]) -> str:
-    """How many reach what others published."""
+    """How many contenders reach what others published."""
     found = list(own.values())
     published = {**found[0], "mean": found[0]["reference"]["score"]}
     return f"{sum(not orderings.beats(published, row) for row in found)} of {len(found)}"
@@ -141,7 +141,7 @@ def _anchor(heading: str) -> str:
 
 
 def epochs(rows: Sequence[Row]) -> str:
-    """A line for each contender; for every epsilon a column for either noise; the best of both is bold."""
+    """A line for each contender; for every epsilon a column for either kind of noise; the best of both is bold."""
     names = [n for n in dict.fromkeys(r["contender"] for r in rows) if not n.endswith(summaries.CORRELATED)]
     by_epsilon = _by_epsilon(rows)
     cells, said = {"": names}, []
@@ -157,8 +157,9 @@ def epochs(rows: Sequence[Row]) -> str:
     independent = [[own[name] for own in by_epsilon.values() if name in own] for name in names]
     beside[TUNING] = [columns.with_tuning(*(a or b)) for a, b in zip(independent, either, strict=True)]
     return (
-        f"{_direction(rows)} Each is the best of {rows[0]['tried']} learning rates. Correlated noise, by epsilon: as "
-        f'many bands as {"; ".join(said)}. "{TUNING}" is of independent noise, at each epsilon in turn.'
+        f"{_direction(rows)} Each is the best of {rows[0]['tried']} learning rates. Correlated noise has as "
+        f'many bands as the sampler has parts, by epsilon: {"; ".join(said)}. "{TUNING}" is for independent noise, at '
+        "each epsilon in turn."
         f"\n\n{markdown.columns(cells | beside)}"
     )
 

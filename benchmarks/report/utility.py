@@ -1,4 +1,4 @@
-"""The figures of utility in README and docs: the papers' tables, the frontier, correlated noise."""
+"""The utility figures in README and docs: the papers' tables, the frontier, correlated noise."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def _by(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
-    """Rows in groups that agree on ``keys``, the best of each group first."""
+    """Rows grouped by ``keys``, the best of each group first."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(k) for k in keys), []).append(row)
@@ -24,12 +24,12 @@ def _score(row: Row) -> str:
 
 
 def _published(row: Row) -> str:
-    """The paper's figure, or nothing where it has none."""
+    """The paper's figure, or an empty cell."""
     return "" if row["published"] is None else f"{row['published']:g}"
 
 
 def _epsilon(row: dict[str, Any]) -> str:
-    """By PLD; of a search, whose epsilon only Rényi divergences give, by these."""
+    """Epsilon by PLD, or by RDP for a search, which has no PLD."""
     by = row["epsilon"]
     return f"{by['rdp']:.2f} (RDP)" if by["pld"] is None else f"{by['pld']:.2f}"
 
@@ -56,7 +56,7 @@ def papers(results: Path) -> str:
 
 
 def frontier(results: Path) -> str:
-    """What wins at an equal budget of privacy and of tuning, by data set and epsilon."""
+    """All contenders at an equal privacy and tuning budget, by data set and epsilon, the best first."""
     groups = _by(records.load(results, "utility-frontier")["rows"], "table", "target_epsilon")
     return "\n\n".join(
         f"**{table}, epsilon {epsilon:g}**\n\n{_utility(rows, published=False)}"
@@ -65,9 +65,9 @@ def frontier(results: Path) -> str:
 
 
 def verdict(results: Path) -> str:
-    """How far every contender stays behind the best one at the same budget, over all epsilons; the best first."""
+    """How far every contender is behind the best one at the same budget, over all epsilons; the best first."""
     groups = _by(records.load(results, "utility-frontier")["rows"], "table", "target_epsilon")
-    behind: dict[str, dict[str, list[float]]] = {}  # of a contender, of a data set, at each epsilon
+    behind: dict[str, dict[str, list[float]]] = {}  # by contender and data set, at each epsilon
     places: dict[str, list[float]] = {}
     metrics = {table: rows[0]["metric"] for (table, _), rows in groups.items()}
     for (table, _), rows in groups.items():
@@ -88,7 +88,7 @@ def _mean_and_most(behind: Sequence[float] | None) -> str:
 
 
 def epochs(results: Path) -> str:
-    """What correlated noise changed at equal epsilon and computation: by contender, and for DP-SGD cell by cell."""
+    """The effect of correlated noise at equal epsilon and computation: by contender, and for DP-SGD cell by cell."""
     content = records.load(results, "utility-epochs")
     if content is None:
         return "Nothing is recorded yet: `python -m benchmarks utility --suite epochs` measures it on your machine."
@@ -118,7 +118,7 @@ def epochs(results: Path) -> str:
 
 
 def _gain(independent: Row, correlated: Row) -> float:
-    """What is gained, in units of the spread of the difference."""
+    """The gain, in units of the spread of the difference."""
     gain = correlated["mean"] - independent["mean"]
     spread = ((independent["std"] or 0) ** 2 + (correlated["std"] or 0) ** 2) ** 0.5
     return (gain if independent["higher_is_better"] else -gain) / max(spread, 1e-12)

@@ -1,1 +1,1 @@
-"""Accuracy of private training: tasks, optimizers, suites of settings, and runs of them."""
+"""Accuracy of private training: tasks, optimizers, suites of settings, and their runs."""

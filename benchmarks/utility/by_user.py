@@ -1,16 +1,17 @@
-"""MovieLens with privacy for a user, and for a rating: what one clip a person costs where there are 943 of them.
+"""MovieLens with privacy for a user and for a rating: the price of one clip per person, with 943 people.
 
-Both learn the same films' biases from the same ratings, in full batches. The learning rate is the best of three on
-ratings held out from training, which epsilon does not cover.
+Both train the same film biases on the same ratings, in full batches. The learning rate is the best of three on ratings
+held out from training, a choice that epsilon does not cover.
 """
 
+import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.data import ratings
 from benchmarks.report import summaries
 from benchmarks.utility import runs
@@ -34,20 +35,30 @@ def setting(unit: str, epsilon: float, rate: float) -> runs.Setting:
         method="DP-Adam",
         options={"learning_rate": rate, "decay_to": 0.0},
         epsilon=epsilon,
-        delta=1e-4 if options else 1e-6,  # below one over the number of users, or of ratings
+        delta=1e-4 if options else 1e-6,  # below one over the number of users or ratings
         steps=STEPS,
         label=unit,
     )
 
 
 def without_privacy(where: Path | None = None) -> dict[str, float]:
-    """The score of every film's mean rating, as if it were public, and of the middle of the scale."""
+    """The errors of two predictions: every film's mean rating, as if it were public, and the middle of the scale."""
     split = ratings.load(where)
     films, y = split.train_x[:, 1], split.train_y
     counts = np.bincount(films, minlength=ratings.ITEMS)
-    means = (np.bincount(films, y, ratings.ITEMS) + 3.0) / (counts + 1)  # of a rare film, near the middle
+    means = (np.bincount(films, y, ratings.ITEMS) + 3.0) / (counts + 1)  # near the middle for a rare film
     errors = {"means": means[split.test_x[:, 1]] - split.test_y, "middle": 3.0 - split.test_y}
     return {name: float(np.mean(np.square(e))) for name, e in errors.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.count(parser, "--seeds", 3, "seeds of every row (default 3)")
+    arguments.data(parser)
+    arguments.out(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.seeds, options.data)
 
 
 def main(out: Path, seeds: int = 3, where: Path | None = None) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Per-example gradients of two models that touch few parameters at a time, clipped and added up in closed form.
+"""Clipped sums of per-example gradients in closed form, for two models that use few parameters per example.
 
-A review has about 130 of 10,000 words and a rating one user and one film, so a step that reads rows of all parameters
-does a hundred times too much. Each class here stands where an engine of dpopt stands: behind the promise of per-example
-gradients, before the clip. Everything from the clip on is dpopt's. The tests hold each against the ``vmap`` engine.
+A review has about 130 of 10,000 words, and a rating has one user and one film, so a step on dense rows would do a
+hundred times too much work. Each class takes the place of a dpopt engine: it computes the gradients behind
+`PerExampleGrads`. Everything from the clip on is dpopt's. The tests compare each with the ``vmap`` engine.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from scipy import sparse
 from dpopt.engines.stacked import EngineResult
 from dpopt.gradients import PerExampleGrads
 
-WIDTH = 32  # entries in a segment: rows of 130 words waste a tenth, and reads stay in one piece
+WIDTH = 32  # entries of a piece: rows of 130 words waste a tenth, and reads stay contiguous
 
 
 class Segments(NamedTuple):
-    """Sparse rows cut into pieces of equal length; the last piece is all zeros, for padding."""
+    """Sparse rows cut into pieces of equal length; the last piece is all zeros and serves as padding."""
 
     columns: jax.Array  # (pieces, WIDTH) int32
     values: jax.Array  # (pieces, WIDTH) float32, 0 where a piece is not full
@@ -28,7 +28,7 @@ class Segments(NamedTuple):
 
 
 def cut(rows: sparse.csr_array) -> Segments:
-    """Cuts sparse rows into segments."""
+    """Cuts sparse rows into pieces."""
     lengths = np.diff(rows.indptr)
     pieces = -(-lengths // WIDTH)
     first = np.concatenate([[0], np.cumsum(pieces)])
@@ -65,10 +65,11 @@ def logits(params: Any, rows: SparseRows, one: float = 1.0) -> jax.Array:
 class SparseLogistic:
     """Logistic regression, labels 0 and 1: the gradient of example i is ``r_i (x_i, one)``, ``r = sigmoid(z) - y``.
 
-    Where rows have length 1, the ordinary ``one`` = 1 gives half of every example's clip norm to the bias, which in a
-    balanced problem has nothing to learn; a small number gives it back to the words.
+    If rows have norm 1, the usual ``one`` = 1 gives half of every squared gradient norm to the bias, which has nothing
+    to learn in a balanced problem; a small ``one`` leaves it to the words.
     """
 
+    unit: ClassVar[str] = "example"
     params: Any
     batch: SparseRows
     one: float = 1.0
@@ -122,7 +123,7 @@ def _is_one(scale: Any) -> bool:
 
 
 def sparse_logistic(params: Any, batch: SparseRows, mask: jax.Array, one: float = 1.0) -> PerExampleGrads:
-    """The promise of the per-example gradients of a logistic regression on sparse rows."""
+    """The per-example gradients of a logistic regression on sparse rows, computed when used."""
     return PerExampleGrads(SparseLogistic(params, batch, one), mask)
 
 
@@ -135,7 +136,7 @@ class Ratings(NamedTuple):
 
 
 def predict(params: Any, users: jax.Array, items: jax.Array, one: float = 1.0) -> jax.Array:
-    """Predicted ratings: dot products of factors, plus mean (whose input is ``one``) and biases if there are any."""
+    """Predicted ratings: dot products of factors, plus the mean (with input ``one``) and biases, if any."""
     value = jnp.sum(params["users"][users] * params["items"][items], axis=-1)
     if "mean" in params:
         value = value + one * params["mean"] + params["user_bias"][users] + params["item_bias"][items]
@@ -144,11 +145,12 @@ def predict(params: Any, users: jax.Array, items: jax.Array, one: float = 1.0) -
 
 @dataclasses.dataclass(frozen=True)
 class Factorization:
-    """Matrix factorisation with half the squared error: the gradient touches one user's and one film's row.
+    """Matrix factorisation with half the squared error: the gradient lies on one user's and one film's row.
 
     ``one`` is the input of the mean, as for `SparseLogistic`.
     """
 
+    unit: ClassVar[str] = "example"
     params: Any
     batch: Ratings
     one: float = 1.0
@@ -162,7 +164,7 @@ class Factorization:
         return self.params
 
     def _rows(self) -> tuple[dict[str, tuple[jax.Array | None, jax.Array]], jax.Array]:
-        """Per parameter, where each example's gradient is not zero and what it is there; and the errors."""
+        """For each parameter, the row where each example's gradient is nonzero, and its values; and the errors."""
         p, b = self.params, self.batch
         error = predict(p, b.users, b.items, self.one) - b.ratings
         rows = {
@@ -185,7 +187,7 @@ class Factorization:
 
     def run(self, mask: jax.Array, scale: Any, offset: Any, clip: Any) -> EngineResult:
         if offset is not None:
-            raise ValueError("a diagonal with an offset would touch all parameters; use dpopt.per_example_grads.")
+            raise ValueError("a diagonal with an offset makes the gradients dense; use dpopt.per_example_grads.")
         rows, error = self._rows()
         if scale is not None:
 
@@ -211,5 +213,5 @@ class Factorization:
 
 
 def factorization(params: Any, batch: Ratings, mask: jax.Array, one: float = 1.0) -> PerExampleGrads:
-    """The promise of the per-example gradients of a matrix factorisation."""
+    """The per-example gradients of a matrix factorisation, computed when used."""
     return PerExampleGrads(Factorization(params, batch, one), mask)

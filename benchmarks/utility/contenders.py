@@ -1,4 +1,4 @@
-"""A researcher's optimizer among the shipped ones: found by the place of its function, checked, and built like them."""
+"""A user's own optimizer as a contender: loaded by the path of its function, checked, and built like the others."""
 
 import dataclasses
 import functools
@@ -18,26 +18,27 @@ import jax.numpy as jnp
 import optax
 
 import dpopt
+from benchmarks.arguments import UserError
 from dpopt import events
 
 SIGNATURE = "(learning_rate, *, l2_clip_norm, noise_multiplier, expected_batch_size, key)"
-# What may be asked for besides, by an argument of that name: the length of the run, a strategy of `dpopt.correlated`.
+# Optional arguments that it may have besides: the number of steps, and a strategy of `dpopt.correlated`.
 OPTIONAL = ("steps", "noise")
 METHOD = "module"  # the method of its settings
-LEAST = 0.97  # of the epsilon asked for: less is another budget than the others'
+LEAST = 0.97  # of the target epsilon: with less, the budget would differ from the others'
 
 
-class ContenderError(ValueError):
-    """What is wrong with an optimizer, said to whoever wrote it."""
+class ContenderError(UserError, ValueError):
+    """An optimizer cannot be a contender; the message tells its author why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A function that makes optimizers, and what it says about itself."""
+    """A function that returns an optimizer, with its attributes (``rates``, ``decay_to``)."""
 
     source: str  # path/to/module.py:function, or package.module:function
     make: Callable[..., Any]
-    sha256: str  # of the text of its module, and of the file that defines it
+    sha256: str  # of the source of its module, and of the file that defines it
 
     @property
     def label(self) -> str:
@@ -45,7 +46,7 @@ class Contender:
         return self.source.rpartition(":")[2]
 
     def takes(self, argument: str) -> bool:
-        """Whether the function names this argument. Those it collects under ``**`` are not asked for."""
+        """Whether the function has a parameter of this name. ``**kwargs`` does not count."""
         return argument in inspect.signature(self.make).parameters
 
     def options(self, learning_rate: float) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class Contender:
         }
 
     def build(self, options: Mapping[str, Any], *, steps: int, privacy_four: dict[str, Any]) -> dpopt.PrivateOptimizer:
-        """The optimizer of one run; its learning rate falls like the shipped contenders'."""
+        """The optimizer of one run, with the learning rate schedule of the shipped contenders."""
         rate, decay_to = options["learning_rate"], options["decay_to"]
         if decay_to is not None:
             rate = optax.linear_schedule(rate, rate * decay_to, steps)
@@ -70,29 +71,29 @@ class Contender:
             raise ContenderError(f"{self.source} raised {_said(error)}{self._line(error)}.") from error
         if not isinstance(optimizer, dpopt.PrivateOptimizer):
             raise ContenderError(
-                f"{self.source} must return a dpopt.PrivateOptimizer, which says what it spends; it returned "
-                f"{_kind(optimizer)}. Put a rule after the noise by dpopt.chain(dpopt.privatize(...), rule)."
+                f"{self.source} must return a dpopt.PrivateOptimizer, which states its privacy; it returned "
+                f"{_kind(optimizer)}. Put a rule after the noise with dpopt.chain(dpopt.privatize(...), rule)."
             )
         return optimizer
 
     def _line(self, error: Exception) -> str:
-        """Where in its own module."""
+        """The line of its own module where the error arose."""
         file = inspect.getsourcefile(inspect.unwrap(self.make)) if inspect.isfunction(self.make) else None
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         return f" (line {lines[-1]} of {Path(file).name})" if file and lines else ""
 
     def start(self, title: str, given: Sequence[str]) -> float:
-        """The first of its learning rates on a task.
+        """The first of its candidate learning rates on a task.
 
         Args:
             title: of the table.
-            given: ``["0.1"]``, or by parts of titles ``["imdb=15", "digits=0.25"]``; what is not there is looked for in
-                the function's attribute ``rates``, a number or a dictionary.
+            given: ``["0.1"]``, or ``["imdb=15", "digits=0.25"]`` by part of a title. Otherwise the function's
+                attribute ``rates`` applies, a number or a dictionary.
         """
         own = getattr(self.make, "rates", {})
         own = own if isinstance(own, Mapping) else {"": own}
         for rates in (_parsed(given), {str(k): v for k, v in own.items()}):
-            for part, rate in sorted(rates.items(), key=lambda item: -len(item[0])):  # the one that says most
+            for part, rate in sorted(rates.items(), key=lambda item: -len(item[0])):  # the most specific first
                 if part.lower() in title.lower():
                     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate < math.inf:
                         raise ContenderError(f"a learning rate must be a positive number; got {rate!r} for {title}.")
@@ -103,20 +104,24 @@ class Contender:
         )
 
     def check(self) -> None:
-        """Builds one on the side, and refuses what could not be compared with the others."""
+        """Builds it once and rejects it if it cannot be compared with the others.
+
+        Raises:
+            ContenderError: if its signature, its privacy or its use of the key is wrong.
+        """
         four = {"l2_clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 100}
         decay_to = getattr(self.make, "decay_to", 0.0)
         if decay_to is not None and not (isinstance(decay_to, int | float) and 0 <= decay_to < math.inf):
             raise ContenderError(
-                f"{self.label}.decay_to is the share of the learning rate at which it ends, or None for a number that "
-                f"stays; got {decay_to!r}."
+                f"{self.label}.decay_to must be the final share of the learning rate, or None for a constant rate; "
+                f"got {decay_to!r}."
             )
         try:
             inspect.signature(self.make).bind(0.1, **four, key=0, **({"steps": 10} if self.takes("steps") else {}))
         except TypeError as error:
             raise ContenderError(
                 f"{self.source} cannot be called as {self.label}{SIGNATURE}: {error}. It is "
-                f"{self.label}{inspect.signature(self.make)}; other arguments need defaults, but for steps."
+                f"{self.label}{inspect.signature(self.make)}; other arguments than these need defaults, except steps."
             ) from error
         first, second = (
             self.build(self.options(0.1), steps=10, privacy_four=four | {"key": jax.random.key(seed)})
@@ -124,12 +129,14 @@ class Contender:
         )
         if first.privacy.unit != "example":
             raise ContenderError(
-                f"{self.source} states its privacy for one {first.privacy.unit}: state it for examples."
+                f"{self.source} states its privacy for one {first.privacy.unit}: it must be for one example."
             )
         try:
             dpopt.privacy_event(first, sampling=dpopt.PoissonSampler(1_000, 100, seed=0), steps=10)
         except Exception as error:
-            raise ContenderError(f"what {self.source} returns cannot be accounted for: {_said(error)}.") from error
+            raise ContenderError(
+                f"the privacy of what {self.source} returns cannot be accounted for: {_said(error)}."
+            ) from error
         states = [jax.tree.leaves(optimizer.init({"w": jnp.zeros((2, 2))})) for optimizer in (first, second)]
         if all(bool(jnp.all(a == b)) for a, b in zip(*states, strict=True)):
             raise ContenderError(f"{self.source} does not use its key: every seed would draw the same noise.")
@@ -158,10 +165,10 @@ def load(source: str) -> Contender:
 
 @functools.lru_cache(maxsize=8)
 def same(source: str, sha256: str) -> Contender:
-    """The same function, for a process that is to run what another has looked at; kept, since runs ask often.
+    """The function that another process has loaded and checked; cached, since every run needs it.
 
     Raises:
-        ContenderError: if the text has changed since; see also `load`.
+        ContenderError: if its source has changed since; see also `load`.
     """
     found = load(source)
     if sha256 != found.sha256:
@@ -170,23 +177,30 @@ def same(source: str, sha256: str) -> Contender:
 
 
 def check_noise(label: str, event_at: Callable[[float], Any]) -> None:
-    """Refuses an optimizer whose event does not know the noise multiplier: no noise would meet the target."""
+    """Rejects an optimizer whose event does not depend on the noise multiplier: no noise would meet the target.
+
+    Raises:
+        ContenderError: if so.
+    """
     if events.to_json(event_at(7.0)) == events.to_json(event_at(14.0)):
         raise ContenderError(
-            f"{label} spends the same at noise multipliers of 7 and 14: it must draw the noise that noise_multiplier "
-            "says, or no epsilon but its own can be asked of it."
+            f"{label} spends the same at noise multipliers of 7 and 14: its noise must follow noise_multiplier, so "
+            "that any epsilon can be met."
         )
 
 
 def check_spent(label: str, spent: float, asked: float, noise_multiplier: float) -> None:
-    """Refuses an optimizer that spends more than was asked for, or so much less that the comparison would not be fair.
+    """Rejects an optimizer that spends more than the target, or so much less that the comparison would not be fair.
 
-    Its noise is calibrated by its event at one learning rate.
+    Its noise is calibrated with its event at one learning rate.
+
+    Raises:
+        ContenderError: if so.
     """
     if not LEAST * asked <= spent <= asked * (1 + 1e-6):
         raise ContenderError(
-            f"{label} spends epsilon {spent:.4g} at a noise multiplier of {noise_multiplier:.4g}, and {asked:g} was "
-            "asked for: what it spends must fall with noise_multiplier, and depend on nothing else that varies here, "
+            f"{label} spends epsilon {spent:.4g} at a noise multiplier of {noise_multiplier:.4g}; the target is "
+            f"{asked:g}. What it spends must fall with noise_multiplier and depend on nothing else that varies here, "
             "such as the learning rate."
         )
 
@@ -197,8 +211,8 @@ def _from_file(path: Path) -> Any:
         raise ContenderError(f"there is no file {path}.")
     name = f"_contender_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # of a path that ends with .py
-    if str(path.parent) not in sys.path:  # its neighbours, as `python module.py` finds them
+    assert spec is not None and spec.loader is not None  # since the path ends with .py
+    if str(path.parent) not in sys.path:  # so that it can import its neighbours, as under `python module.py`
         sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look there
@@ -219,14 +233,14 @@ def _from_path(name: str) -> Any:
 
 
 def _text(*objects: Any) -> str:
-    """A hash of the files that define these."""
+    """A hash of the files that define these objects."""
     files = []
     for found in objects:
         while isinstance(found, functools.partial):
             found = found.func
         try:
             files.append(inspect.getsourcefile(inspect.unwrap(found)))
-        except TypeError:  # something without a source of its own
+        except TypeError:  # it has no source file
             continue
     digest = hashlib.sha256()
     for file in dict.fromkeys(f for f in files if f is not None):

@@ -1,10 +1,11 @@
-"""What keeps DP-SGD from learning IMDB with AdaDPS's LSTM: tries on held-out reviews, with noise and without.
+"""What keeps DP-SGD from learning IMDB with AdaDPS's LSTM: attempts on held-out reviews, with and without noise.
 
-The paper reports 0.70 at epsilon 2.8 (noise multiplier 1, batches of 64, means of four reviews clipped), and says
-neither how many words it reads nor for how long it trains. Every try here is one run with one seed, scored on a fifth
-of the training reviews that are held out, and is written down as soon as it has ended; what is there is not run again.
+The paper reports 0.70 at epsilon 2.8 (noise multiplier 1, batches of 64, means of four reviews clipped), but neither
+how many words it reads nor how long it trains. Every attempt here is one run with one seed, scored on a held-out fifth
+of the training reviews, and recorded as soon as it ends; recorded attempts are not run again.
 """
 
+import argparse
 import dataclasses
 import json
 import math
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.report import markdown as tables
 
 EPSILON, DELTA = 2.8, 4e-5
@@ -21,7 +22,7 @@ NUM_TRAIN = 20_000  # four fifths of the training reviews
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Try:
-    """One run; ``is_private`` False takes the noise away and leaves the clip, which is part of the method."""
+    """One run; ``is_private`` False removes the noise but not the clip, which is part of the method."""
 
     length: int  # words of a review
     epochs: float
@@ -33,8 +34,8 @@ class Try:
     is_private: bool = True
 
     def setting(self) -> Any:
-        """What is run, as a `benchmarks.utility.runs.Setting`."""
-        from benchmarks.utility import runs  # here, since a report needs none of it
+        """The `benchmarks.utility.runs.Setting` of the run."""
+        from benchmarks.utility import runs  # here, since a report does not need it
 
         after = {"kind": "sgd", "momentum": self.momentum} if self.rule == "sgd" else {"kind": self.rule}
         noise = {"epsilon": EPSILON} if self.is_private else {"noise_multiplier": 0.0}
@@ -54,23 +55,32 @@ class Try:
 
 SHORT = {"length": 64, "epochs": 5}
 TRIES = (
-    # What limits the recorded table: noise, or steps?
+    # Is it the noise or the number of steps that limits the recorded table?
     Try(**SHORT, batch=256, clip=1.0, rate=4.0),
     Try(**SHORT, batch=256, clip=1.0, rate=4.0, is_private=False),
-    # Larger batches have less noise at the same epsilon and number of reviews read; momentum makes up for the steps.
+    # Larger batches have less noise at the same epsilon and epochs; momentum makes up for the fewer steps.
     Try(**SHORT, batch=1_024, clip=1.0, rate=2.0, momentum=0.9),
     Try(**SHORT, batch=1_024, clip=1.0, rate=2.0, momentum=0.9, is_private=False),
-    # The paper's clip norm, at a rate under which as much noise reaches the parameters: more reviews are cut to it.
+    # The paper's clip norm, with a rate that keeps the noise in the parameters: more reviews are clipped.
     Try(length=64, epochs=3, batch=256, clip=0.1, rate=40.0),
     Try(length=64, epochs=3, batch=256, clip=0.1, rate=40.0, is_private=False),
-    # So many words that half of the reviews are read to their end.
+    # Half of the reviews have no more words than this.
     Try(length=200, epochs=3, batch=256, clip=0.1, rate=40.0),
     Try(length=200, epochs=3, batch=256, clip=0.1, rate=40.0, is_private=False),
 )
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.data(parser)
+    arguments.out(parser, "folder for the JSON; what it has is kept")
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.data)
+
+
 def main(out: Path, where: Path | None = None, tries: Sequence[Try] = TRIES) -> dict[str, Any]:
-    """Runs the tries that ``lstm.json`` in ``out`` does not have."""
+    """Runs the attempts that ``lstm.json`` in ``out`` does not have yet."""
     from benchmarks.utility import runs
 
     path = out / "lstm.json"
@@ -94,7 +104,7 @@ def _kept(one: Try, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """The tries in the order in which they were made."""
+    """The attempts in the order in which they were made."""
     lines = []
     for run in content["runs"]:
         one = Try(**run["try"])

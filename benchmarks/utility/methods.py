@@ -1,4 +1,4 @@
-"""Optimizers by name, from plain settings that fit in JSON."""
+"""Optimizers by name, built from plain settings that JSON can hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ from dpopt.optimizers.scale_then_privatize import scale_then_privatize
 from dpopt.preconditioners.delayed import delayed_moments
 from dpopt.preconditioners.moments import last_moments, public_moments
 
-# Optimizers that a paper describes, called with their own arguments.
+# Optimizers from papers, called with their own arguments.
 NAMED: dict[str, Callable[..., dpopt.PrivateOptimizer]] = {
     "DP-SGD": dpopt.dp_sgd,
     "DP-Adam": dpopt.dp_adam,
@@ -41,13 +41,13 @@ NAMED: dict[str, Callable[..., dpopt.PrivateOptimizer]] = {
 }
 NEEDS_PUBLIC_DATA = {"AdaDPS", "PDA-DPMD", "DP-R-Pub", "DP-Adam-Pub"}
 
-# What may follow the noise in a combination.
+# Parts of a combination after the noise, and preconditioners before it.
 AFTER: dict[str, Callable[..., optax.GradientTransformation]] = {
     "sgd": lambda momentum=0.0: optax.trace(momentum) if momentum else optax.identity(),
     "adam": optax.scale_by_adam,
     "adam_bc": scale_by_adam_bc,
     "micro_adam": scale_by_micro_adam,
-    "muon": lambda: optax.chain(contrib.muon(1.0), optax.scale(-1.0)),  # whose learning rate comes after it
+    "muon": lambda: optax.chain(contrib.muon(1.0), optax.scale(-1.0)),  # the learning rate follows
     "muon_bc": lambda gamma: scale_by_muon_bc(key=jax.random.key(3_000), gamma=gamma),
     "lion": optax.scale_by_lion,
     "low_pass": filters.low_pass,
@@ -61,20 +61,20 @@ BEFORE: dict[str, Callable[..., Any]] = {
 
 
 def needs_public_gradients(method: str, options: dict[str, Any]) -> bool:
-    """Whether ``update`` wants ``public_grads``."""
+    """Whether ``update`` needs ``public_grads``."""
     if method == "combination":
         return options.get("before", {}).get("kind") == "public"
     return method in NEEDS_PUBLIC_DATA and "scale" not in options
 
 
 def look_ahead(method: str, options: dict[str, Any]) -> float:
-    """How many times the last step further than the parameters the gradient is asked for: DiSK's, by one gradient."""
+    """Where gradients are taken: beyond the parameters, by this multiple of the last step. Nonzero for DiSK only."""
     after = options.get("after", {}) if method == "combination" else {}
     return (1 - after["kappa"]) / after["kappa"] if after.get("kind") == "kalman" else 0.0
 
 
 def to_be_scored(state: Any, params: Any) -> Any:
-    """The point that an optimizer would have used, where that is not the one its gradients are taken at, or None."""
+    """The parameters that the optimizer recommends for use, or None if they are ``params``."""
     for part in state:
         if isinstance(part, contrib.ScheduleFreeState):
             return contrib.schedule_free_eval_params(part, params)
@@ -99,12 +99,12 @@ def build(
 
     Args:
         method: a name in `NAMED`, or ``"combination"``: ``{"before": {...}, "after": {...}}`` with kinds from `BEFORE`
-            (or ``"side information"``) and `AFTER`. ``gamma_share``: AdamBC's floor as a share of the noise's variance;
-            ``faster``: see `_faster`.
-        options: arguments of the optimizer; ``learning_rate`` is a number, ``decay_to`` (optional, or None) the share
-            of it at which a linear decay ends. ``scale: "side information"`` stands for the task's own diagonal.
+            (or ``"side information"``) and `AFTER`. ``gamma_share`` is AdamBC's floor as a share of the noise variance;
+            ``faster`` are the factors of `faster`.
+        options: arguments of the optimizer. ``learning_rate`` is a number; ``decay_to`` (optional, or None) is the
+            share of it at which a linear decay ends. ``scale: "side information"`` stands for the task's own diagonal.
         steps: length of the run.
-        privacy_four: the arguments that privacy depends on.
+        privacy_four: clip norm, noise multiplier, expected batch size and key.
         side_information: the task's diagonal.
     """
     options = dict(options)
@@ -128,15 +128,15 @@ def build(
     core = dpopt.privatize(**privacy_four, preconditioner=preconditioner)
     if "gamma_share" in after:
         after["gamma"] = after.pop("gamma_share") * noise_in_mean(privacy_four) ** 2
-    if after["kind"] == "schedule_free":  # which has a rate that stays
+    if after["kind"] == "schedule_free":  # with a constant rate
         return dpopt.chain(core, contrib.schedule_free(optax.sgd(start), start, b1=after["b1"]))
-    faster = after.pop("faster", {})
+    factors = after.pop("faster", {})
     rule = AFTER[after.pop("kind")](**after)
-    return dpopt.chain(core, rule, *_faster(faster), optax.scale_by_learning_rate(rate))
+    return dpopt.chain(core, rule, *faster(factors), optax.scale_by_learning_rate(rate))
 
 
-def _faster(factors: dict[str, float]) -> list[optax.GradientTransformation]:
-    """Longer steps of some parameters, by the first name on the way to them: ``{"head": 10.0}``."""
+def faster(factors: dict[str, float]) -> list[optax.GradientTransformation]:
+    """Scales the steps of some parameters, by the first name in their path: ``{"head": 10.0}``."""
 
     def named(name: str) -> Callable[[Any], Any]:
         def is_named(path: Any, x: Any) -> bool:
@@ -148,13 +148,13 @@ def _faster(factors: dict[str, float]) -> list[optax.GradientTransformation]:
 
 
 def noise_in_mean(privacy_four: dict[str, Any]) -> float:
-    """Standard deviation of the noise in a mean gradient; the largest of all steps', where noise is correlated."""
+    """The standard deviation of the noise in a mean gradient; with correlated noise, the largest over steps."""
     clip, strategy = as_clip_function(privacy_four["l2_clip_norm"]), privacy_four.get("noise")
     one = privacy_four["noise_multiplier"] * clip.sensitivity / privacy_four["expected_batch_size"]
     return one if strategy is None else one * float(strategy.deviations[-1])
 
 
 def state_bytes(optimizer: dpopt.PrivateOptimizer, params: Any) -> int:
-    """Bytes of optimizer state."""
+    """The bytes of the optimizer state."""
     state = jax.eval_shape(optimizer.init, params)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -1,7 +1,7 @@
-"""A researcher's optimizer in the suites of ``utility``, beside the recorded rows of the shipped contenders.
+"""A user's own optimizer in the suites of ``utility``, beside the recorded rows of the shipped contenders.
 
-It gets what they got: as many candidates, the same features, clip norm, steps, seeds and epsilon. What is recorded is
-read and not changed; all that is written goes into a folder of the optimizer's own.
+It gets what they got: the same number of candidates, features, clip norm, steps, seeds and epsilon. The records are
+only read; all output goes into a folder named after the optimizer.
 """
 
 import dataclasses
@@ -18,23 +18,18 @@ from benchmarks.report import plots, summaries, tables
 from benchmarks.utility import command as utility
 from benchmarks.utility import contenders, sweeps
 from benchmarks.utility.contenders import Contender, ContenderError
-from benchmarks.utility.suites import epochs, frontier, others, pretrained
+from benchmarks.utility.suites import frontier
 
-SUITES = {
-    "frontier": frontier.contests,
-    "epochs": epochs.contests,
-    "others": others.contests,
-    "pretrained": pretrained.contests,
-}
-REFERENCE = "DP-SGD, momentum"  # on every task, with nothing before the clip: its settings are taken over
+SUITES = utility.CONTESTS
+REFERENCE = "DP-SGD, momentum"  # in every table, and without a preconditioner: the new contender gets its settings
 RECORDED = records.RESULTS
 
 
 def contests(suite: str, contender: Contender, label: str, rates: Sequence[str], only: str | None) -> list[Any]:
-    """The contests of a suite that it enters: those of `REFERENCE`, with its own function and learning rates.
+    """The contests of `REFERENCE` in a suite, with the contender's function and learning rates instead.
 
     Raises:
-        ContenderError: if a start of the learning rates is missing.
+        ContenderError: if the first learning rate is missing.
     """
     found = []
     for contest in SUITES[suite]():
@@ -49,27 +44,27 @@ def contests(suite: str, contender: Contender, label: str, rates: Sequence[str],
 
 
 def _fields(make: Callable[..., dict[str, Any]], contender: Contender, *args: float) -> dict[str, Any]:
-    """The reference's fields of a `Setting`, with another optimizer."""
+    """The reference's fields of a `Setting`, with the contender's optimizer."""
     fields = make(*args)
     own = contender.options(fields["options"]["learning_rate"])
     return fields | {"method": contenders.METHOD, "options": own, "source": contender.source}
 
 
 def recorded(suite: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The shipped contenders' rows of the same tables and epsilons, as they were recorded."""
+    """The recorded rows of the shipped contenders for the same tables and epsilons."""
     content = sweeps.stored(RECORDED / f"utility-{suite}.json") or {"rows": []}
     places = {(row["table"], row["target_epsilon"]) for row in rows}
     return [row for row in content["rows"] if (row["table"], row["target_epsilon"]) in places]
 
 
 def _label(contender: Contender) -> str:
-    """Its name, unless a shipped contender has that."""
+    """The contender's name, marked if a shipped contender has the same."""
     taken = {contest.label for suite in SUITES.values() for contest in suite()}
     return f"{contender.label} (yours)" if contender.label in taken else contender.label
 
 
 def about_noise(rows: Sequence[dict[str, Any]], shipped: Sequence[dict[str, Any]]) -> list[str]:
-    """Where it needs other noise than the reference for the same epsilon, because it spends more or less than that."""
+    """Where it needs more or less noise than the reference for the same epsilon."""
     usual = {(r["table"], r["target_epsilon"], r["contender"]): r["noise_multiplier"] for r in shipped}
     said = []
     for row in rows:
@@ -104,7 +99,7 @@ def _markdown(
     parts += [f"\n- {line}" for line in about_noise(rows, shipped)]
     for title in dict.fromkeys(row["table"] for row in rows):
         own = [row for row in (*rows, *shipped) if row["table"] == title]
-        # What the table's text refers to is a section of the page it is made for.
+        # Links to other sections work only in RESULTS.md.
         text = re.sub(r"\[([^]]+)\]\(#[^)]*\)", r"\1 in benchmarks/RESULTS.md", tables.TABLES[suite](own))
         parts.append(f"\n\n## {title}\n\n{text}\n")
     parts += [f"\n![{path.stem}]({path.name})\n" for path in drawn]
@@ -112,7 +107,7 @@ def _markdown(
 
 
 def main(options: Any) -> None:
-    """Runs it in the suites asked for; writes its rows, tables and plots into a folder of its own, and prints them."""
+    """Runs the contender in the chosen suites; prints its tables and writes rows, tables and plots to its folder."""
     console = Console()
     if options.suite == "papers":
         raise ContenderError(

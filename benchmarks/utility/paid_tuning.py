@@ -1,8 +1,8 @@
-"""Contenders of the frontier that pay for their tuning: epsilon covers all that led to the released parameters.
+"""Contenders of the frontier that pay for their tuning: epsilon covers everything that led to the released parameters.
 
-A random number of the contender's candidates is trained on four fifths of the training examples, each scored on the
-last fifth with noise, and the best is released (`dpopt.tuning.repeat_and_select`). The noise of a trial is so large
-that the whole search costs what others are allowed for one run whose candidate was chosen for free.
+A random number of candidates is trained on four fifths of the training examples. Each is scored on the last fifth with
+noise, and the best is released (`dpopt.tuning.repeat_and_select`). The noise of a trial is so large that the whole
+search costs what the other contenders may spend on their last run alone.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from benchmarks.utility.suites import frontier
 from dpopt import accounting, events, tuning
 
 TRIALS = tuning.NumTrials(mean=float(frontier.BUDGET), shape=0.0)
-SCORE_SHARE = 0.1  # of a trial's 1 / noise_multiplier**2, for its score
-WORST_ERROR = 2.0  # stars: errors are counted as at most so large, so that a score lies between 0 and 1
+SCORE_SHARE = 0.1  # the score's share of a trial's total 1 / noise_multiplier**2
+WORST_ERROR = 2.0  # stars: errors are clipped to this, so that scores lie between 0 and 1
 
 
 def sweep(
     contest: frontier.Contest, epsilon: float, seeds: range, *, out: Path, where: Path | None
 ) -> list[dict[str, Any]]:
-    """A record for each seed; those that ``out`` holds are not made again."""
+    """A record for each seed; seeds with a record in ``out`` are not run again."""
     found, search = [], None
     for seed in seeds:
         path = out / f"paid-{contest.candidates(epsilon, validate=True)[0].name(seed)}"
@@ -63,7 +63,7 @@ class Search:
         self._candidates = [dataclasses.replace(c, epsilon=None, noise_multiplier=sigma) for c in candidates]
 
     def _score(self, sigma: float) -> tuning.PrivateScore:
-        """How trials are scored, from the noise multiplier of their steps, of which each reads all examples."""
+        """The score of trials whose steps, each on all examples, have noise multiplier ``sigma``."""
         noise = sigma / (self._steps * SCORE_SHARE / (1 - SCORE_SHARE)) ** 0.5
         return tuning.PrivateScore(per_example=self._quality, num_examples=self._held_out, noise_multiplier=noise)
 
@@ -72,7 +72,7 @@ class Search:
         return each if self._task.higher_is_better else 1 - np.minimum(each / WORST_ERROR**2, 1)
 
     def run(self, seed: int) -> dict[str, Any]:
-        """The record of one search, as `runs.Program` makes those of runs."""
+        """The record of one search, like those of `runs.Program`."""
         seconds = []
 
         def train(candidate: int, key: jax.Array) -> Any:

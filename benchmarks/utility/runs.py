@@ -1,4 +1,4 @@
-"""One run: a setting and a seed give a record. Seeds of one setting run together, under ``vmap``."""
+"""Runs: a setting and a seed give a record. Seeds of one setting run together, under ``vmap``."""
 
 import functools
 import json
@@ -50,7 +50,7 @@ def _optimizer(
 
 
 def event_of(setting: Setting, task: tasks.Task, noise_multiplier: float) -> dp_accounting.DpEvent:
-    """The event of a whole run, from the chain itself, with what was released before it."""
+    """The event of a whole run, from the optimizer itself, with what the task released before it."""
     optimizer = _optimizer(setting, task, noise_multiplier, jax.random.key(0), task.side_information(0))
     scheme = setting.sampler(task, 0).scheme
     return _with_release(task, dpopt.privacy_event(optimizer, sampling=scheme, steps=setting.steps))
@@ -66,14 +66,14 @@ _CALIBRATED: dict[str, float] = {}
 
 
 def noise_for(setting: Setting, task: tasks.Task) -> float:
-    """The noise multiplier: given, or the least that meets the target."""
+    """The noise multiplier: the given one, or the least that meets the target epsilon."""
     if setting.noise_multiplier is not None:
         return setting.noise_multiplier
-    # Two runs that differ in what comes after the noise, or before the clip, need the same.
+    # Runs with the same event need the same noise, whatever their preconditioner and rule.
     accountant = setting.accountant or "pld"
     alike = json.dumps(events.to_json(event_of(setting, task, 7.0)))
     alike += f"{setting.epsilon} {setting.delta} {accountant}"
-    if setting.source is not None:  # whoever wrote it may treat another multiplier in another way
+    if setting.source is not None:  # its event may depend on the multiplier in any way
         alike += setting.program()
         contenders.check_noise(setting.label, lambda sigma: event_of(setting, task, sigma))
     if alike not in _CALIBRATED:
@@ -87,7 +87,7 @@ def noise_for(setting: Setting, task: tasks.Task) -> float:
 
 
 def _check_spent(setting: Setting, task: tasks.Task, noise_multiplier: float) -> None:
-    """Refuses a contender that would not spend what was asked for: its noise is calibrated at one learning rate."""
+    """Rejects a contender that misses the target epsilon: its noise is calibrated at one learning rate."""
     if setting.source is not None and setting.epsilon is not None:
         event = json.dumps(events.to_json(event_of(setting, task, noise_multiplier)))
         spent = _epsilons(event, setting.delta)[setting.accountant or "pld"]
@@ -103,7 +103,7 @@ def _drawn(num_examples: int, batch_size: float, parts: int, seed: int, steps: i
 
 
 def step_bytes(compiled: Any) -> int | None:
-    """Bytes of scratch memory that XLA plans for a compiled program; None where a backend does not say.
+    """The bytes of scratch memory that XLA plans for a compiled program; None if the backend does not report them.
 
     Arguments and results (parameters, state, examples) are not counted.
     """
@@ -112,7 +112,7 @@ def step_bytes(compiled: Any) -> int | None:
 
 
 class Program:
-    """A setting made ready: its task, its noise, and its steps compiled once, for any seed and learning rate.
+    """A setting ready to run: its task, its noise, and its steps compiled once for all seeds and learning rates.
 
     Args:
         setting: what to run.
@@ -130,11 +130,11 @@ class Program:
         self._compiled: dict[Any, Any] = {}
         self._sizes: tuple[int, ...] = ()
         self.compile_seconds = 0.0
-        self.step_bytes: int | None = None  # of the compiled steps of all seeds that run together
+        self.step_bytes: int | None = None  # of the compiled steps, for all seeds that run together
         self._step = jax.jit(self._scan_seeds, donate_argnums=0)
-        # An argument of the program: as a constant of it, XLA would compute with it while compiling.
+        # Passed as an argument: XLA would fold computations on a constant while compiling.
         self._whole = task.all_examples() if self.is_whole else None
-        self.trained: Any = None  # parameters at the end of the last `train`, a row a seed
+        self.trained: Any = None  # parameters at the end of the last `train`, stacked over seeds
         self._score_one = jax.jit(task.score)
         self._scoring_seconds = 0.0
 
@@ -142,7 +142,7 @@ class Program:
         return _optimizer(self.setting, self.task, self.noise_multiplier, key, side, rate)
 
     def _scan_seeds(self, *args: Any) -> Any:
-        """Many steps of every seed: under ``vmap``, but for a single one, whose program is faster without."""
+        """Many steps of every seed: under ``vmap``, or without it for a single seed, which is faster."""
         axes = (0, 0, 0, None, 0, None, None)
         if len(args[1]) > 1:
             return jax.vmap(self._scan, in_axes=axes)(*args)
@@ -163,7 +163,7 @@ class Program:
             (params, state, average, last), (t, batch) = carry, step_and_batch
             extra = {"public_grads": task.public_grads(params)} if needs_public else {}
             at = jax.tree.map(lambda p, before: p + ahead * (p - before), params, last) if ahead else params
-            grads = task.promise(at, whole if self.is_whole else batch)
+            grads = task.grads(at, whole if self.is_whole else batch)
             updates, state = optimizer.update(grads, state, params, **extra)
             last = params if ahead else ()
             params = optax.apply_updates(params, updates)
@@ -176,7 +176,7 @@ class Program:
         return jax.lax.scan(one, carry, (times, batches))[0]
 
     def _call(self, *args: Any) -> Any:
-        """Runs the compiled program for these shapes; what compiling takes is kept apart."""
+        """Runs the program compiled for these shapes; the time of compilation is kept apart."""
         shapes = str(jax.tree.map(jnp.shape, args[4:6]))
         if shapes not in self._compiled:
             began = time.perf_counter()
@@ -186,7 +186,7 @@ class Program:
         return jax.block_until_ready(self._compiled[shapes](*args))
 
     def _score(self, params: Any) -> np.ndarray:
-        """The score of every seed. What it takes is kept apart: it is no part of training."""
+        """The score of every seed. Its time is kept apart from that of training."""
         began = time.perf_counter()
         seeds = range(len(jax.tree.leaves(params)[0]))
         scores = [float(self._score_one(jax.tree.map(lambda x, i=i: x[i], params))) for i in seeds]
@@ -204,7 +204,10 @@ class Program:
         Args:
             seeds: the seeds.
             advance: called with the number of steps just done.
-            setting: one that differs from the program's in its learning rate or label, or None.
+            setting: None, or one that differs from the program's only in its learning rate or label.
+
+        Raises:
+            ValueError: if the setting differs in more.
         """
         s, task = setting or self.setting, self.task
         if s.program() != self.setting.program():
@@ -212,21 +215,9 @@ class Program:
         _check_spent(s, task, self.noise_multiplier)
         rate = jnp.asarray(s.options["learning_rate"], jnp.float32)
         began = time.perf_counter()
-        drawn = []
-        if not self.is_whole:
-            parts = 1 if s.noise is None else s.noise["bands"]
-            drawn = [_drawn(task.num_examples, self.batch_size, parts, seed, s.steps) for seed in seeds]
-            sizes = [task.sizes(d) for d in drawn] + ([self._sizes] if self._sizes else [])
-            self._sizes = tuple(max(x) for x in zip(*sizes, strict=True))
+        drawn = [] if self.is_whole else self._draw(s, seeds)
         sampling_seconds = time.perf_counter() - began
-        sides = [task.side_information(seed) for seed in seeds]
-        sides = None if sides[0] is None else jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *sides)
-        params = jax.tree.map(lambda *x: jnp.stack(x), *[task.init(seed) for seed in seeds])
-        keys = jnp.stack([jax.random.fold_in(jax.random.key(2_000), seed) for seed in seeds])
-        state = jax.vmap(lambda p, k, side: self._optimizer(k, side).init(p))(params, keys, sides)
-        # Donated: no array may be there twice. At the end the parameters of the step before, for who asks for them.
-        last = jax.tree.map(jnp.copy, params) if methods.look_ahead(s.method, s.options) else ()
-        carry = (params, state, jax.tree.map(jnp.copy, params), last)
+        sides, keys, carry = self._start(s, seeds)
         points = getattr(task, "checkpoints", CHECKPOINTS)
         per_call = min(STEPS_PER_CALL, s.steps if points <= CHECKPOINTS else -(-s.steps // points))
         apart = self.compile_seconds + self._scoring_seconds
@@ -246,7 +237,7 @@ class Program:
         if self.step_bytes is not None:
             timing["step_bytes"] = self.step_bytes
         self.trained = carry[0]
-        # Scored once, where the point that is scored is the last one: of a Transformer that takes as long as training.
+        # Not scored again if the scored point is the last one: scoring a Transformer takes as long as training it.
         is_other = s.average_from is not None or methods.to_be_scored(carry[1], carry[0]) is not None
         last = self._score(carry[0]) if is_other else curve[-1][1]
         return [
@@ -261,8 +252,27 @@ class Program:
             for i, seed in enumerate(seeds)
         ]
 
+    def _draw(self, s: Setting, seeds: Sequence[int]) -> list[list[np.ndarray]]:
+        """The batches of every seed; the padded sizes grow to hold them."""
+        parts = 1 if s.noise is None else s.noise["bands"]
+        drawn = [_drawn(self.task.num_examples, self.batch_size, parts, seed, s.steps) for seed in seeds]
+        sizes = [self.task.sizes(d) for d in drawn] + ([self._sizes] if self._sizes else [])
+        self._sizes = tuple(max(x) for x in zip(*sizes, strict=True))
+        return drawn
+
+    def _start(self, s: Setting, seeds: Sequence[int]) -> tuple[Any, jax.Array, tuple]:
+        """Diagonals, noise keys, and the carry of `_scan` before the first step, all stacked over seeds."""
+        sides = [self.task.side_information(seed) for seed in seeds]
+        sides = None if sides[0] is None else jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *sides)
+        params = jax.tree.map(lambda *x: jnp.stack(x), *[self.task.init(seed) for seed in seeds])
+        keys = jnp.stack([jax.random.fold_in(jax.random.key(2_000), seed) for seed in seeds])
+        state = jax.vmap(lambda p, k, side: self._optimizer(k, side).init(p))(params, keys, sides)
+        # Copies, since a donated array may appear only once. The last part: the previous parameters, where needed.
+        last = jax.tree.map(jnp.copy, params) if methods.look_ahead(s.method, s.options) else ()
+        return sides, keys, (params, state, jax.tree.map(jnp.copy, params), last)
+
     def common(self, setting: Setting | None = None) -> dict[str, Any]:
-        """What the records of all seeds share."""
+        """The part of the records that all seeds share."""
         s, task = setting or self.setting, self.task
         event = events.to_json(event_of(s, task, self.noise_multiplier))
         params = task.init(0)
@@ -282,7 +292,7 @@ class Program:
             "epsilon": _epsilons(json.dumps(event), s.delta),
             "delta": s.delta,
             "relation": f"add or remove one {task.unit}",
-            "not_covered_by_epsilon": task.taken_for_free,
+            "not_covered_by_epsilon": task.not_covered_by_epsilon,
             "parameters": sum(p.size for p in jax.tree.leaves(params)),
             "state_bytes": methods.state_bytes(optimizer, params),
             "compile_seconds": self.compile_seconds,

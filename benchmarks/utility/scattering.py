@@ -1,10 +1,10 @@
-"""The scattering transform of small images: fixed wavelets, moduli and averages, learned from no data.
+"""The scattering transform of small images: fixed wavelets, moduli and averages, without training data.
 
 A channel is the average, over a neighbourhood of ``2**scales`` pixels, of the image (order 0), of ``|image * psi|``
 (order 1), or of ``||image * psi| * psi'|`` with psi' a coarser wavelet (order 2). The wavelets are Morlet's: a wave
-under a Gaussian window, less as much of the window as makes their mean 0. All products are taken in frequency.
+under a Gaussian window, minus a multiple of the window that makes the mean 0. Convolutions are products in frequency.
 
-Convolution wraps around; `transform` puts zeros around the image, wide enough for its border.
+Convolution wraps around; `transform` pads the image with zeros, wide enough for its border.
 """
 
 import functools
@@ -13,20 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-WIDTH = 0.8  # deviation of the finest window, in pixels
+WIDTH = 0.8  # standard deviation of the finest window, in pixels
 FREQUENCY = 3 * np.pi / 4  # of the finest wave, in radians a pixel
-ALIASES = 3  # how many periods of the frequency axes are added up on either side: the rest is below 1e-12
+ALIASES = 3  # periods of the frequency axes that are summed on either side: the rest is below 1e-12
 
 
 def _gaussian(size: int, deviation: float, centre: float, angle: float, slant: float) -> np.ndarray:
-    """Fourier transform, at the ``size x size`` frequencies, of a window of unit integral on a wave of ``centre``.
+    """Fourier transform, at the ``size x size`` frequencies, of a unit-integral window times a wave of ``centre``.
 
     Args:
         size: pixels of a side.
-        deviation: of the window along the wave.
+        deviation: standard deviation of the window along the wave.
         centre: frequency of the wave, in radians a pixel.
-        angle: direction of the wave; 0 is along the rows' axis.
-        slant: deviation along the wave over that across it.
+        angle: direction of the wave; 0 is along the axis of rows.
+        slant: ratio of the deviations along and across the wave.
     """
     own = 2 * np.pi * np.fft.fftfreq(size)
     shifts = 2 * np.pi * np.arange(-ALIASES, ALIASES + 1)
@@ -38,7 +38,7 @@ def _gaussian(size: int, deviation: float, centre: float, angle: float, slant: f
 
 
 def morlet(size: int, scale: int, turn: int, angles: int) -> np.ndarray:
-    """Fourier transform of a wavelet, real: ``scale`` 0 is the finest, ``turn`` counts directions out of ``angles``."""
+    """The real Fourier transform of a wavelet: ``scale`` 0 is the finest; ``turn`` is the direction, of ``angles``."""
     deviation, centre = WIDTH * 2.0**scale, FREQUENCY / 2.0**scale
     angle, slant = np.pi * turn / angles, 4 / angles
     wave = _gaussian(size, deviation, centre, angle, slant)
@@ -50,8 +50,8 @@ def morlet(size: int, scale: int, turn: int, angles: int) -> np.ndarray:
 def filters(size: int, scales: int, angles: int) -> tuple[np.ndarray, np.ndarray]:
     """Fourier transforms of the average, ``(size, size)``, and of the wavelets, ``(scales, angles, size, size)``.
 
-    The wavelets are scaled, all alike, as far as it takes for no frequency to be amplified: for real images, average
-    and wavelets together then have at most the energy of the image (Littlewood and Paley's condition).
+    One factor scales all wavelets so that no frequency is amplified: for real images, average and wavelets together
+    then have at most the energy of the image (Littlewood and Paley's condition).
     """
     average = _gaussian(size, WIDTH * 2.0 ** (scales - 1), 0.0, 0.0, 1.0)
     average /= average[0, 0]
@@ -66,14 +66,14 @@ def filters(size: int, scales: int, angles: int) -> tuple[np.ndarray, np.ndarray
 
 
 def paths(scales: int, angles: int) -> list[tuple[tuple[int, int], ...]]:
-    """The channels in their order: of each, the wavelets (scale, direction) passed, coarser from one to the next."""
+    """The channels in order: for each, its wavelets (scale, direction), from fine to coarse."""
     first = [(j, k) for j in range(scales) for k in range(angles)]
     second = [(a, b) for a in first for b in first if b[0] > a[0]]
     return [(), *((a,) for a in first), *second]
 
 
 def _modulus(transformed: jax.Array, spectrum: jax.Array) -> jax.Array:
-    """``(..., n, size, size)`` of transformed ``(..., 1, size, size)`` and n spectra."""
+    """Moduli ``(..., n, size, size)`` for a transformed image ``(..., 1, size, size)`` and n spectra."""
     every = jnp.broadcast_to(spectrum, transformed.shape[:-3] + spectrum.shape)
     return jnp.abs(jnp.fft.ifft2(transformed * every))
 
@@ -94,7 +94,7 @@ def _moduli(images: jax.Array, scales: int, angles: int) -> jax.Array:
 def averages(images: jax.Array, *, scales: int, angles: int, kept: slice = slice(None)) -> jax.Array:
     """All channels of ``(..., size, size)`` at the pixels ``kept`` of either axis; convolution wraps around.
 
-    The average is a Gaussian along one axis after the other: two matrix products, of the rows that are kept alone.
+    The average is a Gaussian along each axis: two matrix products, restricted to the rows that are kept.
     """
     average, _ = filters(images.shape[-1], scales, angles)
     kernel = np.fft.ifft(average[0]).real
@@ -113,14 +113,14 @@ def transform(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Arr
         ``(..., channels, size / 2**scales, size / 2**scales)``: 81 channels of 7 x 7 for 28 x 28 pixels at the default.
 
     Raises:
-        ValueError: for images of another shape.
+        ValueError: if images are not square, or their size is not such a multiple.
     """
     if scales < 1 or angles < 1:
         raise ValueError(f"scales and angles must be at least 1; got {scales} and {angles}.")
     step = 2**scales
     if images.ndim < 2 or images.shape[-1] != images.shape[-2] or images.shape[-1] % step:
         raise ValueError(f"images must be square with sides that {step} divides; got shape {images.shape}.")
-    # In front half a step, so that the values lie around the middle of the image.
+    # Half a step in front, so that the kept pixels are centred on the image.
     front, behind = step // 2, 3 * step // 2
     around = [(0, 0)] * (images.ndim - 2) + [(front, behind)] * 2
     kept = slice(step, step + images.shape[-1], step)

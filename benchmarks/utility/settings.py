@@ -1,4 +1,4 @@
-"""What a run depends on: its setting, which names its record."""
+"""The setting of a run, which identifies its record."""
 
 import dataclasses
 import functools
@@ -13,55 +13,53 @@ from dpopt import accounting, correlated
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Everything that a run depends on but the seed."""
+    """Everything that a run depends on, except the seed."""
 
     task: str
     task_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     method: str
     options: dict[str, Any]
     l2_clip_norm: Any = 1.0
-    noise_multiplier: float | None = None  # this, or a target epsilon
+    noise_multiplier: float | None = None  # either this or a target epsilon
     epsilon: float | None = None
     delta: float
     expected_batch_size: float | None = None  # None: all examples
     steps: int
     noise: dict[str, Any] | None = None  # correlated over steps: {"bands", "momentum"}; see `strategy`
-    average_from: float | None = None  # average the parameters from this share of the run on; free post-processing
-    accountant: accounting.Accountant | None = None  # by which ``epsilon`` is met: None is "pld"
+    average_from: float | None = None  # average the parameters from this share of the run on (post-processing)
+    accountant: accounting.Accountant | None = None  # that meets ``epsilon``; None is "pld"
     label: str = dataclasses.field(default="", compare=False)
-    source: str | None = dataclasses.field(
-        default=None, compare=False
-    )  # where `benchmarks.utility.contenders` finds it
+    source: str | None = dataclasses.field(default=None, compare=False)  # of a contender (`contenders.load`)
 
     def content(self) -> dict[str, Any]:
-        """What identifies the run: all but the label, and the place of a module whose text is in the options."""
+        """What identifies the run: all fields but the label and the source (whose hash is among the options)."""
         fields = dataclasses.asdict(self)
         fields.pop("label")
         fields.pop("source")
-        for later in ("noise", "accountant"):  # as records say that are older than these fields
+        for later in ("noise", "accountant"):  # as in records that are older than these fields
             if fields[later] is None:
                 fields.pop(later)
         return fields
 
     def name(self, seed: int) -> str:
-        """File name of a record."""
+        """The file name of a record."""
         code = hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:12]
         return f"{self.task}-{code}-{seed}.json"
 
     def program(self) -> str:
-        """What a compiled program depends on: all but the seed and the learning rate."""
+        """What the compiled program depends on: everything but the seed and the learning rate."""
         fields = self.content()
         fields["options"] = {k: v for k, v in fields["options"].items() if k != "learning_rate"}
         return json.dumps(fields, sort_keys=True)
 
     def strategy(self) -> correlated.Strategy | None:
-        """How noise is correlated: by the bands that are the best for momentum under a rate that falls to 0."""
+        """How noise is correlated: by bands optimised for momentum under a learning rate that decays to 0."""
         if self.noise is None:
             return None
         return _optimized(self.noise["bands"], self.noise["momentum"], self.steps)
 
     def sampler(self, task: tasks.Task, seed: int) -> Any:
-        """What draws its batches."""
+        """The sampler of its batches."""
         batch = self.batch_size(task)
         if self.noise is None:
             return dpopt.PoissonSampler(task.num_examples, batch, seed=seed)
@@ -72,12 +70,12 @@ class Setting:
 
 
 class Row(NamedTuple):
-    """A run, and what a paper reports for it."""
+    """A run in a table, and the figure that the paper reports for it."""
 
     table: str
     setting: Setting
     published: float | None
-    tried: int | None = None  # how many candidates it was chosen from; None: the paper does not say
+    tried: int | None = None  # number of candidates it was chosen from; None: unknown
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,7 +1,7 @@
-"""Sweeps: many settings times many seeds, one JSON file a run, resumable after any kind of end.
+"""Sweeps: many settings times many seeds, one JSON file per run, resumable however they ended.
 
-A run's file is written whole or not at all, under a name that its setting and seed determine, so what is there is
-finished and what is not there is still to do. Nothing else is remembered.
+A run's file is written whole or not at all, under a name that its setting and seed determine: a run with a file is
+finished, one without is still to do. There is no other state.
 """
 
 import concurrent.futures
@@ -19,7 +19,7 @@ from benchmarks.utility import runs
 
 
 def stored(path: Path) -> dict[str, Any] | None:
-    """The record at ``path``, or None if there is none that can be read."""
+    """The record at ``path``, or None if it is missing or unreadable."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -27,7 +27,7 @@ def stored(path: Path) -> dict[str, Any] | None:
 
 
 def missing(settings: Iterable[runs.Setting], seeds: Sequence[int], out: Path) -> list[tuple[runs.Setting, list[int]]]:
-    """What is still to do: settings with the seeds that have no record."""
+    """What is still to do: settings, each with its seeds that have no record."""
     todo = ((s, [seed for seed in seeds if stored(out / s.name(seed)) is None]) for s in settings)
     return [(s, left) for s, left in todo if left]
 
@@ -36,10 +36,10 @@ _PROGRAMS: dict[tuple[str, Path | None], runs.Program] = {}
 
 
 def program(setting: runs.Setting, where: Path | None) -> runs.Program:
-    """The compiled program of a setting: that of the run before, if only the learning rate has changed."""
+    """The compiled program of a setting: the previous one, if only the learning rate has changed."""
     code = setting.program(), where
     if code not in _PROGRAMS:
-        _PROGRAMS.clear()  # one is enough: settings that share a program follow each other
+        _PROGRAMS.clear()  # one is enough: settings that share a program are adjacent
         _PROGRAMS[code] = runs.Program(setting, where=where)
     return _PROGRAMS[code]
 
@@ -67,12 +67,12 @@ def sweep(
     """Runs what is missing and returns all records, in the order of the settings and seeds.
 
     Args:
-        settings, seeds: every setting is run with every seed.
+        settings, seeds: every setting runs with every seed.
         out: folder of the records.
         where: data folder.
         jobs: processes at a time.
         together: seeds of one setting that run as one program, under ``vmap``.
-        console: where progress is shown.
+        console: shows the progress.
     """
     out.mkdir(parents=True, exist_ok=True)
     todo = missing(settings, seeds, out)
@@ -90,6 +90,6 @@ def sweep(
                 for done in concurrent.futures.as_completed(started):
                     done.result()
                     progress.advance(bar, started[done])
-    # The label is how this sweep calls the run; the file may have been written under another.
+    # This sweep's label: the file may have been written under another one.
     found = [(s, stored(out / s.name(seed))) for s in settings for seed in seeds]
     return [record | {"label": s.label} for s, record in found if record is not None]

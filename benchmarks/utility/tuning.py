@@ -1,9 +1,10 @@
-"""What tuning costs: the same settings tried on IMDB unpaid, paid for, and not at all, at the same stated epsilon.
+"""What tuning costs: the same settings on IMDB, tuned unpaid, paid, and not at all, at the same stated epsilon.
 
-Momentum DP-SGD on `frontier`'s features and steps; the learning rate and the clip norm are open. Scores are on
-the test reviews, over seeds. What a way states and what it really spent, by Renyi divergences, stand side by side.
+DP-SGD with momentum on `frontier`'s features and steps; the learning rate and the clip norm are tuned. Scores are on
+the test reviews, over seeds. The table shows the epsilon that a way states beside what it spent, by Renyi divergences.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.report import figures
 from benchmarks.utility import closed_forms, runs
 from benchmarks.utility.suites import frontier
@@ -26,10 +27,10 @@ from dpopt import accounting, tuning
 EPSILONS = (1.0, 3.04)
 DELTA = 1e-5
 RATES = tuple(0.5 * 4.0**n for n in range(6))
-CLIPS = (0.05, 0.5)  # rows have length 1: the first cuts nearly all, the second nearly none
+CLIPS = (0.05, 0.5)  # rows have norm 1: the first clips nearly all, the second nearly none
 SETTINGS = [{"learning_rate": rate, "l2_clip_norm": clip} for rate in RATES for clip in CLIPS]
 TRIALS = tuning.NumTrials(mean=12.0, shape=0.0)
-SCORE_NOISE = 60.0  # reviews: a quarter of a percent of the private ones
+SCORE_NOISE = 60.0  # in reviews: a quarter of a percent of the private ones
 
 
 @functools.lru_cache(maxsize=4)
@@ -48,7 +49,7 @@ def _program(noise_multiplier: float, clip: float, where: Path | None) -> runs.P
 
 
 class Trials:
-    """Runs on one data set at one noise, whose results are parameters."""
+    """Runs at one noise multiplier, each of which returns its parameters."""
 
     def __init__(self, noise_multiplier: float, where: Path | None):
         self.noise_multiplier, self._where = noise_multiplier, where
@@ -63,7 +64,7 @@ class Trials:
         return jax.tree.map(lambda x: x[0], program.trained)
 
     def right(self, params: Any) -> np.ndarray:
-        """Of each private review, whether it is classified right."""
+        """Whether each private review is classified correctly."""
         rows, _ = self.task.all_examples()
         return np.asarray((closed_forms.logits(params, rows, frontier.REVIEWS["one"]) > 0) == (rows.labels > 0.5))
 
@@ -73,7 +74,7 @@ class Trials:
 
 
 def _event(noise_multiplier: float) -> dp_accounting.DpEvent:
-    """Of one run: every step reads all reviews."""
+    """The event of one run: every step uses all reviews."""
     step = dp_accounting.GaussianDpEvent(noise_multiplier)
     return dp_accounting.SelfComposedDpEvent(step, frontier.STEPS)
 
@@ -83,14 +84,14 @@ def _times(event: dp_accounting.DpEvent, count: int) -> dp_accounting.DpEvent:
 
 
 def _alone(epsilon: float, count: int = 1) -> float:
-    """The noise of ``count`` runs that together cost epsilon."""
+    """The noise multiplier of ``count`` runs that together spend epsilon."""
     return accounting.calibrate_event(
         lambda sigma: _times(_event(sigma), count), epsilon=epsilon, delta=DELTA, accountant="rdp"
     )
 
 
 def blind(epsilon: float, where: Path | None, key: jax.Array) -> tuple[float, dp_accounting.DpEvent]:
-    """One run, with a setting drawn at random."""
+    """One run with a random setting."""
     trials = Trials(_alone(epsilon), where)
     setting = SETTINGS[int(jax.random.randint(key, (), 0, len(SETTINGS)))]
     return trials.test_score(trials.train(setting, key)), _event(trials.noise_multiplier)
@@ -102,16 +103,16 @@ def _best_of_all(trials: Trials, key: jax.Array) -> float:
 
 
 def unpaid(epsilon: float, where: Path | None, key: jax.Array) -> tuple[float, dp_accounting.DpEvent]:
-    """Every setting, each at the whole epsilon; the best on the private reviews, without noise on what says so.
+    """Every setting at the full epsilon each; the best on the private reviews, by scores without noise.
 
-    The event leaves the score out, which no event describes: it has no noise.
+    The scores are not in the event: without noise, no event describes them.
     """
     trials = Trials(_alone(epsilon), where)
     return _best_of_all(trials, key), _times(_event(trials.noise_multiplier), len(SETTINGS))
 
 
 def composed(epsilon: float, where: Path | None, key: jax.Array) -> tuple[float, dp_accounting.DpEvent]:
-    """Every setting, with the noise that all of them together need, and noise on the scores, of which the best wins."""
+    """Every setting, with enough noise for all of them together, and the best by noisy scores."""
     score = dp_accounting.GaussianDpEvent(SCORE_NOISE)
 
     def event(sigma: float) -> dp_accounting.DpEvent:
@@ -126,7 +127,7 @@ def composed(epsilon: float, where: Path | None, key: jax.Array) -> tuple[float,
 
 
 def selected(epsilon: float, where: Path | None, key: jax.Array) -> tuple[float, dp_accounting.DpEvent]:
-    """The best of a random number of runs, by a score with noise (`dpopt.tuning`)."""
+    """The best of a random number of runs, by noisy scores (`dpopt.tuning`)."""
     rough = tuning.PrivateScore(per_example=np.zeros, num_examples=1, noise_multiplier=SCORE_NOISE)
     sigma = tuning.calibrate(_event, num_trials=TRIALS, score=rough, epsilon=epsilon, delta=DELTA)
     trials = Trials(sigma, where)
@@ -156,8 +157,18 @@ WAYS: dict[str, Callable[..., tuple[float, dp_accounting.DpEvent]]] = {
 }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.count(parser, "--seeds", 5, "of every way and epsilon (default 5)")
+    arguments.data(parser)
+    arguments.out(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.seeds, options.data)
+
+
 def main(out: Path, seeds: int, where: Path | None = None) -> dict[str, Any]:
-    """Compares the ways at every epsilon, and writes ``tuning.json`` to ``out``, where what is there stays."""
+    """Compares the ways at every epsilon and writes ``tuning.json``, whose rows are kept if the settings match."""
     path = out / "tuning.json"
     content = {
         "environment": records.environment(),
@@ -198,5 +209,5 @@ def _row(way: str, epsilon: float, seeds: int, where: Path | None) -> dict[str, 
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """The record in words."""
+    """The table for RESULTS.md."""
     return figures.tuning_table(content)

@@ -1,5 +1,6 @@
 """`python -m benchmarks zoo`: measures every model, and says how far the figures are from their targets."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -7,12 +8,22 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import records
+from benchmarks import arguments, records
 from benchmarks.zoo import summary
 from benchmarks.zoo.measure import about, measure
 from benchmarks.zoo.registry import ZOO
 
 _WIDTH = 180  # of what is written to a file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", help="part of a model's name")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time to spend on each model (default 10)")
+    arguments.out(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    main(options.out, options.only, options.seconds)
 
 
 def main(out: Path, only: str | None, budget_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks' loaders read the official layouts, and say what is wrong with a file that is missing or damaged."""
+"""The benchmarks' loaders read the official layouts and report missing and damaged files."""
 
 import gzip
 import io
@@ -202,10 +202,10 @@ def test_mnist_of_any_length_is_read(zipped, tmp_path):
 def test_damaged_idx_files_are_refused(tmp_path):
     good = idx_bytes(np.zeros((2, 3)))
     for content, why in (
-        (b"no idx file", "no idx file"),
-        (good[:-1], "announces"),
-        (good + b"x", "announces"),
-        (good[:6], "announces"),
+        (b"no idx file", "is not an idx file"),
+        (good[:-1], "by its header"),
+        (good + b"x", "by its header"),
+        (good[:6], "by its header"),
     ):
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(data.DamagedData, match=why):

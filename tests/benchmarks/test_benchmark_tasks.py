@@ -1,4 +1,4 @@
-"""Tasks of the utility suite: they learn, their epsilon is that of dp_accounting, what is free or paid for is said."""
+"""Tasks of the utility suite: they learn, epsilon is that of dp_accounting, and records list what it does not cover."""
 
 import dataclasses
 import json
@@ -18,6 +18,8 @@ from benchmarks.report import command as report
 from benchmarks.report import plots
 from benchmarks.utility import runs, tasks
 from benchmarks.utility.suites import epochs, networks, papers, synthetic
+from benchmarks.utility.tasks import networks as network_tasks
+from benchmarks.utility.tasks import synthetic as synthetic_tasks
 from benchmarks.utility.tasks import text as text_task
 
 
@@ -28,7 +30,7 @@ def fresh_tasks():
 
 
 def spent(accountant, noise_multiplier, sampling_prob, steps, delta):
-    """Epsilon of the subsampled Gaussian by dp_accounting alone."""
+    """Epsilon of the subsampled Gaussian, by dp_accounting alone."""
     event = dp_accounting.PoissonSampledDpEvent(sampling_prob, dp_accounting.GaussianDpEvent(noise_multiplier))
     accountant.compose(event, steps)
     return accountant.get_epsilon(delta)
@@ -55,7 +57,7 @@ def test_the_lstm_learns_from_reviews_and_says_that_its_vocabulary_was_free(few_
     assert record["parameters"] == 706_690 and record["not_covered_by_epsilon"] == ["vocabulary"]
     by_hand = spent(pld.PLDAccountant(), record["noise_multiplier"], 8 / 40, 3, 4e-5)
     assert record["epsilon"]["pld"] == pytest.approx(by_hand, abs=0.01) and 2.7 < by_hand <= 2.8
-    assert networks.ImdbLSTM(few_reviews, length=4, vocabulary="shipped").taken_for_free == ()
+    assert network_tasks.ImdbLSTM(few_reviews, length=4, vocabulary="shipped").not_covered_by_epsilon == ()
 
     quiet = dataclasses.replace(setting, epsilon=None, noise_multiplier=1e-3, steps=6, expected_batch_size=None)
     program = runs.Program(quiet, where=few_reviews)
@@ -85,8 +87,8 @@ def test_the_transformer_learns_from_reviews_by_the_vocabulary_that_was_publishe
 
 
 def test_held_out_and_public_examples_leave_the_private_ones():
-    task = networks.Digits()
-    tuned = networks.Digits(public_share=0.1, validate=True)
+    task = network_tasks.Digits()
+    tuned = network_tasks.Digits(public_share=0.1, validate=True)
     assert task.num_examples == 1_437 and len(task._test[1]) == 360 and not task.has_public_data
     parts = [np.asarray(part[0]) for part in (tuned._train, tuned._public, tuned._test)]
     assert [len(p) for p in parts] == [1_035, 115, 287] and sum(map(len, parts)) == task.num_examples
@@ -122,19 +124,19 @@ def test_the_toy_regression_has_the_papers_epsilon_and_side_information_helps():
 
 def test_tags_are_synthetic_sparse_and_paid_for():
     assert all("ynthetic" in r.table and r.setting.task.startswith("synthetic") for r in synthetic.rows())
-    task = synthetic.SyntheticTags(num_examples=200, frequency={"release": 3.0})
-    assert task.release == dp_accounting.GaussianDpEvent(3.0) and task.taken_for_free == ()
+    task = synthetic_tasks.SyntheticTags(num_examples=200, frequency={"release": 3.0})
+    assert task.release == dp_accounting.GaussianDpEvent(3.0) and task.not_covered_by_epsilon == ()
     one, other = (task.side_information(seed)["Dense_0"]["kernel"] for seed in (0, 1))
     assert one.shape == (10_000, 1) and (one != other).any()
     _, values = task._train[0]
     unit = (values > 0) / np.sqrt(np.maximum((values > 0).sum(1, keepdims=True), 1))
     assert np.linalg.norm(unit, axis=1).max() <= 1 + 1e-6  # what the release's noise is for
-    public = synthetic.SyntheticTags(num_examples=200, public_share=0.5, frequency="public")
+    public = synthetic_tasks.SyntheticTags(num_examples=200, public_share=0.5, frequency="public")
     assert public.num_examples == 80 and public.release is None
     scale = public.side_information(0)["Dense_0"]["kernel"][:, 0]
     assert scale[np.argmax(public._counted)] == scale.min() < scale.max()
     with pytest.raises(ValueError, match="public_share"):
-        synthetic.SyntheticTags(num_examples=50, frequency="public")
+        synthetic_tasks.SyntheticTags(num_examples=50, frequency="public")
 
 
 @pytest.mark.slow
@@ -155,7 +157,7 @@ def test_tags_are_learned_by_five_million_parameters():
         np.add.at(rows[i], np.asarray(x[0][i]), np.asarray(x[1][i]))
     assert (np.count_nonzero(rows, axis=1) > 3).all()
     params = program.task.init(0)
-    got = program.task.promise(params, ((x, y), jnp.ones(4, bool))).clipped_sum(networks.dpopt.FlatClip(math.inf))
+    got = program.task.grads(params, ((x, y), jnp.ones(4, bool))).clipped_sum(network_tasks.dpopt.FlatClip(math.inf))
     residual = jax.nn.softmax(rows @ params["Dense_0"]["kernel"]) - jax.nn.one_hot(y, 500)
     np.testing.assert_allclose(got.sum["Dense_0"]["kernel"], rows.T @ residual, atol=1e-5)
 

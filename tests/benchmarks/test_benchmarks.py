@@ -1,5 +1,7 @@
 """The benchmarks run, in a small setting, and record what they claim."""
 
+import argparse
+import importlib
 import json
 import math
 import os
@@ -16,7 +18,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from benchmarks import data, records
+from benchmarks import __main__ as command_line
+from benchmarks import arguments, data, records
 from benchmarks.cost import gradients, speed
 from benchmarks.cost.families import Family
 
@@ -31,6 +34,32 @@ from benchmarks import quickstart
 quickstart.STEPS, quickstart.STEPS_PER_CALL, quickstart.EPSILONS = 10, 5, (8.0,)
 quickstart.main(Path(sys.argv[1]), seeds=2)
 """
+
+
+def test_the_help_imports_no_command():
+    code = "import sys, benchmarks.__main__ as m\ntry: m.main()\nfinally: assert 'jax' not in sys.modules"
+    command = [sys.executable, "-c", code, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert all(f" {name} " in done.stdout for name in command_line.COMMANDS)
+
+
+@pytest.mark.parametrize("name", [n for n in command_line.COMMANDS if n != "zoo"])  # which needs more packages
+def test_a_command_brings_its_arguments(name):
+    module = importlib.import_module(f"benchmarks.{command_line.COMMANDS[name][0]}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    assert callable(module.run) and vars(parser.parse_args([]))
+
+
+def test_counts_are_at_least_1(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "quickstart", "--seeds", "0"])
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith("error: --seeds must be at least 1; got 0\n")
+    with pytest.raises(arguments.UsageError, match="--rates are those of an --optimizer"):
+        importlib.import_module("benchmarks.utility.command").run(argparse.Namespace(rates=["0.1"], optimizer=None))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The reader of CIFAR-10's official archives, on tiny ones of the same layout."""
+"""The reader of CIFAR-10's official archives, on tiny archives of the same layout."""
 
 import gzip
 import io
@@ -36,7 +36,7 @@ def binary(content):
 
 
 def pickled(content, protocol=2):
-    """Files of the layout for Python, as Python 2 wrote them: text is bytes, arrays are of NumPy 1."""
+    """Files of the Python layout, as Python 2 wrote them: text is bytes, arrays are from NumPy 1."""
     files = {
         f"cifar-10-batches-py/{name}": pickle.dumps(
             {b"batch_label": name.encode(), b"labels": labels.tolist(), b"data": images}, protocol=protocol
@@ -97,7 +97,10 @@ def changed(name, change):
 
 DAMAGED = {
     "cut within an image": (changed("data_batch_3", lambda raw: raw[:-1]), r"data_batch_3.bin has 9218 bytes"),
-    "cut between images": (changed("data_batch_3", lambda raw: raw[:-3073]), r"as many images each.*'data_batch_3': 2"),
+    "cut between images": (
+        changed("data_batch_3", lambda raw: raw[:-3073]),
+        r"same number of images.*'data_batch_3': 2",
+    ),
     "empty": (changed("test_batch", lambda raw: b""), "test_batch.bin has 0 bytes"),
     "wrong label": (changed("data_batch_5", lambda raw: raw[:3073] + b"\x0a" + raw[3074:]), "image 1 has 10"),
     "missing": (

@@ -1,4 +1,4 @@
-"""A researcher's optimizer among the shipped contenders: same budget, its own event, and mistakes that are named."""
+"""A user's own optimizer among the shipped contenders: the same budget, its own event, and clear error messages."""
 
 import argparse
 import dataclasses
@@ -20,8 +20,7 @@ pytest.importorskip("matplotlib")
 import dpopt
 from benchmarks.utility import contenders, own_optimizer, runs
 from benchmarks.utility.contenders import ContenderError
-from benchmarks.utility.suites import epochs as epochs_suite
-from benchmarks.utility.suites import frontier as frontier_suite
+from benchmarks.utility.suites import epochs, frontier
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how_to" / "benchmark_your_optimizer.md"
@@ -56,8 +55,8 @@ def written(tmp_path):
 def small(contest):
     """The same contest on digits, in a few steps, with two candidates."""
 
-    of_epochs = isinstance(contest, epochs_suite.Contest)
-    few = {"compute": epochs_suite.Compute(1, 256, 64)} if of_epochs else {}
+    of_epochs = isinstance(contest, epochs.Contest)
+    few = {"compute": epochs.Compute(1, 256, 64)} if of_epochs else {}
 
     def make(*args):
         return contest.make(*args) | ({"task": "digits"} if of_epochs else {"steps": 3})
@@ -67,10 +66,10 @@ def small(contest):
 
 @pytest.fixture
 def small_suites(monkeypatch):
-    frontier = [small(c) for c in frontier_suite.contests() if c.table == "Digits"]
-    epochs = [small(c) for c in epochs_suite.contests() if c.table == "MNIST, 10,000 digits, 1 epoch"]
-    monkeypatch.setattr(epochs_suite, "bands", lambda compute, epsilon, delta: 2)
-    monkeypatch.setattr(own_optimizer, "SUITES", {"frontier": lambda: frontier, "epochs": lambda: epochs})
+    digits = [small(c) for c in frontier.contests() if c.table == "Digits"]
+    mnist = [small(c) for c in epochs.contests() if c.table == "MNIST, 10,000 digits, 1 epoch"]
+    monkeypatch.setattr(epochs, "bands", lambda compute, epsilon, delta: 2)
+    monkeypatch.setattr(own_optimizer, "SUITES", {"frontier": lambda: digits, "epochs": lambda: mnist})
 
 
 def enter(source, out, **changes):
@@ -153,7 +152,7 @@ def test_a_copy_of_a_shipped_contender_trains_to_the_same_bits(written, small_su
 
 
 def test_it_gets_as_many_candidates_as_the_others_and_what_they_are_given():
-    """In the real suites, task by task: all but the optimizer is the shipped momentum DP-SGD's."""
+    """In the real suites, everything but the optimizer is that of the shipped DP-SGD with momentum."""
     rates = ["0.5", "movielens=0.25"]
     for suite, of in own_optimizer.SUITES.items():
         mine = {(c.table, c.contender): c for c in entered("dpopt:dp_adamw", rates=rates, suite=suite)}
@@ -195,7 +194,7 @@ def setting(source, **changes):
 
 
 def test_noise_is_calibrated_by_what_it_spends(written):
-    """One that draws half the noise it is told to is told twice as much, and the output says so."""
+    """An optimizer that draws half the noise gets twice the noise multiplier, and the output mentions it."""
     body = """
     def {name}(learning_rate, *, noise_multiplier, **four):
         return dpopt.chain(core(noise_multiplier={noise}, **four), optax.sgd(learning_rate))
@@ -220,7 +219,7 @@ def test_noise_is_calibrated_by_what_it_spends(written):
     [
         ("1.0", "spends the same at noise multipliers of 7 and 14"),
         ("min(noise_multiplier, 0.5)", "spends the same"),
-        ("noise_multiplier if noise_multiplier > 6 else 0.3", r"spends epsilon [\d.]+ at .* and 2 was asked for"),
+        ("noise_multiplier if noise_multiplier > 6 else 0.3", r"spends epsilon [\d.]+ at .*; the target is 2"),
         ("noise_multiplier * (4 if float(learning_rate(0)) > 0.15 else 1)", "such as the learning rate"),
     ],
 )
@@ -289,7 +288,7 @@ MISTAKES = {
         "    return dpopt.chain(core(noise=noise, **four), optax.sgd(learning_rate))",
         "cannot be accounted for",
     ),
-    "decay": ("{}:mine", f"def mine(learning_rate, **four): {GOOD}\nmine.decay_to = -1", "decay_to is the share"),
+    "decay": ("{}:mine", f"def mine(learning_rate, **four): {GOOD}\nmine.decay_to = -1", "must be the final share"),
     "no rate": ("{}:mine", f"def mine(learning_rate, **four): {GOOD}", "at which learning rate should mine start on"),
     "rate 0": (
         "{}:mine",
@@ -350,7 +349,7 @@ def test_a_name_that_a_shipped_contender_has_is_told_apart(written):
 
 @pytest.mark.slow
 def test_the_page_does_what_it_says(tmp_path):
-    """The module and the command of the page, in two processes, on the real digits."""
+    """Runs the module and the command of the page on the real digits."""
     text = PAGE.read_text()
     (command,) = re.findall(r"^python -m (benchmarks utility .*)$", text, re.MULTILINE)
     (source,) = re.findall(r"--optimizer (\S+):", command)

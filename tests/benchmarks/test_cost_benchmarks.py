@@ -1,4 +1,4 @@
-"""What the measurements of memory and of other libraries record; figures of time are never tested."""
+"""The records of the memory, speed and Opacus measurements; times are never tested."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ SMALLEST = "matrix factorisation 943 x 1682, B 64"
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A family of its own, for what runs in this process."""
+    """A small family for measurements in this process."""
     x = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
     family = Family(
         lambda w, x: jax.numpy.sum(jax.numpy.tanh(x @ w["kernel"]) ** 2),

@@ -1,4 +1,4 @@
-"""Documents in windows: nothing is lost, nothing read twice as a target, and no window holds two documents."""
+"""Documents in windows: every token is a target exactly once, and no window holds two documents."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from benchmarks.data import documents
 
 
 def targets(windows):
-    """What is to be foretold, document by document."""
+    """The targets, document by document."""
     rows = windows(np.arange(len(windows)))
     assert rows.shape == (len(windows), windows.length + 1) and rows.dtype == np.int32
     found = [[] for _ in range(windows.documents)]
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         read("empty")
     with pytest.raises(ValueError, match="leave both out"):
         read("empty", vocabulary=10)
-    with pytest.raises(ValueError, match="which one ends"):
+    with pytest.raises(ValueError, match="the one that ends"):
         read("t.npy", vocabulary=10)
     options = dict(vocabulary=10, end=0)
     with pytest.raises(data.DamagedData, match="0 to 9; it holds 10"):
@@ -81,5 +81,5 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         documents.read(tmp_path / "t.npy", 0, **options)
     raw = (tmp_path / "t.npy").read_bytes()
     (tmp_path / "t.npy").write_bytes(raw[:-3])
-    with pytest.raises(data.DamagedData, match="cut short"):
+    with pytest.raises(data.DamagedData, match="truncated"):
         read("t.npy", **options)

@@ -1,4 +1,4 @@
-"""The pretrained Transformer: hidden states against the library that its weights were written for, and its training."""
+"""The pretrained Transformer: hidden states against the library of its weights, and its training."""
 
 import dataclasses
 import importlib.util
@@ -79,11 +79,11 @@ MISTAKES = {
     "missing": (lambda w: w.pop("encoder.layer.1.output.dense.bias"), "lacks encoder.layer.1.output.dense.bias"),
     "left over": (
         lambda w: w.update({"encoder.layer.2.output.dense.bias": np.zeros(16, np.float32)}),
-        "no part of the model takes",
+        "weights that the model does not have",
     ),
     "shape": (
         lambda w: w.update({"embeddings.word_embeddings.weight": np.zeros((61, 16), np.float32)}),
-        r"the shape \(61, 16\); config.json says \(60, 16\)",
+        r"shape \(61, 16\); by config.json it should be \(60, 16\)",
     ),
 }
 
@@ -261,7 +261,7 @@ def test_the_head_learns_from_what_the_classifier_shows_it(reads):
 
 
 def test_what_the_head_cost_is_part_of_the_release(folder):
-    """Not with its budget at 0, nor where the head is all that is trained."""
+    """There is none with a budget of 0, nor if only the head is trained."""
     paid = task.PretrainedReviews(folder, trained="bias", length=6, head_epsilon=2.0, delta=1e-3)
     assert 1.9 < dpopt.epsilon_of_event(paid.release, delta=1e-3) <= 2.0
     assert all(np.abs(x).max() > 0.01 for x in jax.tree.leaves(nnx.state(paid._model(0).head)))
@@ -272,7 +272,7 @@ def test_what_the_head_cost_is_part_of_the_release(folder):
 
 
 def small(contest):
-    """The contest on a few tokens of a few reviews, in a few steps."""
+    """The contest in a few steps on a few tokens of a few reviews."""
 
     def make(epsilon, rate):
         fields = contest.make(epsilon, rate)
@@ -309,7 +309,7 @@ def test_only_what_is_trained_moves_and_stays_in_float32(folder):
     body = nnx.filter_state(adapters._frozen, nnx.Not(nnx.LoRAParam))
     frozen = [x for x in jax.tree.leaves(body) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {str(x.dtype) for x in frozen} == {"bfloat16"}
-    grads = made.promise(made.init(0), (jnp.arange(4), jnp.ones(4, bool))).materialize()
+    grads = made.grads(made.init(0), (jnp.arange(4), jnp.ones(4, bool))).materialize()
     assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
 
 
@@ -356,10 +356,10 @@ def test_the_example_keeps_to_its_budget(folder, capsys, options):
 
 @pytest.mark.slow
 def test_the_example_resumes_where_it_was_stopped(folder, tmp_path, capsys, caplog, monkeypatch):
-    """Stopped after its sixth step, it goes on from the checkpoint at five, pays for both, and stays within budget."""
+    """Stopped after its sixth step, it resumes from the checkpoint at five, pays for both runs, and stays in budget."""
     from dpopt.run import loop
 
-    real, steps = loop._Run._next, []
+    real, steps = loop._Run._compute, []
 
     def stops(self, *args):
         if len(steps) == 6:
@@ -368,7 +368,7 @@ def test_the_example_resumes_where_it_was_stopped(folder, tmp_path, capsys, capl
         return steps[-1]
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop._Run, "_next", stops)
+        patch.setattr(loop._Run, "_compute", stops)
         example(folder, "--directory", str(tmp_path))
     entropy._runs.clear()  # as in a new process
     capsys.readouterr()

@@ -1,8 +1,8 @@
-"""Fine-tuning of the pretrained model on meshes and in several processes: as on one device, also killed and moved.
+"""Fine-tuning of the pretrained model on meshes and in several processes agrees with one device, also when resumed.
 
-On another mesh bits differ, so steps that were paid for and not saved are taken anew with fresh noise, never again with
-the same. The runs here get what is drawn afresh from a fixed seed: a moved run has to end where a run on one device
-ends that died at the same steps and drew the same.
+On another mesh bits differ, so steps that were charged but not saved are repeated with fresh noise, never with the same
+noise. Here the fresh noise comes from a fixed seed, so that a run moved to another mesh must end like a run on one
+device that died at the same steps.
 """
 
 import concurrent.futures
@@ -97,7 +97,7 @@ def chain(rng):
 
 
 def saved(step):
-    """Of which step the newest checkpoint is when a run dies after ``step``: every second one is saved, after that."""
+    """The step of the newest checkpoint when a run dies after ``step``: every second one is saved, afterwards."""
     return (step - 1) // 2 * 2
 
 

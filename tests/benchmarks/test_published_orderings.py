@@ -1,4 +1,4 @@
-"""What the tables say beside scores, what became of published orderings, and figures that others published."""
+"""The tables' columns beside the score, verdicts on published orderings, and figures that others published."""
 
 import dataclasses
 import json

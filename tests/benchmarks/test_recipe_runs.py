@@ -1,4 +1,4 @@
-"""The recipes for larger machines, small, as whole runs that are killed and resumed."""
+"""The recipes for larger machines, in small, as whole runs that are killed and resumed."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def command(name, *options, devices=1):
 
 
 def finished(name, *options, devices=1):
-    """What it prints."""
+    """Its output."""
     done = subprocess.run(**command(name, *options, devices=devices), capture_output=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout
@@ -39,7 +39,7 @@ def journal(directory):
 
 
 def killed(name, directory, *options, devices=1):
-    """Starts a run, and kills it once three steps are paid for; how many lines its journal then has."""
+    """Starts a run and kills it after three steps in its journal; returns the number of lines there."""
     process = subprocess.Popen(**command(name, *options, devices=devices), stdout=subprocess.DEVNULL)
     until = time.monotonic() + 1200
     while len(journal(directory)) < 2 + 3:  # the run's own line, and that of its segment
@@ -51,7 +51,7 @@ def killed(name, directory, *options, devices=1):
 
 
 def killed_and_resumed(name, directory, *options, devices=1):
-    """What the second run prints. All steps of both stay paid for, and the budget holds for them together."""
+    """The output of the second run. The steps of both runs stay charged and are within the budget."""
     options = (*options, "--directory", str(directory), "--save-every", "2")
     lines = killed(name, directory, *options, devices=devices)
     assert lines < 2 + 8, "it ended before it was killed"

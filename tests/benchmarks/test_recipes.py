@@ -1,4 +1,4 @@
-"""The parts of the recipes for larger machines. Whole runs: test_recipe_runs."""
+"""Parts of the recipes for larger machines; `test_recipe_runs` has whole runs."""
 
 import importlib.util
 import re
@@ -51,7 +51,7 @@ DEEP = {"first": jnp.ones((20, 64)), "layers": jnp.ones((12, 64, 64)) / 64}
 
 
 def of_table(explanation, name):
-    """Operations and memory, in the words of `dpopt.explain`."""
+    """Operations and memory, as `dpopt.explain` words them."""
     (line,) = [line for line in str(explanation).splitlines() if re.match(rf"{name}  +[\d.]+  ", line)]
     return [float(x) for x in line.split()[-2:]]
 
@@ -107,7 +107,7 @@ def test_steps_are_those_of_the_paper_and_lie_between_them():
     found = [cifar10_recipe.steps_for(e) for e in (1, 2, 4, 7.9, 8)]
     assert found[0] == 875 and found[-1] == 2_500 and found == sorted(set(found))
     for epsilon in (0.5, 8.5):
-        with pytest.raises(ValueError, match=rf"epsilon 1 to 8; got {epsilon}. Say how many with --steps"):
+        with pytest.raises(ValueError, match=rf"epsilon 1 to 8; got {epsilon}. Set them with --steps"):
             cifar10_recipe.steps_for(epsilon)
 
 
@@ -145,7 +145,7 @@ def test_a_step_of_the_recipe_takes_whole_microbatches(monkeypatch):
     ("options", "why"),
     [
         (["--depth", "15"], "--depth must be 10, 16, 22"),
-        (["--epsilon", "0.5"], "Say how many with --steps"),
+        (["--epsilon", "0.5"], "Set them with --steps"),
         (["--microbatch", "0"], "--microbatch must be at least 1; got 0"),
     ],
 )

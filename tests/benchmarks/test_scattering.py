@@ -1,4 +1,4 @@
-"""Scattering features: one path against a convolution by sums, what turning and shifting do, energy, and the task."""
+"""Scattering features: one path against a direct convolution, rotation and shift, energy, and the task."""
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,13 @@ def convolved(image, kernel):
 
 
 def on_torus(function, size):
-    """A function of the plane, added up over all copies of the image."""
+    """A function on the plane, summed over all periods of the image."""
     axis = np.arange(size)[:, None] + size * np.arange(-3, 4)
     return function(axis[:, None, :, None], axis[None, :, None, :]).sum((2, 3))
 
 
 def morlet_in_space(size, scale, turn, angles):
-    """The wavelet where it is usually written down: a wave under a Gaussian, less a Gaussian of the same shape."""
+    """The wavelet in the spatial domain: a wave under a Gaussian, minus a Gaussian of the same shape."""
     deviation, centre, slant = 0.8 * 2**scale, 0.75 * np.pi / 2**scale, 4 / angles
     c, s = np.cos(np.pi * turn / angles), np.sin(np.pi * turn / angles)
 
@@ -142,7 +142,7 @@ def few_digits(tmp_path):
 
 def test_the_task_learns_and_works_its_features_out_once(few_digits, monkeypatch):
     task = tasks.make("mnist-scattering", {}, few_digits)
-    assert task.num_examples == 40 and task.taken_for_free == () and not task.has_public_data
+    assert task.num_examples == 40 and task.not_covered_by_epsilon == () and not task.has_public_data
     tasks._make.cache_clear()
     monkeypatch.setattr(scattering_task, "features", lambda images: pytest.fail("worked out again"))
     again = tasks.make("mnist-scattering", {"validate": True}, few_digits)
@@ -155,7 +155,7 @@ def test_the_task_learns_and_works_its_features_out_once(few_digits, monkeypatch
 
     before = loss(params)
     for _ in range(20):
-        grads = task.promise(params, task.all_examples()).clipped_sum(dpopt.FlatClip(1.0)).sum
+        grads = task.grads(params, task.all_examples()).clipped_sum(dpopt.FlatClip(1.0)).sum
         params = jax.tree.map(lambda p, g: p - g, params, grads)
     assert loss(params) < before - 0.1
     with pytest.raises(ValueError, match="groups"):

@@ -1,4 +1,4 @@
-"""Utility sweeps: closed forms agree with the engine, records are complete, a killed sweep goes on where it stopped."""
+"""Utility sweeps: closed forms agree with the engine, records are complete, and a killed sweep resumes."""
 
 import dataclasses
 import json
@@ -32,8 +32,7 @@ from benchmarks.report import orderings, plots, summaries
 from benchmarks.report import tables as utility_tables
 from benchmarks.utility import closed_forms, methods, paid_tuning, runs, sweeps, tasks
 from benchmarks.utility import command as utility
-from benchmarks.utility.suites import epochs, papers
-from benchmarks.utility.suites import frontier as frontier_suite
+from benchmarks.utility.suites import epochs, frontier, papers
 from benchmarks.utility.tasks import networks
 from benchmarks.utility.tasks import text as text_task
 from dpopt import events
@@ -64,7 +63,7 @@ def few_ratings(tmp_path):
 
 
 def agree(grads, reference, clip, scale=None, offset=None):
-    """The clipped sum and the norms of a closed form against those of the vmap engine on materialised gradients."""
+    """Compares the clipped sum and norms of a closed form with the vmap engine on materialised gradients."""
     for diagonal, shift in ((None, None), (scale, None), (scale, offset)):
         if shift is None and diagonal is not None and scale is None:
             continue
@@ -152,7 +151,7 @@ def test_packed_batches_hold_the_rows_that_were_drawn():
     drawn = [np.array([2, 7], np.int32), np.array([], np.int32), np.array([3, 0, 8], np.int32)]
     packed = task.pack(drawn, task.sizes(drawn))
     for t, own in enumerate(drawn):
-        promise = task.promise(params, jax.tree.map(lambda x, t=t: jnp.asarray(x[t]), packed))
+        promise = task.grads(params, jax.tree.map(lambda x, t=t: jnp.asarray(x[t]), packed))
         got = promise.clipped_sum(dpopt.FlatClip(math.inf)).sum["weights"]
         residual = jax.nn.sigmoid(dense[own] @ params["weights"] + params["bias"]) - labels[own]
         np.testing.assert_allclose(got, residual @ dense[own], rtol=1e-4, atol=1e-5)
@@ -178,9 +177,7 @@ def test_a_contender_with_an_adaptive_clip_costs_what_its_noise_multiplier_says(
     spent = dpopt.epsilon(noise_multiplier=1.0, sampling_prob=16 / 240, steps=20, delta=1e-3)
     assert record["epsilon"]["pld"] == pytest.approx(spent) and math.isfinite(record["score"])
     assert setting.name(3) != SETTING.name(3)
-    adaptive = [
-        s for c in frontier_suite.contests() for s in c.candidates(3.04, validate=True) if "adaptive" in s.label
-    ]
+    adaptive = [s for c in frontier.contests() for s in c.candidates(3.04, validate=True) if "adaptive" in s.label]
     assert {s.task for s in adaptive} == {"imdb", "movielens", "digits"}
     assert all(s.l2_clip_norm == clip for s in adaptive)
 
@@ -210,7 +207,8 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 sys.path[:0] = [{tests!r}, {tests!r} + "/benchmarks"]
 from test_utility import SETTING, SWEEP
-from benchmarks import records, sweeps
+from benchmarks import records
+from benchmarks.utility import sweeps
 real = records.write_json
 def slow(path, content):
     real(path, content)
@@ -267,10 +265,10 @@ def test_what_is_released_before_training_is_paid_for(few_ratings):
 def test_every_method_of_the_tables_can_be_built():
     four = dict(l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8, key=jax.random.key(0))
     settings = [row.setting for row in papers.rows()]
-    for contest in frontier_suite.contests():
+    for contest in frontier.contests():
         for epsilon in contest.epsilons:
             tried = contest.candidates(epsilon, validate=True)
-            assert len(tried) == frontier_suite.BUDGET and len({s.name(0) for s in tried}) == len(tried)
+            assert len(tried) == frontier.BUDGET and len({s.name(0) for s in tried}) == len(tried)
             assert len(contest.candidates(epsilon, validate=False)) == len(tried)
             settings += tried
     for s in settings:
@@ -336,7 +334,7 @@ def test_disk_asks_for_the_gradient_further_on():
 
 
 def test_paid_tuning_stays_within_its_epsilon_and_resumes(tmp_path):
-    (contest,) = (c for c in frontier_suite.contests() if c.table == "Digits" and c.label == "DP-Adam, tuning paid")
+    (contest,) = (c for c in frontier.contests() if c.table == "Digits" and c.label == "DP-Adam, tuning paid")
     (record,) = paid_tuning.sweep(contest, 8.0, range(1), out=tmp_path, where=None)
     whole = dpopt.events.from_json(record["event"])
     search = whole.events[0].event
@@ -349,7 +347,7 @@ def test_paid_tuning_stays_within_its_epsilon_and_resumes(tmp_path):
     # A trial: the training at the noise that is stated, and a score that costs a tenth of it.
     _, score = search.event.events
     sigma = record["noise_multiplier"]
-    assert score.noise_multiplier == pytest.approx(sigma / math.sqrt(frontier_suite.STEPS / 9), rel=1e-3)
+    assert score.noise_multiplier == pytest.approx(sigma / math.sqrt(frontier.STEPS / 9), rel=1e-3)
     (file,) = tmp_path.iterdir()
     file.write_text(json.dumps(record | {"score": 0.25}))
     assert paid_tuning.sweep(contest, 8.0, range(1), out=tmp_path, where=None)[0]["score"] == 0.25
@@ -394,14 +392,14 @@ def test_the_report_says_in_words_what_a_papers_ordering_became(tmp_path, monkey
 
     event = dp_accounting.GaussianDpEvent(2.0)
     more = {"tried": 4, "event": dpopt.events.to_json(event)}
-    frontier = [
+    contested = [
         row(n, m, None, target_epsilon=e, contender=n, **more)
         for n, m, e in (("x", 0.8, 1.0), ("y", 0.9, 1.0), ("x", 0.95, 2.0))
     ]
     accountant = rdp.RdpAccountant()
     accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(event, mean=4.0, shape=0.0))
     with_tuning = accountant.get_epsilon(1e-5)
-    said = utility_tables.frontier(frontier)
+    said = utility_tables.frontier(contested)
     assert "|  | epsilon 1 | epsilon 2 |" in said and f"2 (3.00; 1; {with_tuning:.2f})" in said
     assert "| x | 0.800 ± 0.001 | **0.950 ± 0.001** |" in said and "| y | **0.900 ± 0.001** |  |" in said
     assert "published" not in utility_tables.papers([row("c", 0.7, None)])
@@ -415,11 +413,11 @@ def test_the_report_says_in_words_what_a_papers_ordering_became(tmp_path, monkey
     assert "| x | 0.800 ± 0.001 | **0.980 ± 0.001** |" in said and "3: 8 parts" in said
     (drawn,) = plots.epochs(both, tmp_path)
     assert drawn.name == "epochs-a-task.svg" and drawn.exists()
-    for suite, content in (("papers", rows), ("frontier", frontier)):
+    for suite, content in (("papers", rows), ("frontier", contested)):
         (tmp_path / f"utility-{suite}.json").write_text(json.dumps({"rows": content}))
     tiny = {"batch": ("tiny MLP", (2, 4), lambda n: (models.MLP((), 2), np.ones((n, 3), np.float32)))}
     monkeypatch.setattr(scaling, "AXES", tiny)
-    grown = {"environment": row("", 0, 0)["environment"], "runs": scaling.run(repeats=2)}
+    grown = {"environment": row("", 0, 0)["environment"], "runs": scaling.growth(repeats=2)}
     (tmp_path / "scaling.json").write_text(json.dumps(grown))
     path = report.write(tmp_path, tmp_path / "to")
     text = path.read_text()
@@ -449,9 +447,9 @@ def test_a_run_that_two_tables_show_is_counted_once(tmp_path, monkeypatch):
     fields = dict(task="digits", method="DP-SGD", options={"learning_rate": 0.1}, delta=1e-4, noise_multiplier=1.0)
     setting = runs.Setting(**fields, expected_batch_size=64, steps=1)
     rows = [runs.Row(table, setting, None) for table in ("one", "other")]
-    monkeypatch.setattr(utility.utility_papers, "rows", lambda: rows)
+    monkeypatch.setattr(papers, "rows", lambda: rows)
     options = types.SimpleNamespace(only=None, seeds=2, out=tmp_path, data=None, jobs=1, together=2)
-    found = utility.papers(options, Console(quiet=True))
+    found = utility.published(options, Console(quiet=True))
     assert [(r["table"], r["seeds"]) for r in found] == [("one", [0, 1]), ("other", [0, 1])]
 
 
@@ -471,11 +469,11 @@ def few_reviews(tmp_path):
 @pytest.mark.slow
 def test_imdb_says_what_is_public_what_is_paid_for_and_what_is_neither(few_reviews):
     free = text_task.Imdb(few_reviews, frequency="train")
-    assert free.taken_for_free == ["vocabulary", "word frequencies"] and free.num_examples == 40
+    assert free.not_covered_by_epsilon == ["vocabulary", "word frequencies"] and free.num_examples == 40
     assert free.release is None and not free.has_public_data
 
     paid = text_task.Imdb(few_reviews, public_share=0.25, vocabulary="public", frequency={"release": 3.0})
-    assert paid.taken_for_free == [] and paid.num_examples == 30
+    assert paid.not_covered_by_epsilon == [] and paid.num_examples == 30
     assert paid.release == dp_accounting.GaussianDpEvent(3.0)
     one, other = (paid.side_information(seed)["weights"] for seed in (0, 1))
     assert (one > 0).all() and (one != other).any()  # every seed releases afresh
@@ -483,7 +481,7 @@ def test_imdb_says_what_is_public_what_is_paid_for_and_what_is_neither(few_revie
     public = text_task.Imdb(
         few_reviews, kind="log-idf", public_share=0.25, vocabulary="public", frequency="public", pairs=True
     )
-    assert public.taken_for_free == [] and public.release is None
+    assert public.not_covered_by_epsilon == [] and public.release is None
     assert public.dimension > paid.dimension  # pairs beside words
     params = public.init(0)
     grads = public.public_grads(params)
@@ -524,7 +522,7 @@ def test_a_network_learns_mnist_in_the_same_runner(tmp_path, monkeypatch):
     task = networks.MnistClassification(tmp_path)
 
     def total(p):
-        return task.promise(p, task.all_examples()).clipped_sum(dpopt.FlatClip(1.0)).sum
+        return task.grads(p, task.all_examples()).clipped_sum(dpopt.FlatClip(1.0)).sum
 
     params = jax.eval_shape(task.init, 0)
     assert jax.tree.map(jnp.shape, jax.eval_shape(total, params)) == jax.tree.map(jnp.shape, params)

@@ -1,1 +1,1 @@
-"""The suites: which settings each table consists of, and the figures that were published."""
+"""The suites: the settings of each table, and the published figures."""

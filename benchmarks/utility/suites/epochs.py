@@ -1,7 +1,7 @@
 """Accuracy at a fixed amount of computation: 1, 3 and 10 epochs, with independent and with correlated noise.
 
-How large models are fine-tuned. Both noises get the same contenders, candidates and epsilon; which strategy correlates
-the noise is worked out beforehand from public numbers (`dpopt.correlated.choices`), which takes no run.
+This is how large models are fine-tuned. Both kinds of noise get the same contenders, candidates and epsilon. The
+strategy that correlates the noise is chosen beforehand from public numbers (`dpopt.correlated.choices`), without a run.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ BUDGET = 8  # candidates a contender may try, one seed each, on held-out trainin
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """What may be spent on a task: ``epochs`` of about ``num_examples``, in batches that make enough steps."""
+    """The computation on a task: ``epochs`` over about ``num_examples``, in batches small enough for many steps."""
 
     epochs: int
     num_examples: int
@@ -35,7 +35,7 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """A contender on a task, for so many epochs, under one kind of noise."""
+    """A contender on a task, with its number of epochs and kind of noise."""
 
     task: str
     label: str
@@ -44,7 +44,7 @@ class Contest:
     delta: float
     epsilons: Sequence[float]
     rates: Sequence[float]
-    make: Callable[[float], dict[str, Any]]  # from a learning rate to fields of a `Setting`
+    make: Callable[[float], dict[str, Any]]  # learning rate -> fields of a `Setting`
 
     @property
     def table(self) -> str:
@@ -82,7 +82,7 @@ class Contest:
 
 @functools.cache
 def bands(compute: Compute, epsilon: float, delta: float) -> int:
-    """How many bands leave the least noise after momentum under a rate that falls to 0; 1: independent noise."""
+    """The number of bands with the least noise under momentum and a rate that decays to 0; 1: independent noise."""
     falling = correlated.workload(compute.steps, momentum=MOMENTUM, learning_rate=lambda t: 1 - t / compute.steps)
     found = correlated.choices(
         epsilon=epsilon,

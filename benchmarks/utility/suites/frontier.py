@@ -1,11 +1,11 @@
 """Accuracy against epsilon: every optimizer, and combinations that no paper tried, on the same features and budget.
 
-Epsilon covers all that is read off private data. For IMDB, 1% of the training reviews are declared public and leave the
-private set: the list of words, how many documents each occurs in, and the diagonals all come from those. For MovieLens
-nothing is read from the ratings before training: 3 is the middle of the scale. Digits need nothing.
+Epsilon covers everything that is read from private data. For IMDB, 1% of the training reviews are declared public and
+leave the private set: the vocabulary, document frequencies and diagonals all come from those. For MovieLens, nothing is
+read from the ratings before training: 3 is the middle of the scale. Digits need nothing.
 
-Every contender gets the same number of candidates (`BUDGET`), which differ in what that optimizer's users tune. Which
-of them is the best is found out for free, but for the contenders that say "tuning paid"
+Every contender gets the same number of candidates (`BUDGET`), which differ in what users of that optimizer tune. The
+choice among them is not covered by epsilon, except for the contenders called "tuning paid"
 (`benchmarks.utility.paid_tuning`).
 """
 
@@ -51,7 +51,7 @@ class Contest:
 
 
 def best(records: Sequence[dict[str, Any]]) -> int:
-    """The number of the best candidate; of equal ones the first."""
+    """The index of the best candidate; the first of equal ones."""
     sign = 1 if records[0]["higher_is_better"] else -1
     scores = [sign * r["score"] for r in records]
     return scores.index(max(scores))
@@ -63,7 +63,7 @@ REVIEWS |= {"pair_weight": 0.5, "one": 0.1}
 STEPS = 60
 FREE = {"kind": "schedule_free", "b1": 0.9}
 
-# Starts at the paper's 0.1 and follows the median on every task; nothing about it is tuned.
+# Starts at the paper's 0.1 and follows the median on every task; it is not tuned.
 ADAPTIVE = {"adaptive": 0.1, "quantile": 0.5}
 
 
@@ -71,7 +71,7 @@ def _imdb(
     label: str, after: dict[str, Any], rates: Sequence[float], *, clip: Any = 0.5, before: Any = None, **more: Any
 ):
     def make(epsilon: float, rate: float) -> dict[str, Any]:
-        # The best rate grows with epsilon: less noise bears longer steps.
+        # The best rate grows with epsilon: less noise permits longer steps.
         options = {"before": before or {}, "after": after, "learning_rate": rate * min(1.0, epsilon / 3) ** 0.5}
         fields = {"decay_to": 0.0}
         return {
@@ -103,7 +103,7 @@ def _imdb_contests() -> list[Contest]:
     side = {"kind": "side information"}
     return [
         _imdb("DP-SGD, momentum", momentum, by_factor(15.0)),
-        # Their best rates lie beyond the end of the others' candidates.
+        # The best rates of these two lie beyond the others' candidates.
         _imdb("DP-SGD, momentum, normalised clip", momentum, by_factor(40.0), clip={"normalized": 0.5}),
         _imdb("DP-SGD, momentum, adaptive clip", momentum, by_factor(40.0), clip=ADAPTIVE),
         _imdb("DP-SGD, momentum, averaged", momentum, by_factor(10.0), average_from=0.5),
@@ -179,7 +179,7 @@ def _digits(
 
 
 def _digits_contests() -> list[Contest]:
-    """IMDB's contenders, but for those with word frequencies: no pixel is known beforehand."""
+    """IMDB's contenders, except those with word frequencies: nothing is known of the pixels beforehand."""
     momentum = {"kind": "sgd", "momentum": 0.9}
     bc = {"kind": "adam_bc", "gamma": 1e-6}
     delayed = {"kind": "delayed", "delay": 10, "eps": 1e-2}

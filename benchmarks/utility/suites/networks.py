@@ -1,4 +1,4 @@
-"""The papers' tables whose model is a network: AdaDPS's LSTM and MNIST, DP-AdamBC on images."""
+"""The papers' tables with a neural network: AdaDPS's LSTM and MNIST, DP-AdamBC on images."""
 
 from typing import Any
 
@@ -10,14 +10,15 @@ PUBLIC = {"public_share": 0.01}
 def imdb_lstm() -> list[Row]:
     """AdaDPS's IMDB-LSTM figures, in 3 epochs on the first 64 words of each review.
 
-    What differs from the paper: 300 steps of 256 reviews instead of the paper's longer run of steps of 64, each review
-    clipped instead of means of four, and, so that so short a run gets the paper's epsilon of 2.8 at its delta of
-    1 / 25,000, the noise multiplier that this takes (about 0.7) instead of 1. The paper does not say how many words of
-    a review it reads.
+    Differences from the paper: 300 steps of 256 reviews instead of a longer run in steps of 64; single reviews are
+    clipped instead of means of four; and the noise multiplier is not 1 but the one that gives this shorter run the
+    paper's epsilon of 2.8 at its delta of 1 / 25,000 (about 0.7). The paper does not state how many words of a review
+    it reads.
 
-    Clip norm 1, rates with a linear decay to 0. Only two were tried, once each, on held-out training reviews: 4 for
-    DP-SGD (accuracy 0.61) and 1 for AdaDPS (0.55), too low. AdaDPS therefore has DP-SGD's, under which as much noise
-    reaches every parameter, and the Adam kind has what that is in units of the noise's deviation, 0.003.
+    Clip norm 1, rates with a linear decay to 0. Only two rates were tried, once each, on held-out training reviews: 4
+    for DP-SGD (accuracy 0.61) and 1 for AdaDPS (0.55), which is too low. AdaDPS therefore has DP-SGD's rate, under
+    which as much noise reaches every parameter, and the Adam kind has the equivalent in units of the noise's standard
+    deviation, 0.003.
     """
     table = "AdaDPS, IMDB-LSTM (3 epochs, 64 words)"
 
@@ -60,11 +61,11 @@ def _mnist(label: str, method: str, clip: float, task: str = "mnist", **options:
 
 
 def mnist() -> list[Row]:
-    """AdaDPS's MNIST figures, on 10,000 of the 60,000 training digits if that is what the file holds.
+    """AdaDPS's MNIST figures, on as many of the 60,000 training digits as the file holds (10,000 in the records).
 
-    Another network, and every digit clipped instead of means of four: the orderings can be compared, not the figures.
-    The classifier's rates for DP-SGD, DP-Adam and AdaDPS were the best of a few on a fifth of the training digits, held
-    out; the autoencoder's were not tuned.
+    The network differs, and single digits are clipped instead of means of four, so that only the orderings can be
+    compared, not the figures. The classifier's rates for DP-SGD, DP-Adam and AdaDPS were the best of a few on a
+    held-out fifth of the training digits; the autoencoder's were not tuned.
     """
 
     def table(name, task, published):
@@ -83,11 +84,11 @@ def mnist() -> list[Row]:
 
 
 def adam_bc_mnist() -> list[Row]:
-    """DP-AdamBC against DP-Adam on images (the paper: CIFAR-10), under the epsilon of AdaDPS's MNIST table.
+    """DP-AdamBC against DP-Adam on images (CIFAR-10 in the paper), at the epsilon of AdaDPS's MNIST table.
 
-    DP-SGD's and DP-Adam's rates are those of that table; the others' are not tuned: DP-AdamBC's make a step where noise
-    rules about as long as DP-Adam's, a rate of 0.13 to 0.2 on the gradient. Gamma 1e-5 is about the deviation of the
-    square that is corrected.
+    DP-SGD and DP-Adam have the rates of that table; the others' are not tuned. DP-AdamBC's make its steps about as long
+    as DP-Adam's where noise dominates: a rate of 0.13 to 0.2 on the gradient. Gamma 1e-5 is about the standard
+    deviation of the corrected square.
     """
     table = "DP-AdamBC, MNIST"
     settings = [
@@ -102,5 +103,5 @@ def adam_bc_mnist() -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Every table of this module."""
+    """The runs of all tables of this module."""
     return imdb_lstm() + mnist() + adam_bc_mnist()

@@ -2,14 +2,15 @@
 
 **DP-KFC on IMDB** (a Kronecker-factored diagonal from synthetic probes). From its authors' published script: logistic
 regression on TF-IDF values of 10,000 words, 32 epochs in batches of 256, delta 1 / 25,000, noise by Renyi divergences.
-Its words and document frequencies are counted on the private reviews. DP-KFC itself is not run. Our contenders come in
-two kinds: on such words and batches ("as DP-KFC": words counted on the private reviews, which is not covered by
-epsilon, document frequencies on 1% that is public), and on the features of `frontier` in 60 whole batches.
+Its words and document frequencies are counted on the private reviews. DP-KFC itself is not run. There are two kinds of
+contenders: some use the same words and batches ("as DP-KFC": words counted on the private reviews, which epsilon does
+not cover, document frequencies on 1% that is public), others the features of `frontier` in 60 full batches.
 
-**Tramer and Boneh on MNIST** (a linear model on scattering features), who train on 60,000 digits. Only 10,000 of them
-are here, so at the same epsilon the noise weighs six times as much.
+**Tramer and Boneh on MNIST** (a linear model on scattering features). They train on 60,000 digits; here there are only
+10,000, so the same epsilon takes six times the noise in the mean.
 
-Every contender gets the same number of candidates (`BUDGET`), chosen on held-out training data, at no charge.
+Every contender gets the same number of candidates (`BUDGET`), chosen on held-out training data, which epsilon does not
+cover.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ MOMENTUM = {"kind": "sgd", "momentum": 0.9}
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What others published, by epsilon, for a method or setting that is not run here."""
+    """Published scores, by epsilon, of a method or setting that is not run here."""
 
     name: str
     scores: dict[float, float]
@@ -40,7 +41,7 @@ SCATTERING = Reference("Tramer and Boneh, 60,000 digits, as published", {1.2: 0.
 
 @dataclasses.dataclass(frozen=True)
 class Entry(Contest):
-    """A contest under a title of its own, beside a published figure."""
+    """A contest in a table of its own, beside a published figure."""
 
     title: str = ""
     reference: Reference | None = None
@@ -78,19 +79,17 @@ DELAYED = "DP2, momentum"
 
 
 def _of_frontier(contest: Contest) -> Entry:
-    """The frontier's contender on IMDB, at this table's epsilons, delta and accountant."""
+    """A contender of the frontier on IMDB, with the epsilons, delta and accountant of this table."""
 
     def make(epsilon: float, rate: float) -> dict[str, Any]:
         return contest.make(epsilon, rate) | {"delta": DELTA_IMDB, "accountant": "rdp"}
 
     label = f"{'delayed diagonal, momentum' if contest.label == DELAYED else contest.label}, the frontier's features"
-    return Entry(
-        "IMDB", label, tuple(DP_KFC.scores), contest.rates, make, title="DP-KFC, IMDB", reference=DP_KFC
-    )  # fmt: skip
+    return Entry("IMDB", label, tuple(DP_KFC.scores), contest.rates, make, title="DP-KFC, IMDB", reference=DP_KFC)
 
 
 def imdb() -> list[Entry]:
-    """What stands beside DP-KFC's figures."""
+    """The contenders beside DP-KFC's figures."""
     own = [
         _as_dp_kfc("DP-SGD", {"kind": "sgd"}, by_factor(4.0)),
         _as_dp_kfc("DP-SGD, momentum", MOMENTUM, by_factor(0.5)),
@@ -119,7 +118,7 @@ def _digits(label: str, after: dict[str, Any], rates: Sequence[float], before: A
 
 
 def digits() -> list[Entry]:
-    """What stands beside Tramer and Boneh's figures."""
+    """The contenders beside Tramer and Boneh's figures."""
     return [
         _digits("DP-SGD, momentum", MOMENTUM, by_factor(64.0)),
         _digits("DP-Adam", {"kind": "adam"}, by_factor(0.1)),

@@ -1,4 +1,4 @@
-"""The papers' own tables: their settings, and the figures they published."""
+"""The papers' own tables: their settings and published figures."""
 
 import dataclasses
 from typing import Any
@@ -30,7 +30,7 @@ def _movielens(label: str, method: str, clip: float, *, task_options: dict[str, 
     return Setting(
         label=label,
         task="movielens",
-        # The paper does not say how its factors start.
+        # The paper does not state how factors are initialised.
         task_options={"positive": True} | (task_options or {}),
         method=method,
         options=options,
@@ -73,7 +73,7 @@ def dp2_movielens() -> list[Row]:
 
 
 def dp2_ablations() -> list[Row]:
-    """DP2's two variants on IMDB: a second query a step (which costs privacy), and noise before the diagonal."""
+    """DP2's two variants on IMDB: a second query per step (which costs privacy), and noise before the diagonal."""
     table = "DP2 ablations, IMDB"
     extra = {"learning_rate": 3.0, "adaptive_learning_rate": 0.1, "adaptive_l2_clip_norm": 2.0, "eps": 1e-7}
     first = {"learning_rate": 0.3, "adaptive_learning_rate": 0.3, "eps": 1e-3}
@@ -85,7 +85,7 @@ def dp2_ablations() -> list[Row]:
 
 
 def dp2_delay() -> list[Row]:
-    """DP2's Figure 6: how long to wait before the diagonal is refreshed."""
+    """DP2's Figure 6: the delay before the diagonal is refreshed."""
     table = "DP2, delay, IMDB"
     delays = (20, 65, 195, 390, 780, 1_950, 3_900)
     return [Row(table, _imdb(f"delay {s}", "DP2", 0.5, delay=s, **TWO_PHASES), None) for s in delays]
@@ -94,7 +94,7 @@ def dp2_delay() -> list[Row]:
 def adadps_imdb() -> list[Row]:
     """AdaDPS's table on IMDB, at a quarter of the epochs: epsilon (RDP) is near the paper's 1.5.
 
-    The paper clips means of four reviews; here every review is clipped, which is what epsilon is about.
+    The paper clips means of four reviews; here every review is clipped, since epsilon is for one review.
     """
     table = "AdaDPS, IMDB"
     short = {"steps": IMDB_STEPS // 4}
@@ -140,7 +140,7 @@ def adam_bc() -> list[Row]:
 
 
 def micro_adam() -> list[Row]:
-    """DP-MicroAdam against the others at several noise multipliers, and its density."""
+    """DP-MicroAdam against the others at several noise multipliers, and at several densities."""
     table = "DP-MicroAdam, IMDB"
     rows = []
     for sigma in (0.7, 1.0, 2.0):
@@ -162,9 +162,9 @@ def micro_adam() -> list[Row]:
 
 
 def micro_adam_density() -> list[Row]:
-    """DP-MicroAdam's accuracy against what its state holds: the share of a gradient kept, and for how many steps.
+    """DP-MicroAdam's accuracy against the size of its state: the share of a gradient kept, and for how many steps.
 
-    DP-Adam, which keeps two numbers of every coordinate, is the reference.
+    DP-Adam, with two numbers for every coordinate, is the reference.
     """
     table = "DP-MicroAdam, density and memory, IMDB"
     rows = [Row(table, _imdb("DP-Adam", "DP-Adam", 0.5, learning_rate=0.02), None)]
@@ -179,7 +179,7 @@ def micro_adam_density() -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Every run of the suite, the tables that were promised first."""
+    """The runs of all tables of the suite."""
     tables = (dp2_imdb, dp2_movielens, dp2_ablations, dp2_delay, adadps_imdb, adam_bc, micro_adam, micro_adam_density)
     own = [row for table in tables for row in table()]
     return own + networks.rows() + synthetic.rows()

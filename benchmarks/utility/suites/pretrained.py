@@ -1,9 +1,8 @@
-"""A pretrained Transformer fine-tuned privately on IMDB: what is trained, by which rule, under which clip and noise.
+"""A pretrained Transformer fine-tuned privately on IMDB: what is trained, by which rule, with which clip and noise.
 
-Every row reads 64 tokens of each review. The head, whose features are computed once, gets as much computation as helps
-it. What lies within the encoder gets 10 steps of 1,600 reviews, after a head that was learned with three eighths of
-epsilon. A run within the encoder takes ten minutes to an hour on two cores, so that one learning rate is tried for
-each, which is not tuned.
+Every row reads 64 tokens of each review. The head alone, whose features are computed once, gets as much computation as
+it can use. Parameters in the encoder get 10 steps of 1,600 reviews, after a head that was trained with three eighths of
+epsilon. A run on the encoder takes two to ten minutes on two cores, so each has a single, untuned learning rate.
 """
 
 import functools
@@ -16,7 +15,7 @@ from benchmarks.utility.suites.frontier import Contest, by_factor
 EPSILONS = (1.0, 3.0, 8.0)
 DELTA = 1e-5
 LENGTH = 64
-TESTED = 2_000  # of the 25,000 test reviews: scoring all of them would take longer than training
+TESTED = 2_000  # of the 25,000 test reviews: scoring them all would take longer than training
 MOMENTUM, BANDS = 0.9, 4
 COMPUTE = {"expected_batch_size": 1_600, "steps": 10}
 COMPUTE_OF_HEAD = {"expected_batch_size": 5_000, "steps": 60}

@@ -1,4 +1,4 @@
-"""Tables on data that is made up; their names say so."""
+"""Tables on synthetic data, as their names state."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ STEPS = 200  # of 256 posts: 1.3 epochs of 40,000
 def adadps_toy() -> list[Row]:
     """AdaDPS's Figure 3, with the noise, clip norm, batch and steps of its authors' run: (4.13, 1e-3) by Renyi.
 
-    The paper shows curves and no figures. Each method has the rate of lowest training
-    loss, chosen by one run each of four (0.1 to 1 for DP-SGD, 0.05 to 0.5 for AdaDPS; 0.01 and 0.03 for DP-Adam), at
-    no charge, as in the paper.
+    The paper shows curves without figures. Each method has the rate with the lowest training loss, from one run each of
+    four rates (0.1 to 1 for DP-SGD, 0.05 to 0.5 for AdaDPS; 0.01 and 0.03 for DP-Adam). As in the paper, epsilon does
+    not cover this choice.
     """
 
     def run(label: str, method: str, **options: Any) -> Setting:
@@ -37,14 +37,14 @@ def adadps_toy() -> list[Row]:
 
 
 def tags() -> list[Row]:
-    """The size of StackOverflow's tags, on SYNTHETIC posts: 10,000 words, 500 tags, 5,000,500 parameters.
+    """SYNTHETIC posts of the size of StackOverflow's tags: 10,000 words, 500 tags, 5,000,500 parameters.
 
-    No paper's figure stands beside these. Word frequencies come from 1% of the posts that count as public, or from a
+    There is no published figure for these. Word frequencies come from the 1% of the posts that are public, or from a
     release of noisy counts that epsilon covers.
 
-    Rates were chosen on held-out training posts by single runs of half as many steps: of three for DP-SGD (200 to
-    2,000), DP-Adam (0.3 to 1), DP-AdamBC (0.05 to 0.2) and AdaDPS (30 to 200). DP-MicroAdam's was tried once; DP2's
-    first phase has DP-SGD's rate and its second was not tried.
+    Rates were chosen on held-out training posts, from single runs of half as many steps: among three for DP-SGD (200 to
+    2,000), DP-Adam (0.3 to 1), DP-AdamBC (0.05 to 0.2) and AdaDPS (30 to 200). DP-MicroAdam's was tried once. DP2's
+    first phase has DP-SGD's rate; the second phase's was not tried.
     """
 
     def run(label: str, method: str, clip: float, task_options: dict[str, Any] | None = None, **options: Any):
@@ -78,5 +78,5 @@ def tags() -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Every table of this module."""
+    """The runs of all tables of this module."""
     return adadps_toy() + tags()

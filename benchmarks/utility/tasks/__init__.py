@@ -1,7 +1,7 @@
-"""What is learned: a task gives parameters, the promise of per-example gradients, and the score on held-out data.
+"""Tasks: a task has initial parameters, per-example gradients, and a score on held-out data.
 
-Every option that decides what is private is named here: which reviews are public, where the vocabulary and the word
-frequencies come from, and which data are scored.
+The options of tasks decide what is private: which examples are public, where the vocabulary and the word frequencies
+come from, and which data are scored.
 """
 
 import functools
@@ -19,22 +19,22 @@ from dpopt.gradients import PerExampleGrads
 
 
 class Task(Protocol):
-    """What `benchmarks.utility.runs` asks of a task."""
+    """The interface of a task that `benchmarks.utility.runs` needs."""
 
-    num_examples: int  # private ones
-    unit: str  # what one of them is: "example" or "user"
+    num_examples: int  # that are private
+    unit: str  # of privacy: "example" or "user"
     metric: str
     higher_is_better: bool
-    release: dp_accounting.DpEvent | None  # what was spent before the first step
+    release: dp_accounting.DpEvent | None  # the privacy spent before the first step
     has_public_data: bool
-    taken_for_free: Sequence[str]  # what was read off private data without being paid for
+    not_covered_by_epsilon: Sequence[str]  # what was read from private data and is not covered by epsilon
 
     def init(self, seed: int) -> Any:
-        """Parameters."""
+        """Initial parameters."""
         ...
 
     def side_information(self, seed: int) -> Any:
-        """The diagonal, or None; the seed is for those that draw noise."""
+        """The diagonal, or None; the seed is for diagonals with noise."""
         ...
 
     def sizes(self, drawn: list[np.ndarray]) -> tuple[int, ...]:
@@ -49,8 +49,8 @@ class Task(Protocol):
         """The whole data set as one batch, on the device."""
         ...
 
-    def promise(self, params: Any, batch: Any) -> PerExampleGrads:
-        """Per-example gradients of one batch."""
+    def grads(self, params: Any, batch: Any) -> PerExampleGrads:
+        """The per-example gradients of one batch."""
         ...
 
     def public_grads(self, params: Any) -> Any:
@@ -58,7 +58,7 @@ class Task(Protocol):
         ...
 
     def score(self, params: Any) -> jax.Array:
-        """The metric on held-out data: the test's, or for tuning a fifth of the training's."""
+        """The metric on the test data, or for tuning on a held-out fifth of the training data."""
         ...
 
 
@@ -71,15 +71,15 @@ def padded(drawn: list[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple, at least one, that is not below ``size``."""
+    """The smallest positive multiple that is at least ``size``."""
     return max(1, -(-size // multiple)) * multiple
 
 
 class Indexed:
-    """What tasks share whose private data are arrays with a row an example: a batch is row numbers and a mask."""
+    """Base of tasks whose private data are arrays with one row per example: a batch is row numbers and a mask."""
 
     release: dp_accounting.DpEvent | None = None
-    taken_for_free: Sequence[str] = ()
+    not_covered_by_epsilon: Sequence[str] = ()
     unit = "example"
     num_examples: int
     _train: Any  # arrays
@@ -97,24 +97,24 @@ class Indexed:
         return self._train, jnp.ones(self.num_examples, bool)
 
     def rows(self, which: Any) -> Any:
-        """The examples of a batch: chosen by number, or all of them as `all_examples` has them."""
+        """The examples of a batch: chosen by number, or passed through if they are those of `all_examples`."""
         return jax.tree.map(lambda x: x[which], self._train) if isinstance(which, jax.Array) else which
 
 
-# Where each task lives; its module is imported when it is asked for, since networks need Flax.
+# Module and class of each task; the module is imported on use, since networks need Flax.
 TASKS = {
-    "imdb": ("text_task", "Imdb"),
-    "imdb-lstm": ("network_tasks", "ImdbLSTM"),
-    "imdb-transformer": ("network_tasks", "ImdbTransformer"),
+    "imdb": ("utility.tasks.text", "Imdb"),
+    "imdb-lstm": ("utility.tasks.networks", "ImdbLSTM"),
+    "imdb-transformer": ("utility.tasks.networks", "ImdbTransformer"),
     "imdb-pretrained": ("pretrained.task", "PretrainedReviews"),
-    "movielens": ("rating_task", "MovieLens"),
-    "movielens-films": ("film_task", "Films"),
-    "mnist": ("network_tasks", "MnistClassification"),
-    "mnist-scattering": ("scattering_task", "MnistScattering"),
-    "mnist-autoencoder": ("network_tasks", "MnistAutoencoder"),
-    "digits": ("network_tasks", "Digits"),
-    "synthetic-tags": ("synthetic_task", "SyntheticTags"),
-    "synthetic-regression": ("synthetic_task", "SyntheticRegression"),
+    "movielens": ("utility.tasks.ratings", "MovieLens"),
+    "movielens-films": ("utility.tasks.films", "Films"),
+    "mnist": ("utility.tasks.networks", "MnistClassification"),
+    "mnist-scattering": ("utility.tasks.scattering", "MnistScattering"),
+    "mnist-autoencoder": ("utility.tasks.networks", "MnistAutoencoder"),
+    "digits": ("utility.tasks.networks", "Digits"),
+    "synthetic-tags": ("utility.tasks.synthetic", "SyntheticTags"),
+    "synthetic-regression": ("utility.tasks.synthetic", "SyntheticRegression"),
 }
 
 
@@ -126,6 +126,6 @@ def _make(name: str, options: tuple, where: Path | None) -> Task:
 
 
 def make(name: str, options: dict[str, Any], where: Path | None = None) -> Task:
-    """The task of this name, kept for the next run that wants it."""
+    """The task with this name and these options, cached for the next run."""
     frozen = tuple(sorted((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in options.items()))
     return _make(name, frozen, where)

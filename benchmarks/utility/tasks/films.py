@@ -1,4 +1,4 @@
-"""Ratings of films by what is known of the film alone, with privacy for a rating or for a user with all of theirs."""
+"""Ratings of films predicted from the film alone, with privacy for a rating or for a user with all their ratings."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from dpopt import users
 class Films(Indexed):
     """A mean and a bias for every film; the score is the mean squared error.
 
-    There is nothing of a user's own among the parameters: with one clip a user, each such parameter would be learned
-    from one row, under noise as large as all that the row may say.
+    There are no parameters per user: with one clip per user, each would be trained on one row, under noise as large as
+    that row's whole contribution.
 
     Args:
         where: data folder.
-        max_ratings: how many ratings of a user are used: the unit is the user. None: the unit is the rating.
-        mean_input: the input of the mean; below 1, it takes less of the clip norm.
+        max_ratings: how many ratings of a user are used; the privacy unit is the user. None: the unit is the rating.
+        mean_input: the input of the mean: below 1, the mean takes less of the clip norm.
         validate: scores ratings held out from training instead of the test set.
     """
 
@@ -47,7 +47,7 @@ class Films(Indexed):
         if max_ratings is None:
             self.num_examples, self._train = len(y), jax.tree.map(jnp.asarray, examples)
             self._grads = dpopt.per_example_grads(self._loss)
-        else:  # the order is random already, so that the first ratings are a random sample
+        else:  # the order is random, so the first ratings are a random sample
             groups = users.group(x[:, 0], max_examples=max_ratings)
             self.num_examples = groups.num_users
             self._train = jax.tree.map(jnp.asarray, groups.batches(examples)(np.arange(groups.num_users)))
@@ -61,10 +61,10 @@ class Films(Indexed):
 
     def init(self, seed: int) -> Any:
         del seed
-        # 3 is the middle of the scale: known before any rating is seen.
+        # 3 is the middle of the scale, which is public.
         return {"mean": jnp.asarray(3.0 / self._mean_input), "films": jnp.zeros(ratings.ITEMS)}
 
-    def promise(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
+    def grads(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
         which, mask = batch
         return self._grads(params, self.rows(which), mask=mask)
 

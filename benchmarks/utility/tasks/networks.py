@@ -1,4 +1,4 @@
-"""Tasks learned by a Flax network, through dpopt's own engines."""
+"""Tasks for Flax networks, through dpopt's own engines."""
 
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,18 @@ from benchmarks.data import idx, imdb
 from benchmarks.utility.tasks import Indexed
 from benchmarks.utility.tasks.text import loaded
 
-SCORED_TOGETHER = 500  # test examples: an LSTM's states of all of them at once would take gigabytes
+SCORED_TOGETHER = 500  # test examples: an LSTM's states for all of them at once would take gigabytes
 
 
 class Network(Indexed):
     """A Flax model on arrays.
 
     Args:
-        model: classifies or reproduces one example, with or without a batch axis.
-        split: inputs and targets, for training and for the test.
-        loss: of an output and its target, a scalar.
-        public_share: share of the training examples that count as public; they leave the private set.
-        validate: score a fifth of the training examples, held out, instead of the test: for tuning.
+        model: maps an example to its output, with or without a batch axis.
+        split: inputs and targets for training and test.
+        loss: a scalar, from an output and its target.
+        public_share: the share of the training examples that are declared public; they leave the private set.
+        validate: score a held-out fifth of the training examples instead of the test set, for tuning.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Network(Indexed):
         self._final = lambda: jax.tree.map(jnp.asarray, test)
         self._test = take(held_out) if validate else self._final()
         self.num_examples, self.has_public_data = len(private), len(public) > 0
-        self._promise = dpopt.per_example_grads(self._loss_of_one)
+        self._grads = dpopt.per_example_grads(self._loss_of_one)
 
     def _output(self, params: Any, x: Any) -> jax.Array:
         return self._model.apply({"params": params}, x)
@@ -59,9 +59,9 @@ class Network(Indexed):
         first = jax.tree.map(lambda x: x[0], self._train[0])
         return self._model.init(jax.random.fold_in(jax.random.key(1_000), seed), first)["params"]
 
-    def promise(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
+    def grads(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
         which, mask = batch
-        return self._promise(params, self.rows(which), mask=mask)
+        return self._grads(params, self.rows(which), mask=mask)
 
     def public_grads(self, params: Any) -> Any:
         def mean_loss(p):
@@ -71,7 +71,7 @@ class Network(Indexed):
 
 
 class Classifier(Network):
-    """A network that says which class; the score is the share of examples that it gets right."""
+    """A network that classifies; the score is its accuracy."""
 
     metric, higher_is_better = "accuracy", True
 
@@ -93,14 +93,14 @@ class Classifier(Network):
 
 
 class MnistClassification(Classifier):
-    """Handwritten digits, as many as the training file holds, by a five-layer CNN."""
+    """Handwritten digits (all in the training file), by a five-layer CNN."""
 
     def __init__(self, where: Path | None = None, **options: Any):
         super().__init__(models.FiveLayerCNN(), idx.load(where), **options)
 
 
 class Digits(Classifier):
-    """scikit-learn's 1,797 digits of 8 x 8 pixels, 1,437 of them for training, by a network with a hidden layer of 64.
+    """scikit-learn's 1,797 digits of 8 x 8 pixels, 1,437 for training, by a network with a hidden layer of width 64.
 
     Args:
         where: not used: the digits come with scikit-learn.
@@ -118,9 +118,9 @@ class _ReviewReader(Classifier):
     """Sentiment of film reviews by a network that reads the first words of each.
 
     Args:
-        model: reads ``(length,)`` word numbers below its ``vocabulary``.
+        model: takes ``(length,)`` word numbers below its ``vocabulary``.
         where: data folder.
-        length: words of a review that are read.
+        length: number of words read of each review.
         vocabulary: ``"train"`` (the most frequent words of the training reviews, which is not private) or ``"shipped"``
             (``imdb.vocab``, published with the data).
         options: as for `Network`.
@@ -128,11 +128,11 @@ class _ReviewReader(Classifier):
 
     def __init__(self, model: Any, where: Path | None, *, length: int, vocabulary: str, **options: Any):
         source = loaded(where)
-        words = model.vocabulary - 2  # two numbers stand for padding and for all other words
+        words = model.vocabulary - 2  # two numbers are reserved, for padding and for all other words
         chosen = source.shipped[:words]
         if vocabulary == "train":
             chosen = imdb.most_frequent(source.train, len(source.words), words)
-            self.taken_for_free = ["vocabulary"]
+            self.not_covered_by_epsilon = ["vocabulary"]
 
         def read(reviews):
             return imdb.sequences(reviews, chosen, length, len(source.words)), reviews.labels
@@ -141,14 +141,14 @@ class _ReviewReader(Classifier):
 
 
 class ImdbLSTM(_ReviewReader):
-    """By a two-layer LSTM of 706,690 parameters; the paper's vocabulary is that of the training reviews."""
+    """A two-layer LSTM of 706,690 parameters; as in the paper, the vocabulary is that of the training reviews."""
 
     def __init__(self, where: Path | None = None, *, length: int = 64, vocabulary: str = "train", **options: Any):
         super().__init__(models.TwoLayerLSTM(), where, length=length, vocabulary=vocabulary, **options)
 
 
 class ImdbTransformer(_ReviewReader):
-    """By a Transformer of one layer of width 32 on the 1,998 most frequent words of the published vocabulary."""
+    """A Transformer with one layer of width 32 on the 1,998 most frequent words of the published vocabulary."""
 
     def __init__(self, where: Path | None = None, *, length: int = 64, vocabulary: str = "shipped", **options: Any):
         model = models.Transformer(vocabulary=2_000, width=32, layers=1, heads=2)
@@ -156,7 +156,7 @@ class ImdbTransformer(_ReviewReader):
 
 
 class MnistAutoencoder(Network):
-    """The same digits, to be reproduced; the score is the mean squared error of a pixel, times 100."""
+    """An autoencoder of the same digits; the score is the mean squared error of a pixel, times 100."""
 
     metric, higher_is_better = "loss x 100", False
 

@@ -20,11 +20,11 @@ class MovieLens(Indexed):
     Args:
         where: data folder.
         dimension: of the factors.
-        biases: adds a mean and a bias for each user and film.
-        mean_input: the input of the mean: below 1, the mean takes less of every rating's clip norm.
-        init: standard deviation of the initial factors, which are normal.
+        biases: add a mean and a bias for each user and film.
+        mean_input: the input of the mean: below 1, the mean takes less of the clip norm.
+        init: the standard deviation of the initial factors, which are normal.
         positive: take their absolute values. Ratings are positive, and without biases factors of mixed signs first
-            have to turn towards each other, which takes most of a run under a tight clip.
+            have to turn towards each other, which takes most of the run under a tight clip.
         public_share, validate: as in `Imdb`.
     """
 
@@ -64,12 +64,12 @@ class MovieLens(Indexed):
         factors = {n: rng.normal(0, self._init, s) for n, s in shapes.items()}
         params = {n: jnp.asarray(np.abs(f) if self._positive else f, jnp.float32) for n, f in factors.items()}
         if self._biases:
-            # 3 is the middle of the scale: known before any rating is seen.
+            # 3 is the middle of the scale, which is public.
             params |= {"mean": jnp.asarray(3.0 / self._mean_input), "user_bias": jnp.zeros(ratings.USERS)}
             params |= {"item_bias": jnp.zeros(ratings.ITEMS)}
         return params
 
-    def promise(self, params: Any, batch: Any) -> PerExampleGrads:
+    def grads(self, params: Any, batch: Any) -> PerExampleGrads:
         which, mask = batch
         return closed_forms.factorization(params, self.rows(which), mask, self._mean_input)
 
@@ -83,7 +83,7 @@ class MovieLens(Indexed):
 
     def each_score(self, params: Any, rows: Any = None) -> jax.Array:
         rows = self._test if rows is None else rows
-        # No rating lies outside 1 to 5; that is public, so a prediction may be brought back.
+        # Ratings lie within 1 to 5, which is public, so predictions may be clipped.
         guess = closed_forms.predict(params, *rows[:2], self._mean_input)
         if self._biases:
             guess = jnp.clip(guess, 1, 5)

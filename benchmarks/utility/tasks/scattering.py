@@ -1,4 +1,4 @@
-"""Handwritten digits by a linear model on scattering features, which no digit had a part in choosing."""
+"""Handwritten digits by a linear model on scattering features, which do not depend on data."""
 
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,20 @@ from benchmarks.utility.tasks.networks import Classifier
 
 CHANNELS = len(scattering.paths(2, 8))
 TOGETHER = 200  # images transformed at a time
-CACHE = "scattering-2-8"  # a change of the transform needs another name
+CACHE = "scattering-2-8"  # to be changed with the transform
 
 
 def group_normalized(features: np.ndarray, groups: int) -> np.ndarray:
-    """Every example's own channels, in ``groups`` of neighbours, brought to mean 0 and equal variance; then length 1.
+    """Normalises each example: neighbouring channels in ``groups`` to mean 0 and equal variance, then all to norm 1.
 
-    It reads one example at a time, so it needs no statistics of the data and costs no privacy.
+    Each example is normalised alone, so no statistics of the data are needed and it costs no privacy.
 
     Args:
         features: ``(n, channels, height, width)``.
         groups: a divisor of the number of channels.
 
     Returns:
-        ``(n, channels * height * width)`` float32, rows of length 1; of an empty image 0.
+        ``(n, channels * height * width)`` float32, rows of norm 1, or 0 for an empty image.
     """
     n, channels = features.shape[:2]
     if groups < 1 or channels % groups:
@@ -41,7 +41,7 @@ def group_normalized(features: np.ndarray, groups: int) -> np.ndarray:
 
 
 def features(images: np.ndarray) -> np.ndarray:
-    """Scattering channels of ``(n, 28, 28)`` images in [0, 1], float16: they are stored, and need no more."""
+    """Scattering channels of ``(n, 28, 28)`` images in [0, 1], as float16, which is precise enough to store."""
     together = jax.jit(scattering.transform)
     parts = [np.asarray(together(jnp.asarray(part)), np.float16) for part in _parts(images)]
     return np.concatenate(parts)
@@ -52,7 +52,7 @@ def _parts(images: np.ndarray) -> list[np.ndarray]:
 
 
 def _stored(where: Path | None, part: str, images: np.ndarray) -> np.ndarray:
-    """Features of the training or the test images, worked out once for every copy of the file."""
+    """Features of the training or test images, computed once for every copy of the file."""
     source = idx.path(where, part, "images")
     return data.cached(source, f"{source.name}-{CACHE}", lambda: {"features": features(images[..., 0])})["features"]
 
@@ -60,7 +60,7 @@ def _stored(where: Path | None, part: str, images: np.ndarray) -> np.ndarray:
 class Linear(nn.Module):
     """A multinomial logistic regression that starts at 0.
 
-    Without a bias, to which half of every example's clip norm would go: rows have length 1, and classes are balanced.
+    It has no bias, which would take half of every squared gradient norm: rows have norm 1, and classes are balanced.
     """
 
     outputs: int = 10
@@ -71,12 +71,12 @@ class Linear(nn.Module):
 
 
 class MnistScattering(Classifier):
-    """A linear model on the scattering features of the digits, as many as the training file holds.
+    """A linear model on the scattering features of the digits (all in the training file).
 
     Args:
         where: data folder.
-        groups: of channels that are normalised together; see `group_normalized`.
-        options: as for `network_tasks.Network`.
+        groups: number of groups of channels that are normalised together; see `group_normalized`.
+        options: as for `networks.Network`.
     """
 
     def __init__(self, where: Path | None = None, *, groups: int = 27, **options: Any):

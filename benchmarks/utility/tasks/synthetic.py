@@ -1,4 +1,4 @@
-"""Tasks on data that is made up. Their names say so: no figure of theirs is a figure on real data."""
+"""Tasks on synthetic data, as their names state: their figures are not figures on real data."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from benchmarks.utility.tasks.networks import Classifier
 
 
 class SparseLinear(nn.Module):
-    """A linear layer on a sparse example, given by its columns and their values (0 where a column is padding)."""
+    """A linear layer on a sparse example, given by its columns and values (0 for padding)."""
 
     features: int
     outputs: int
@@ -29,7 +29,7 @@ class SparseLinear(nn.Module):
 
 
 def padded_rows(rows: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Columns and values of sparse rows, each row filled up with zeros to the length of the longest."""
+    """Columns and values of sparse rows, padded with zeros to the length of the longest row."""
     lengths = np.diff(rows.indptr)
     shape = rows.shape[0], int(lengths.max())
     columns, values = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -41,14 +41,14 @@ def padded_rows(rows: Any) -> tuple[np.ndarray, np.ndarray]:
 class SyntheticTags(Classifier):
     """SYNTHETIC posts with one of 500 tags, by a logistic regression of 5,000,500 parameters on 10,000 words.
 
-    A stand-in for StackOverflow's tags, whose sizes it has; no post of that site is in it. Every seed of training sees
-    the same data.
+    A stand-in for StackOverflow's tags with the same sizes; it has no posts of that site. Every training seed gets the
+    same data.
 
     Args:
-        where: not used: the data is made.
-        num_examples: posts, a fifth of which are the test.
-        frequency: for the diagonal, where word frequencies come from: None, ``"public"`` or ``{"release": sigma}``, as
-            in `text_task.Imdb`.
+        where: not used, since the data is generated.
+        num_examples: number of posts; a fifth of them is the test set.
+        frequency: where the word frequencies of the diagonal come from: None, ``"public"`` or ``{"release": sigma}``,
+            as in `text.Imdb`.
         power, floor: the diagonal of a word is ``1 / ((f / max f)^power + floor)``.
         options: as for `Network`.
     """
@@ -70,11 +70,11 @@ class SyntheticTags(Classifier):
         super().__init__(SparseLinear(features, 500), split._replace(**as_rows), **options)
         self._frequency, self._power, self._floor = frequency, power, floor
         if frequency == "public" and not self.has_public_data:
-            raise ValueError("word frequencies are to come from public posts: set public_share above 0.")
+            raise ValueError("word frequencies come from public posts: set public_share above 0.")
         if frequency is None:
             return
         columns, values = map(np.asarray, (self._public if frequency == "public" else self._train)[0])
-        # Each post is a vector of length 1, so that one post more or less moves the sum by 1.
+        # Each post is a vector of norm 1, so the sum has sensitivity 1.
         unit = (values > 0) / np.sqrt(np.maximum((values > 0).sum(1, keepdims=True), 1))
         self._counted = np.bincount(columns.reshape(-1), unit.reshape(-1), minlength=features)
         if frequency != "public":
@@ -85,7 +85,7 @@ class SyntheticTags(Classifier):
             return None
         f = self._counted
         if isinstance(self._frequency, dict):
-            # A seed of its own: the noise of training comes from another generator.
+            # A separate seed: the noise of training comes from another generator.
             noise = np.random.default_rng([seed, 0xF2E9]).normal(0, self._frequency["release"], f.shape)
             f = np.maximum(f + noise, 0)
         scale = 1 / ((f / f.max()) ** self._power + self._floor)
@@ -93,10 +93,10 @@ class SyntheticTags(Classifier):
 
 
 class SyntheticRegression(Indexed):
-    """AdaDPS's toy regression (its Figure 3), which is synthetic; the score is the training loss, as in the figure.
+    """AdaDPS's synthetic toy regression (its Figure 3); the score is the training loss, as in the figure.
 
     Args:
-        where: not used: the data is made.
+        where: not used, since the data is generated.
         seed: of the data.
     """
 
@@ -110,7 +110,7 @@ class SyntheticRegression(Indexed):
         self._train = jnp.asarray(toy.x), jnp.asarray(toy.y)
         self._diagonal = toy.diagonal
         self.num_examples = len(toy.y)
-        self._promise = dpopt.per_example_grads(self._loss)
+        self._grads = dpopt.per_example_grads(self._loss)
 
     @staticmethod
     def _loss(params: Any, example: tuple) -> jax.Array:
@@ -122,13 +122,13 @@ class SyntheticRegression(Indexed):
         return {"weights": jnp.zeros(self._train[0].shape[1])}
 
     def side_information(self, seed: int) -> Any:
-        """``1 / A``, which the paper takes as known."""
+        """``1 / A``, which the paper assumes to be known."""
         del seed
         return {"weights": (1 / self._diagonal).astype(np.float32)}
 
-    def promise(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
+    def grads(self, params: Any, batch: Any) -> dpopt.gradients.PerExampleGrads:
         which, mask = batch
-        return self._promise(params, self.rows(which), mask=mask)
+        return self._grads(params, self.rows(which), mask=mask)
 
     def public_grads(self, params: Any) -> Any:
         raise NotImplementedError("the toy regression has no public data.")

@@ -1,4 +1,4 @@
-"""Sentiment of film reviews as a task: which reviews are public, and where words and frequencies come from."""
+"""Sentiment of film reviews as a task, with options for which reviews are public and where word counts come from."""
 
 import functools
 from pathlib import Path
@@ -23,21 +23,21 @@ class Imdb:
     Args:
         where: data folder.
         kind: see `imdb.features`.
-        vocabulary: where the list of words comes from: ``"train"`` (the most frequent of the training reviews: what the
-            papers do, and not private), ``"shipped"`` (``imdb.vocab``, published with the data), or ``"public"``.
-        words: at most this many.
-        least: with ``"public"``, the least number of public reviews that a word must occur in.
-        pairs: whether pairs of neighbours that occur in two public reviews or more are features as well.
-        public_share: share of the training reviews that count as public; they leave the private set.
-        frequency: for the diagonal, where word frequencies come from: None, ``"public"``, ``"train"`` (read for free:
-            NOT covered by epsilon) or ``{"release": sigma}``: the sum of every private review's words as a vector of
-            length at most 1, plus Gaussian noise of deviation sigma, whose event is in `release`.
-        pair_weight: of pairs, against 1 for words, before a row's length is made 1.
+        vocabulary: where the words come from: ``"train"`` (the most frequent ones of the training reviews, as in the
+            papers, which is not private), ``"shipped"`` (``imdb.vocab``, published with the data), or ``"public"``.
+        words: their maximal number.
+        least: with ``"public"``, the least number of public reviews in which a word must occur.
+        pairs: whether pairs of adjacent words that occur in at least two public reviews are features as well.
+        public_share: the share of the training reviews that are declared public; they leave the private set.
+        frequency: where the word frequencies of the diagonal come from: None, ``"public"``, ``"train"`` (NOT covered by
+            epsilon) or ``{"release": sigma}``: the sum over private reviews, each a vector of norm at most 1, plus
+            Gaussian noise with standard deviation sigma, whose event is in `release`.
+        pair_weight: weight of pairs, against 1 for words, before rows are scaled to norm 1.
         one: the input of the bias; see `closed_forms.SparseLogistic`.
         power, floor: the diagonal is ``1 / ((f / max f)^power + floor)``.
-        validate: score a fifth of the training reviews, held out, instead of the test reviews: for tuning.
-        engine: None for the closed form; the name of one of dpopt's engines sends dense rows through that instead, with
-            the same result, for comparison.
+        validate: score a held-out fifth of the training reviews instead of the test reviews, for tuning.
+        engine: None for the closed form; with the name of a dpopt engine, dense rows go through that engine instead,
+            with the same result, for comparison.
     """
 
     unit = "example"
@@ -62,7 +62,7 @@ class Imdb:
         engine: str | None = None,
     ):
         if not public_share and ("public" in (vocabulary, frequency) or kind.endswith("-idf") or pairs):
-            raise ValueError("words, pairs or frequencies are to come from public reviews: set public_share above 0.")
+            raise ValueError("words, pairs or frequencies come from public reviews: set public_share above 0.")
         source = loaded(where)
         order = np.random.default_rng(0).permutation(len(source.train))
         held_out, train = np.split(order, [len(order) // 5]) if validate else (None, order)
@@ -85,7 +85,7 @@ class Imdb:
 
         count, labels = counted(source.train.take(private)), source.train.labels[private]
         public_count = counted(source.train.take(public)) if len(public) else None
-        # Half a document is added, so that a word that no public review has is rare and not impossible.
+        # Half a document is added, so that a word without a public review is rare instead of impossible.
         frequencies = None
         if len(public):
             frequencies = (np.asarray(public_count.astype(bool).sum(0)) + 0.5) / (len(public) + 1)
@@ -95,13 +95,13 @@ class Imdb:
         self._frequency, self._one = frequency, one
         self.release = None
         free = {"vocabulary": vocabulary == "train", "word frequencies": frequency == "train"}
-        self.taken_for_free = [name for name, is_free in free.items() if is_free]
+        self.not_covered_by_epsilon = [name for name, is_free in free.items() if is_free]
         if frequency == "train":
             self._counted = np.asarray(count.sum(0))
         elif frequency == "public":
             self._counted = np.asarray(public_count.sum(0))
         elif frequency is not None:
-            self._counted = np.asarray(imdb.features(count, "binary").sum(0))  # each review a vector of length 1
+            self._counted = np.asarray(imdb.features(count, "binary").sum(0))  # each review is a vector of norm 1
             self.release = dp_accounting.GaussianDpEvent(frequency["release"])
 
         def rows(count):
@@ -124,7 +124,7 @@ class Imdb:
         f = self._counted
         if isinstance(self._frequency, dict):
             sigma = self._frequency["release"]
-            # A seed of its own: the noise of training comes from another generator.
+            # A separate seed: the noise of training comes from another generator.
             noisy = f + np.random.default_rng([seed, 0xF2E9]).normal(0, sigma, f.shape)
             f = np.maximum(noisy, 0)
         f = f / f.max()
@@ -144,7 +144,7 @@ class Imdb:
         lengths = np.where(mask, np.diff(first)[indices], 0)
         used = lengths.sum(1)
         total = int(used.sum())
-        # Flat over steps and examples: which pieces, and whose.
+        # Flat over steps and examples: the pieces, and the examples that own them.
         starts = np.cumsum(lengths, axis=None) - lengths.reshape(-1)
         flat = np.repeat(first[indices].reshape(-1) - starts, lengths.reshape(-1)) + np.arange(total)
         where = np.full((len(drawn), pieces), len(self._rows.columns) - 1, np.int32)  # the empty piece
@@ -157,7 +157,7 @@ class Imdb:
     def all_examples(self) -> Any:
         return whole(self._rows, self._labels), jnp.ones(self.num_examples, bool)
 
-    def promise(self, params: Any, batch: Any) -> PerExampleGrads:
+    def grads(self, params: Any, batch: Any) -> PerExampleGrads:
         if len(batch) == 2:
             return closed_forms.sparse_logistic(params, *batch, self._one)
         where, owner, indices, mask = batch
@@ -207,5 +207,5 @@ def whole(rows: closed_forms.Segments, labels: Any) -> closed_forms.SparseRows:
 
 @functools.lru_cache(maxsize=1)
 def loaded(where: Path | None) -> imdb.Imdb:
-    """The data set, kept for the next task that wants it."""
+    """The data set, cached for the next task."""
     return imdb.load(where)
