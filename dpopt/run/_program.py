@@ -1,29 +1,31 @@
-"""What a run computes, in words that can be compared: so that an error names what changed since last time.
+"""A description of what a run computes, so that an error can name what changed since the last time.
 
-Functions are described by their name and a hash of their code, and post-processing also by the numbers it was made
-with. Arrays are described by their shape, and of a loss or a data source no values are read: they may be private, and
-the journal holds nothing private.
+Functions are described by their name and a hash of their code, and post-processing also by its hyperparameters. Arrays
+are described by their shape. No values are read from a loss or a data source: they may be private, and the journal
+holds nothing private.
 """
 
 import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from dpopt.chain import PrivateOptimizer
+
 _DEPTH = 8
 
 
-def describe(optimizer: Any, **rest: Any) -> dict[str, str]:
-    """The hyperparameters of what follows the noise, and the code of functions, as far as can be seen.
+def describe(optimizer: PrivateOptimizer, **rest: Any) -> dict[str, str]:
+    """The hyperparameters of the stages after the noise, and hashes of the code of functions, as far as can be seen.
 
     Args:
         optimizer: a private optimizer; its private part is described by `dpopt.run.identity.run_identity`.
-        **rest: by name: functions, of which only the code is read, and plain values.
+        **rest: by name: functions, whose code alone is read, and plain values.
     """
     found: dict[str, str] = {}
     for stage in optimizer.stages[1:]:
@@ -34,7 +36,7 @@ def describe(optimizer: Any, **rest: Any) -> dict[str, str]:
 
 
 def _hyperparameters(value: Any, name: str, found: dict[str, str], depth: int) -> None:
-    """Adds the numbers that functions close over, each under the function's name and its own."""
+    """Adds the numbers that functions close over, each under the function's name and that of the variable."""
     if depth == 0:
         return
     update = getattr(value, "update", None)
@@ -68,7 +70,7 @@ def _hyperparameters(value: Any, name: str, found: dict[str, str], depth: int) -
         found[unique] = _shown(value)
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # a variable that was never set
@@ -82,8 +84,8 @@ def _shown(value: Any) -> str:
     return repr(np.asarray(value).item()) if is_number else f"{value.dtype}{list(np.shape(value))}"
 
 
-def _code(function: Callable) -> str:
-    """A function's name, and a hash of its code and of the functions that it closes over."""
+def _code(function: Callable[..., Any]) -> str:
+    """The name of a function, and a hash of its code and of the functions that it closes over."""
     while isinstance(function, functools.partial):
         function = function.func
     digest = hashlib.sha256()
@@ -107,5 +109,5 @@ def _hash_code(code: CodeType, digest: Any) -> None:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             _hash_code(constant, digest)
-        elif not isinstance(constant, frozenset):  # a set's order is another in each process
+        elif not isinstance(constant, frozenset):  # the order of a set differs between processes
             digest.update(repr(constant).encode())

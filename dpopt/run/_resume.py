@@ -1,21 +1,36 @@
-"""Where a resumed run continues: the state found in the journal, agreed on by the processes that share it."""
+"""Resuming a run: opening its journal, finding the state there, and starting a segment, in all processes alike."""
 
+from __future__ import annotations
+
+import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
 
+from dpopt.common.types import PyTree
 from dpopt.run import entropy, identity
+from dpopt.run._types import RunPlan
 from dpopt.run.identity import Segment, TrainState
 from dpopt.run.journal import Entry, Journal
+
+if TYPE_CHECKING:
+    from dpopt.run.checkpoint import Checkpointer
 
 _log = logging.getLogger("dpopt.run.loop")
 
 
-def agree_on_plan(plan: Any, state: TrainState, constants: Any, run: Any, program: Any, options: list) -> None:
-    """Refuses to start where the processes of a run differ; see `dpopt.run.entropy.agree`."""
+def agree_on_plan(
+    plan: RunPlan,
+    state: TrainState,
+    constants: PyTree,
+    run: dict[str, Any],
+    program: dict[str, str],
+    options: list[Any],
+) -> None:
+    """Raises an error if the processes of a run differ; see `dpopt.run.entropy.agree`."""
     if jax.process_count() == 1:
         return
     keys = {f"key {i}" if i else "key": s.key for i, s in enumerate(entropy.noise_states(state.opt_state))}
@@ -31,20 +46,34 @@ def agree_on_plan(plan: Any, state: TrainState, constants: Any, run: Any, progra
     )
 
 
-def attach(journal: Journal, checkpointer: Any, run: dict[str, Any]) -> None:
-    """Opens the journal: the first process writes, the others read what it found before any step is added."""
+@contextlib.contextmanager
+def opened(journal: Journal, checkpointer: Checkpointer | None, run: dict[str, Any]) -> Iterator[None]:
+    """Keeps the journal's file open, if there is a checkpointer; afterwards another process may continue the run."""
+    if checkpointer is None:
+        yield
+        return
+    try:
+        _attach(journal, checkpointer, run)
+        yield
+    finally:
+        checkpointer.settle()
+        journal.close()
+
+
+def _attach(journal: Journal, checkpointer: Checkpointer, run: dict[str, Any]) -> None:
+    """Opens the journal: the first process writes, the others read its present content before any step is added."""
     if jax.process_index() == 0:
         checkpointer.make_directory()
         journal.attach(checkpointer.journal_path, run)
     meet("dpopt journal opened")
     if jax.process_index() != 0:
         journal.attach(checkpointer.journal_path, run, is_writer=False)
-    # Also where they wait for each other. A directory that not all of them see shows here.
+    # Processes wait for each other here, too. A directory that not all of them see is detected.
     entropy.agree({"checkpoint directory": [journal.run, len(journal)]})
 
 
 def meet(name: str) -> None:
-    """Waits for all processes: none may let a result out before the one that writes has written."""
+    """Waits for all processes: none may release a result before the first one has written to the journal."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
@@ -62,9 +91,9 @@ def check_state(state: TrainState, journal: Journal) -> None:
         where = journal.path or "in memory"
         raise ValueError(
             f"this state has had {state.update} steps, which are not in this plan's journal ({where}; "
-            f"{journal.ledger.steps} steps): their cost would be lost. Go on with the plan that it comes from, or with "
-            "its checkpointer. To start a new run from its parameters pass them alone (state.params), and tell its "
-            "budget what they cost: builder.budget(..., earlier=result.ledger.event)."
+            f"{journal.ledger.steps} steps): their cost would be lost. Continue with the plan that it comes from, or "
+            "with its checkpointer. To start a new run from its parameters pass them alone (state.params), and pass "
+            "their cost to the budget: builder.budget(..., earlier=result.ledger.event)."
         )
 
 
@@ -72,61 +101,71 @@ class Place(NamedTuple):
     """Where a resumed run continues."""
 
     state: TrainState
-    pending: list[Entry]  # steps that were paid for, to be computed again bit for bit
-    lost: int  # steps that were paid for, and will not be
-    reason: str | None  # why a new segment is to begin; None to continue the journal's last one
+    pending: tuple[Entry, ...]  # steps that were paid for, to be repeated bit for bit
+    lost: int  # steps that were paid for, and will not be repeated
+    reason: str | None  # for starting a segment; None to continue the journal's last one
+
+    @property
+    def begins_segment(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def paid(self) -> int:
+        """Steps in the history of the state, including those to be repeated."""
+        return self.state.update + len(self.pending)
+
+    def origin(self, journal: Journal) -> int:
+        """The number of steps that the state had had when its segment began, or will have had."""
+        if self.begins_segment:
+            return self.paid
+        return next(entry.update for entry in reversed(journal.entries) if not entry.is_step)
 
 
-def find(plan: Any, journal: Journal, state: TrainState, replay: bool) -> Place:
-    """Finds the state in the journal: what to repeat from there, or why the run continues with fresh noise.
+def find(plan: RunPlan, journal: Journal, state: TrainState, replay: bool) -> Place:
+    """Finds the state in the journal: which steps to repeat from there, or why to continue with fresh noise.
 
-    A step may be computed twice with the same noise only if both results are the same to the last bit. That can be
-    expected of a state that the journal knows, in the environment of its latest segment, where nobody has put back
-    older files; which is why it must be asked for.
+    A step may be computed twice with the same noise only if both results are identical to the last bit. This can be
+    expected only of a state in the journal, in the environment of its latest segment, if nobody has restored older
+    files. Since the last condition cannot be checked, ``replay`` is off by default.
     """
     entries = journal.entries
     last = max((i for i, entry in enumerate(entries) if not entry.is_step), default=None)
     if replay and last is not None and entries[last].is_exact and state.segment is None:
         state = state._replace(segment=Segment(entries[last].segment, plan.sampler.seed))
     at = _index(state, entries)
-    after = list(entries if at is None else entries[at + 1 :])
+    after = entries if at is None else entries[at + 1 :]
     lost = sum(entry.is_step for entry in after)
     if last is None:
-        return Place(state, [], 0, "the run starts")
+        return Place(state, (), 0, "the run starts")
     if not replay:
-        return Place(state, [], lost, "replay=False")
+        return Place(state, (), lost, "replay=False")
     if at is None or at < last:
-        return Place(state, [], lost, "the state is not in the journal's last segment")
+        return Place(state, (), lost, "the state is not in the journal's last segment")
     here = identity.environment((state.params, state.opt_state))
     if entries[last].environment != here:
         where = identity.differences(entries[last].environment or {}, here)
-        return Place(state, [], lost, f"this is a different machine ({where})")
+        return Place(state, (), lost, f"this is a different machine ({where})")
     return Place(state, after, 0, None)
 
 
-def segment_start(journal: Journal) -> int:
-    """How many steps the state had had when the journal's latest segment began."""
-    return next(entry.update for entry in reversed(journal.entries) if not entry.is_step)
-
-
 def _index(state: TrainState, entries: Sequence[Entry]) -> int | None:
-    """The entry that says what the state is, the latest if there are several."""
+    """The index of the latest entry that records this state, or None."""
     name = None if state.segment is None else state.segment.id
     mine = (identity.state_digest(state), state.update, name)
     found = [i for i, entry in enumerate(entries) if (entry.digest, entry.update, entry.segment) == mine]
     return found[-1] if found else None
 
 
-def begin(plan: Any, journal: Journal, place: Place, replay: bool, program: dict[str, str]) -> TrainState:
+def begin(plan: RunPlan, journal: Journal, place: Place, replay: bool, program: dict[str, str]) -> TrainState:
     """Starts a segment: enters it in the journal, and gives the state a noise key and a seed that nothing else has.
 
-    With ``replay`` the first segment of a run keeps the plan's own, so that everything follows from key and seed.
+    With ``replay`` the first segment of a run keeps the plan's own, so that everything derives from key and seed.
     """
     state = place.state
     if place.lost:
         _log.warning(
-            "dpopt: %d steps are spent and not in the parameters at step %d; they are not repeated (%s): the run goes "
-            "on with fresh noise, and the steps that replace them are charged anew.",
+            "dpopt: %d steps are spent and not in the parameters at step %d; they are not repeated (%s): the run "
+            "continues with fresh noise, and the steps that replace them are charged again.",
             place.lost,
             state.update,
             place.reason,

@@ -1,34 +1,38 @@
-"""How many steps a budget buys."""
+"""The number of steps that a budget covers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dpopt import accounting, events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.ledger import Ledger
+from dpopt.run._types import RunPlan
+
+if TYPE_CHECKING:
+    from dpopt.run.plan import Budget
 
 
 def steps_within(
-    plan: Any,
-    budget: Any,
+    plan: RunPlan,
+    budget: Budget | None,
     *,
     ledger: Ledger | None = None,
     start: int = 0,
     origin: int | None = None,
     most: int = 2**20,
 ) -> int:
-    """How many more steps of a plan a budget buys, on top of what a ledger holds.
+    """The number of further steps of a plan that a budget covers, beyond what a ledger holds.
 
     Args:
         plan: a `dpopt.run.plan.Plan`.
-        budget: a `dpopt.run.plan.Budget`; None buys the plan's own number of steps.
-        ledger: what is spent already; None for nothing.
+        budget: a `dpopt.run.plan.Budget`; None for the plan's own number of steps.
+        ledger: what is already spent; None for nothing.
         start: number of the first step, for plans whose cost depends on the step.
-        origin: the step that the run's segment began with, for batches from parts of the data and correlated noise; by
-            default ``start``.
-        most: do not count further than this.
+        origin: first step of the run's segment, for batches from parts of the data and correlated noise; by default
+            ``start``.
+        most: the largest number returned.
 
     Raises:
         ValueError, TypeError: for a number out of range.
@@ -48,7 +52,7 @@ def steps_within(
         return max(0, min(most, plan.steps - ledger.steps))
 
     budget = budget.replacing(plan.budget)
-    if budget != plan.budget:  # the plan's own was looked at when it was set
+    if budget != plan.budget:  # the plan's own was checked when it was set
         validate.small_delta(budget.delta, plan.sampler.num_examples)
     spent = events.following(budget.earlier, ledger.event)
     more = events.composer(plan.optimizer.privacy, plan.sampler.scheme, start, start if origin is None else origin)

@@ -1,4 +1,4 @@
-"""The builder: describes a private run, validates it step by step, and works out the noise it needs."""
+"""The builder: describes a private run, validates it step by step, and calibrates its noise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import optax
 from dpopt import accounting, events
 from dpopt._units import stated_for
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import as_clip_function, is_adaptive
+from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function, is_adaptive
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
+from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.ledger import Ledger
 from dpopt.optimizers.averaging import average_params
 from dpopt.preconditioners.base import Preconditioner, precondition
 from dpopt.private_mean import privatize
-from dpopt.run.plan import Budget, Plan
+from dpopt.run.plan import Budget, Plan, Sampler
 from dpopt.samplers.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
 from dpopt.samplers.truncated import TruncatedPoissonSampler
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
@@ -35,29 +36,29 @@ class Builder:
     Immutable: every method returns a new builder and checks its arguments at once.
 
     Args:
-        num_examples: size of the data set (or number of clients or users, for user-level privacy).
+        num_examples: size of the data set (for user-level privacy, the number of clients or users).
         expected_batch_size: expected number of examples in a batch.
         steps: number of steps of the whole run.
-        key: PRNG key of the noise, for this run alone. `Plan.run` mixes fresh bits of the operating system into it each
-            time it is called, unless it is asked for ``replay=True``: then noise and batches follow from the key. The
-            sampler's seed is derived from it unless one is given.
+        key: PRNG key of the noise, for this run alone. Each call of `Plan.run` mixes fresh bits of the operating system
+            into it; with ``replay=True`` it does not, and noise and batches derive from the key. The sampler's seed is
+            derived from it unless one is given.
         seed: seed of the sampler, or None.
         sampling: ``"poisson"``, or ``"fixed_size"`` (distinct examples, drawn afresh each step; accounted replace-one);
             or ``"truncated_poisson"``, whose batches all have ``max_batch_size`` rows (`dpopt.samplers.truncated`);
-            or, as correlated noise needs, ``"cyclic_poisson"``, ``"epochs"`` or ``"balls_in_bins"``
+            or, for correlated noise, ``"cyclic_poisson"``, ``"epochs"`` or ``"balls_in_bins"``
             (`dpopt.samplers.parts`).
-        parts: of how many parts of the data one after the other is sampled, under ``"cyclic_poisson"``; None for as
-            many as the noise is correlated over steps.
+        parts: number of parts of the data, which ``"cyclic_poisson"`` samples in turn; None for the number of steps
+            over which the noise is correlated.
         pad_to: batches are padded to a multiple of this; None for the sampler's default.
-        max_batch_size: rows of a batch under ``"truncated_poisson"``, which needs it.
+        max_batch_size: rows of a batch, required by ``"truncated_poisson"``.
         unit: ``"example"``, ``"client"`` or ``"user"``: what one row of the data is. A plan for clients or users counts
-            and samples them, and runs in place of a loss on what `dpopt.federated.client_deltas` or
-            `dpopt.users.per_user_grads` returns.
+            and samples them, and runs with the result of `dpopt.federated.client_deltas` or
+            `dpopt.users.per_user_grads` in place of a loss.
 
     Raises:
         ValueError, TypeError: here and in every method, for a bad argument or a call out of order.
 
-    *Privacy*: `build` draws nothing and reads no data; the `Plan` it returns says what the run will cost.
+    *Privacy*: `build` draws nothing and reads no data; the `Plan` it returns states what the run will cost.
 
     >>> plan = (
     ...     Builder(num_examples=50_000, expected_batch_size=256, steps=4_000, key=jax.random.key(0))
@@ -84,7 +85,7 @@ class Builder:
     _preconditioners: tuple[Preconditioner, ...] = ()
     _clip: Any = None
     _strategy: Strategy | None = None
-    _noise_multiplier: Any = None
+    _noise_multiplier: ScalarOrSchedule | None = None
     _budget: Budget | None = None
     _mechanism: Callable[..., PrivateOptimizer] = privatize
     _post: tuple[optax.GradientTransformation, ...] = ()
@@ -114,7 +115,7 @@ class Builder:
             raise ValueError("precondition(...) must come before clip(...): after it, it would undo the bound.")
         return dataclasses.replace(self, _preconditioners=(*self._preconditioners, preconditioner))
 
-    def clip(self, l2_clip_norm: Any) -> Builder:
+    def clip(self, l2_clip_norm: FixedClip | AdaptiveClip) -> Builder:
         """Sets the clip norm, or a clip function of `dpopt.clipping`, or `dpopt.adaptive.quantile_clip`."""
         if self._clip is not None:
             raise ValueError("clip(...) was called already: a run clips once.")
@@ -133,8 +134,8 @@ class Builder:
             raise ValueError("correlate(...) was called already: a run has one strategy.")
         return dataclasses.replace(self, _strategy=strategy)
 
-    def noise(self, noise_multiplier: Any) -> Builder:
-        """Sets the noise multiplier by hand: a number, or a schedule ``step -> number``. 0 means no privacy."""
+    def noise(self, noise_multiplier: ScalarOrSchedule) -> Builder:
+        """Sets the noise multiplier: a number, or a schedule ``step -> number``. 0 means no privacy."""
         if not callable(noise_multiplier):
             validate.non_negative(noise_multiplier=noise_multiplier)
         self._check_noise_is_free("noise")
@@ -148,12 +149,12 @@ class Builder:
         accountant: accounting.Accountant = "pld",
         earlier: dp_accounting.DpEvent | None = None,
     ) -> Builder:
-        """Asks for the least noise that keeps the whole run within (epsilon, delta).
+        """Calibrates the noise to the least that keeps the whole run within (epsilon, delta).
 
-        ``earlier`` is what was spent before on the same examples (``result.ledger.event``): it and the run together
-        keep to the budget, and are in every epsilon and statement of the plan and of its results.
+        ``earlier`` is what was spent before on the same examples (``result.ledger.event``). It and the run together
+        stay within the budget, and every epsilon and statement of the plan and of its results covers both.
 
-        Warns (UserWarning) where delta is not below 1 / num_examples.
+        Warns (UserWarning) if delta is not below 1 / num_examples.
         """
         self._check_noise_is_free("budget")
         budget = Budget(epsilon, delta, accountant, earlier)
@@ -161,11 +162,11 @@ class Builder:
             raise ValueError(f"earlier: {spent:.4g} is spent already at delta {delta:g}, and epsilon is {epsilon:g}.")
         validate.small_delta(delta, self.num_examples)
         if self.sampling == "fixed_size" and accountant != "rdp":
-            raise ValueError("batches of fixed size are accounted for by Renyi only: pass accountant='rdp'.")
+            raise ValueError("batches of fixed size have a Renyi bound only: pass accountant='rdp'.")
         return dataclasses.replace(self, _budget=budget)._checked()
 
     def mechanism(self, make_core: Callable[..., PrivateOptimizer]) -> Builder:
-        """Replaces the private part, for optimizers that ask more than one query a step.
+        """Replaces the private part, for optimizers with more than one query per step.
 
         ``make_core`` takes the arguments of `dpopt.privatize` and states its own privacy, which the budget then covers.
         """
@@ -176,7 +177,9 @@ class Builder:
     def then(self, *transformations: optax.GradientTransformation) -> Builder:
         """Appends post-processing: any Optax transformations, ending with the learning rate."""
         if self._noise_multiplier is None and self._budget is None:
-            raise ValueError("then(...) is post-processing and comes after the noise: call noise(...) or budget(...).")
+            raise ValueError(
+                "then(...) is post-processing, which comes after the noise: call noise(...) or budget(...) first."
+            )
         return dataclasses.replace(self, _post=self._post + transformations)._checked()
 
     def average(self, decay: float = 0.999) -> Builder:
@@ -205,7 +208,7 @@ class Builder:
         sampler = self._sampler()
         noise_multiplier = self._noise_multiplier if self._budget is None else self._calibrated(self._budget)
         optimizer = self._optimizer(noise_multiplier)
-        # Says now if this noise, as it is correlated or varies, has no theorem under the sampler.
+        # Fails now if no theorem covers this noise (correlated, or varying) under the sampler.
         events.step_event(optimizer.privacy, sampler.scheme, self.steps - 1)
         return Plan(
             optimizer=optimizer,
@@ -227,7 +230,7 @@ class Builder:
             raise ValueError(f"{call}(...) sets the noise a second time; call noise(...) or budget(...) once.")
 
     def _checked(self) -> Builder:
-        """Puts the optimizer together, with any noise, so that a stage out of place is found now."""
+        """Builds the optimizer, with any noise, so that a misplaced stage is reported now."""
         self._optimizer(self._noise_multiplier if self._budget is None else 1.0)
         return self
 
@@ -240,7 +243,7 @@ class Builder:
             make_event, epsilon=budget.epsilon, delta=budget.delta, accountant=budget.accountant
         )
 
-    def _optimizer(self, noise_multiplier: Any) -> PrivateOptimizer:
+    def _optimizer(self, noise_multiplier: ScalarOrSchedule | None) -> PrivateOptimizer:
         more = {} if self._strategy is None else {"noise": self._strategy}
         core = self._mechanism(
             l2_clip_norm=self._clip,
@@ -254,10 +257,10 @@ class Builder:
         optimizer = chain(core, *self._post, *last)
         return optimizer if self.unit == "example" else stated_for(self.unit, optimizer)
 
-    def _sampler(self) -> Any:
+    def _sampler(self) -> Sampler:
         seed = self.seed
         if seed is None:
-            # Far from the keys that noise folds in (0, 1, 2, ...), so that batches and noise share no randomness.
+            # Far from the numbers that noise folds in (0, 1, 2, ...), so that batches and noise share no randomness.
             bits = jax.random.bits(jax.random.fold_in(self.key, 2**31 - 1), (2,), jnp.uint32)
             seed = int.from_bytes(np.asarray(bits).tobytes(), "little")
         if self.sampling == "poisson":
@@ -269,7 +272,7 @@ class Builder:
             parts = self.parts or (1 if self._strategy is None else self._strategy.bands)
             batch = self.expected_batch_size
             return CyclicPoissonSampler(self.num_examples, batch, parts=parts, seed=seed, pad_to=self.pad_to)
-        size = cast(int, self.expected_batch_size)  # the samplers refuse any other number
+        size = cast(int, self.expected_batch_size)  # the samplers reject any other number
         if self.sampling != "fixed_size":
             sampler = EpochSampler if self.sampling == "epochs" else BallsInBinsSampler
             return sampler(self.num_examples, size, seed=seed, pad_to=self.pad_to)

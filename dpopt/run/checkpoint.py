@@ -1,29 +1,23 @@
-"""Checkpoints: parameters, optimizer state, position and ledger, saved as one by orbax, beside the run's journal.
+"""Checkpoints: parameters, optimizer state, position and ledger, saved together by orbax, beside the run's journal.
 
 Needs ``pip install 'dpopt[checkpoint]'``; nothing else in dpopt imports this module.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from dpopt.common import validate
 from dpopt.ledger import Ledger
-from dpopt.run import identity
+from dpopt.run import _orbax, identity
 from dpopt.run.identity import Segment, TrainState
 from dpopt.run.journal import Journal, JournalError, check_identity
-
-try:
-    import orbax.checkpoint as ocp
-except ImportError as error:
-    raise ImportError("dpopt.run.checkpoint needs orbax: pip install 'dpopt[checkpoint]'.") from error
 
 _log = logging.getLogger(__name__)
 
@@ -49,29 +43,29 @@ class Restored:
     """
 
     state: TrainState
-    position: int  # entries that the journal held when it was saved
+    position: int  # the number of entries in the journal when it was saved
 
 
 class Checkpointer:
     """Saves and loads the state of a run in a directory of its own, and keeps the run's journal there.
 
     ``directory/ledger.jsonl`` is the journal (`dpopt.run.journal.Journal`); ``directory/checkpoints`` belongs to orbax,
-    which writes a checkpoint aside and renames it when whole. Directory and journal can be read by their owner only.
+    which writes a checkpoint aside and renames it when it is complete. Only their owner can read directory and journal.
 
     Args:
-        directory: made if it does not exist. Give each run its own. In a run of several processes all must see it.
+        directory: created if it does not exist. Use one per run. In a run of several processes all must see it.
         keep: how many checkpoints to keep; older ones are deleted.
         every: steps between two checkpoints of `dpopt.run.loop.train`, which also saves its last step.
         asynchronous: write in the background, while the next steps run.
 
-    Making one, and asking for `positions`, changes nothing on disk, also while another process writes there. Files are
-    made, and what a killed run left half written is removed, once the journal is open, which one process at a time can.
+    The constructor and `positions` change nothing on disk, also while another process writes there. Files are created,
+    and incomplete files of a killed run are removed, once the journal is open, in one process at a time.
 
     Raises:
         ValueError, TypeError: if a number is below 1.
 
-    *Privacy*: a checkpoint holds the noise key and the sampler's seed, and is as private as the training data. The
-    ledger in it is checked against the journal when it is loaded, and the journal is what counts.
+    *Privacy*: a checkpoint holds the noise key and the sampler's seed, and is as private as the training data. When it
+    is loaded, its ledger is compared with the journal, which determines what was spent.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory, Checkpointer(directory, keep=2) as checkpointer:
@@ -79,40 +73,26 @@ class Checkpointer:
     []
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep: int = 3, every: int = 100, asynchronous: bool = True):
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep: int = 3, every: int = 100, asynchronous: bool = True
+    ):
         validate.positive_int(keep=keep, every=every)
         self.directory = Path(directory).absolute()
         self.every = every
-        self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=asynchronous, cleanup_tmp_directories=True
-        )
-        self._opened: ocp.CheckpointManager | None = None
+        self._folder = _orbax.Folder(self.directory / "checkpoints", keep=keep, asynchronous=asynchronous)
 
     @property
     def journal_path(self) -> Path:
-        """Where the journal lies."""
+        """The path of the journal."""
         return self.directory / "ledger.jsonl"
 
     def make_directory(self) -> None:
-        """Makes the directory, for its owner only, if it does not exist."""
+        """Creates the directory, readable by its owner only, if it does not exist."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def positions(self) -> list[int]:
-        """The positions (journal lengths) of the checkpoints there are. Changes nothing."""
-        names = [path.name for path in (self.directory / "checkpoints").glob("*")]
-        return sorted(int(name) for name in names if name.isdecimal())  # longer while orbax writes it
-
-    def _manager(self, journal: Journal) -> ocp.CheckpointManager:
-        """Orbax, which cleans up as it opens the folder: only under the journal's lock."""
-        if not journal.is_open or journal.path != self.journal_path:
-            raise CheckpointError(
-                f"the journal of {self.directory} is not open here, so another process may be writing: attach it first."
-            )
-        if self._opened is None:
-            self._opened = ocp.CheckpointManager(
-                self.directory / "checkpoints", options=self._options, item_names=("state", "run")
-            )
-        return self._opened
+        """The positions (journal lengths) of the existing checkpoints. Changes nothing."""
+        return self._folder.positions()
 
     def save(self, state: TrainState, journal: Journal, run: Mapping[str, Any]) -> None:
         """Saves a state at the journal's present end, in the background if asynchronous.
@@ -124,14 +104,15 @@ class Checkpointer:
 
         Raises:
             CheckpointError: if this save, or an earlier one in the background, could not be written (the journal and
-                earlier checkpoints stand), or if the journal is not open.
+                earlier checkpoints are unaffected), or if the journal is not open.
         """
-        position, manager = len(journal), self._manager(journal)
+        self._open(journal)
+        position = len(journal)
         if state.segment is None:
             raise CheckpointError("this state belongs to no segment of a run: save what dpopt.train returns.")
-        if position in manager.all_steps():
+        if position in self._folder:
             return
-        described = {
+        description = {
             "identity": dict(run),
             "position": position,
             "update": state.update,
@@ -139,14 +120,10 @@ class Checkpointer:
             "digest": identity.state_digest(state),
             "ledger": journal.ledger.to_json(),
         }
-        # A copy, since the next step may reuse these buffers while they are still being written.
-        tree = jax.tree.map(lambda x: jnp.copy(_raw(x)), {"params": state.params, "opt_state": state.opt_state})
-        leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
-        try:
-            args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), run=ocp.args.JsonSave(described))
-            manager.save(position, args=args, force=True)
-        except Exception as error:
-            raise _not_written(self.directory, error) from error
+        # Copies, since the next step may reuse these buffers while they are still being written.
+        leaves = _orbax.leaves_of({"params": state.params, "opt_state": state.opt_state})
+        with self._writing():
+            self._folder.save(position, leaves, description)
 
     def wait(self) -> None:
         """Returns when all saves are on disk.
@@ -154,13 +131,8 @@ class Checkpointer:
         Raises:
             CheckpointError: if one could not be written.
         """
-        if self._opened is None:
-            return
-        try:
-            self._opened.wait_until_finished()
-            self._opened.check_for_errors()
-        except Exception as error:
-            raise _not_written(self.directory, error) from error
+        with self._writing():
+            self._folder.wait()
 
     def settle(self) -> None:
         """Returns when nothing is being written any more, whether it succeeded or not."""
@@ -168,10 +140,10 @@ class Checkpointer:
             self.wait()
 
     def restore(self, like: TrainState, journal: Journal, run: Mapping[str, Any]) -> Restored | None:
-        """The newest checkpoint that is whole, or None if there is none at all.
+        """The newest intact checkpoint, or None if there are no checkpoints.
 
-        A damaged one is moved to ``directory/damaged-<position>`` and the one before is tried: the journal knows what
-        was spent in between.
+        A damaged one is moved to ``directory/damaged-<position>``, and the one before it is tried: the journal records
+        what was spent in between.
 
         Args:
             like: a state with the shapes, dtypes, keys and shardings to restore to (values are not read).
@@ -179,49 +151,52 @@ class Checkpointer:
             run: `dpopt.run.identity.run_identity` of the run.
 
         Raises:
-            CheckpointError: if every checkpoint is damaged, or the journal lacks what a checkpoint says was spent.
+            CheckpointError: if every checkpoint is damaged, or the journal lacks steps that a checkpoint counts.
             JournalError: if a checkpoint belongs to another run, with the differences.
         """
-        manager = self._manager(journal)
+        self._open(journal)
         positions = self.positions()
         damage = []
         for position in reversed(positions):
             try:
-                described, state = self._load(manager, position, like)
+                state, described = self._load(position, like)
             except JournalError:
                 raise
-            except Exception as error:  # orbax, tensorstore and the file system raise of many kinds
-                damage.append(f"{position}: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}")
+            except Exception as error:  # orbax, tensorstore and the file system raise many types
+                damage.append(f"{position}: {_first_line(error, 200)}")
                 continue
             check_identity(described["identity"], run, f"checkpoint {position} of {self.directory}")
             self._check_journal(described, journal)
             for line in damage:
                 _log.warning("dpopt: damaged checkpoint set aside: %s", line)
-            self._set_aside(manager, [p for p in positions if p > position])
+            self._folder.set_aside([p for p in positions if p > position])
             return Restored(state, position)
         if damage:
             raise CheckpointError(
                 f"no checkpoint of {self.directory} can be read ({'; '.join(damage)}). The journal holds "
-                f"{journal.ledger.steps} steps that are spent. To start over within the budget that is left, move the "
+                f"{journal.ledger.steps} steps that are spent. To start over within the remaining budget, move the "
                 "folder 'checkpoints' away and keep ledger.jsonl."
             )
         return None
 
-    def _load(self, manager: Any, position: int, like: TrainState) -> tuple[dict[str, Any], TrainState]:
-        tree = {"params": like.params, "opt_state": like.opt_state}
-        leaves, structure = jax.tree.flatten(tree)
-        target = {str(i): _shape_of(_raw(leaf)) for i, leaf in enumerate(leaves)}
-        run = manager.restore(position, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        loaded = manager.restore(position, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        values = [_keyed(loaded["state"][str(i)], leaf) for i, leaf in enumerate(leaves)]
-        tree = jax.tree.unflatten(structure, values)
-        state = TrainState(tree["params"], tree["opt_state"], run["update"], Segment(**run["segment"]))
+    def _load(self, position: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        tree, described = self._folder.load(position, {"params": like.params, "opt_state": like.opt_state})
+        state = TrainState(tree["params"], tree["opt_state"], described["update"], Segment(**described["segment"]))
         found = identity.state_digest(state)
-        if found != run["digest"]:
-            raise CheckpointError(f"its content has digest {found}, and {run['digest']} was saved")
-        return run, state
+        if found != described["digest"]:
+            raise CheckpointError(f"its content has digest {found}, and {described['digest']} was saved")
+        return state, described
+
+    def _open(self, journal: Journal) -> None:
+        """Opens the folder of checkpoints, under the lock of the journal."""
+        if not journal.is_open or journal.path != self.journal_path:
+            raise CheckpointError(
+                f"the journal of {self.directory} is not open here, so another process may be writing: attach it first."
+            )
+        self._folder.open()
 
     def _check_journal(self, described: Mapping[str, Any], journal: Journal) -> None:
+        """The journal must begin with the entries that it had when the checkpoint was saved."""
         position = described["position"]
         entries = journal.entries
         saved = Ledger.from_json(described["ledger"])
@@ -238,64 +213,36 @@ class Checkpointer:
         if before != saved or entries[position - 1].digest != described["digest"]:
             raise CheckpointError(
                 f"checkpoint {position} of {self.directory} and ledger.jsonl disagree on the first {position} entries: "
-                f"the checkpoint says {saved.steps} steps, state {described['digest']}; the journal {before.steps} "
+                f"the checkpoint has {saved.steps} steps, state {described['digest']}; the journal {before.steps} "
                 f"steps, state {entries[position - 1].digest}. They are of different runs."
             )
 
-    def _set_aside(self, manager: Any, positions: list[int]) -> None:
-        if jax.process_index() == 0:
-            for position in positions:
-                target = self.directory / f"damaged-{position}"
-                number = 1
-                while target.exists():
-                    number += 1
-                    target = self.directory / f"damaged-{position}-{number}"
-                (self.directory / "checkpoints" / str(position)).rename(target)
-        if positions:
-            manager.reload()
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"a checkpoint in {self.directory} could not be written: {_first_line(error, 300)}. The ledger and "
+                "earlier checkpoints are unaffected: make room and start the run again."
+            ) from error
 
     def close(self) -> None:
-        """Waits for pending writes, and releases the directory."""
-        manager, self._opened = self._opened, None
-        if manager is None:
-            return
-        try:
-            manager.close()
-        except Exception as error:
-            raise _not_written(self.directory, error) from error
+        """Waits for pending writes, and closes the checkpoints."""
+        with self._writing():
+            self._folder.close()
 
-    def __enter__(self) -> "Checkpointer":
+    def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: Any, *rest: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         del rest
         try:
             self.close()
         except CheckpointError:
-            if kind is None:  # what failed first is what must be seen
+            if kind is None:  # an earlier error must not be hidden
                 raise
 
 
-def _not_written(directory: Path, error: Exception) -> CheckpointError:
-    reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-    return CheckpointError(
-        f"a checkpoint in {directory} could not be written: {reason}. The ledger stands and earlier checkpoints are "
-        "whole: make room and start the run again."
-    )
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
-
-
-def _raw(x: Any) -> Any:
-    """A typed key as its bits, which every version of orbax can store."""
-    return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
-
-
-def _keyed(raw: Any, like: Any) -> Any:
-    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(like)) if _is_key(like) else raw
-
-
-def _shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def _first_line(error: Exception, most: int) -> str:
+    return str(error).splitlines()[0][:most] if str(error) else type(error).__name__

@@ -1,20 +1,26 @@
-"""Where a run's batches come from."""
+"""The data of a run: indices to batches, from arrays, a source of examples or a function."""
 
+import dataclasses
 from collections.abc import Callable, Sized
 from typing import Any, cast
 
 import jax
 import numpy as np
 
+from dpopt.common.types import Batch, PyTree
+from dpopt.keys import example_keys, seeded_key
+from dpopt.run._types import RunSampler
+from dpopt.sampling import Indices, Mask
 
-def rows_of(data: Any, num_examples: int) -> Callable[[np.ndarray], Any]:
-    """A function from indices to a batch, of a pytree of arrays or of a source; a function stays what it is.
 
-    A source has a length and is indexed by integers, as those of Grain, torch and Hugging Face are: its examples are
-    read one by one, or by ``__getitems__`` where it has that, and stacked.
+def rows_of(data: Callable[[np.ndarray], Batch] | PyTree, num_examples: int) -> Callable[[np.ndarray], Batch]:
+    """A function from indices to a batch, made from a pytree of arrays or a source; a function is returned unchanged.
+
+    A source has a length and integer indices, such as those of Grain, torch and Hugging Face. Its examples are read by
+    ``__getitems__`` if it has that, otherwise one by one, and stacked.
 
     Raises:
-        TypeError: for what is neither; ValueError: if there is not one row for every example.
+        TypeError: for anything else; ValueError: unless there is one row per example.
     """
     if hasattr(data, "__len__") and (callable(data) or _is_source(data)):
         held = len(cast(Sized, data))
@@ -28,30 +34,65 @@ def rows_of(data: Any, num_examples: int) -> Callable[[np.ndarray], Any]:
     if not leaves:
         raise TypeError(f"the data hold no arrays: {data!r}.")
     for path, leaf in leaves:
-        name = f"data{jax.tree_util.keystr(path)}"
-        if hasattr(leaf, "iloc"):  # of pandas
-            raise TypeError(
-                f"{name} is a {type(leaf).__name__} of pandas. Pass arrays, such as "
-                "{'x': frame[columns].to_numpy('float32'), 'y': frame['label'].to_numpy()}."
-            )
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(
-                f"{name} is {_a(type(leaf).__name__)}. Data are arrays with a row for every example (of a list: "
-                "np.asarray), a source of examples with a length and integer indices, or a function from row numbers, "
-                "(B,) integers, to a batch."
-            )
-        if leaf.ndim == 0 or leaf.shape[0] != num_examples:
-            raise ValueError(
-                f"{name} has shape {tuple(leaf.shape)}, and the plan samples from {num_examples} examples: each array "
-                f"needs {num_examples} rows. (A list of rows is one array after np.stack.)"
-            )
+        _check_leaf(leaf, f"data{jax.tree_util.keystr(path)}", num_examples)
     return lambda indices: jax.tree.map(lambda x: x[indices], data)
 
 
-def read(rows: Callable[..., Any], step: int, indices: np.ndarray) -> Any:
-    """The batch of a step, of data that differ from step to step (`dpopt.users.UserBatches`) or stay the same."""
+def read(rows: Callable[..., Batch], step: int, indices: np.ndarray) -> Batch:
+    """The batch of a step, also from data that change with the step (`dpopt.users.UserBatches`)."""
     at_step = getattr(rows, "at_step", None)
     return rows(indices) if at_step is None else at_step(step, indices)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchReader:
+    """Reads the batch of a step, and puts it on devices.
+
+    Args:
+        rows: from indices to a batch; see `rows_of`.
+        example_key: a key for a random loss, or None.
+        takes_key: whether the loss draws random numbers, so that it gets keys without ``example_key``, too.
+        place: puts (batch, mask) on devices, or None.
+    """
+
+    rows: Callable[..., Batch]
+    example_key: jax.Array | None
+    takes_key: bool
+    place: Callable[[Any], Any] | None
+
+    def read(self, sampler: RunSampler, number: int) -> tuple[Indices, Batch, Mask]:
+        """Indices, data and mask of the step that is charged under this number."""
+        indices, mask = sampler.batch(number)
+        return indices, read(self.rows, number, indices), mask
+
+    def placed(self, sampler: RunSampler, number: int, rows: tuple[Indices, Batch, Mask]) -> tuple[PyTree, Any]:
+        """Batch and mask on their devices; the batch has keys beside it if the loss takes them."""
+        indices, data, mask = rows
+        key = self.example_key
+        if key is None and self.takes_key:
+            key = seeded_key(sampler.seed)  # the seed of this segment, so that a replay draws the same
+        if key is not None:
+            data = data, example_keys(key, number, indices)
+        return (data, mask) if self.place is None else self.place((data, mask))
+
+
+def _check_leaf(leaf: Any, name: str, num_examples: int) -> None:
+    if hasattr(leaf, "iloc"):  # of pandas
+        raise TypeError(
+            f"{name} is a {type(leaf).__name__} of pandas. Pass arrays, such as "
+            "{'x': frame[columns].to_numpy('float32'), 'y': frame['label'].to_numpy()}."
+        )
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise TypeError(
+            f"{name} is {_a(type(leaf).__name__)}. Data are arrays with a row for every example (for a list: "
+            "np.asarray), a source of examples with a length and integer indices, or a function from row numbers, "
+            "(B,) integers, to a batch."
+        )
+    if leaf.ndim == 0 or leaf.shape[0] != num_examples:
+        raise ValueError(
+            f"{name} has shape {tuple(leaf.shape)}, and the plan samples from {num_examples} examples: each array "
+            f"needs {num_examples} rows. (To make one array of a list of rows, use np.stack.)"
+        )
 
 
 def _a(name: str) -> str:
@@ -65,7 +106,7 @@ def _is_source(data: Any) -> bool:
     return is_leaf and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def _stacked(source: Any, indices: np.ndarray) -> Any:
+def _stacked(source: Any, indices: np.ndarray) -> Batch:
     numbers = [int(i) for i in indices]
     many = getattr(source, "__getitems__", None)
     examples = many(numbers) if many is not None else [source[i] for i in numbers]
@@ -73,6 +114,6 @@ def _stacked(source: Any, indices: np.ndarray) -> Any:
         return jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *examples)
     except ValueError as error:
         raise ValueError(
-            f"examples of the data do not stack ({error}): every one needs the same arrays in the same shapes. Cut or "
+            f"examples of the data do not stack ({error}): every one needs the same arrays in the same shapes. Crop or "
             "pad them, and turn text into numbers, before dpopt reads them."
         ) from error

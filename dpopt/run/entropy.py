@@ -1,8 +1,8 @@
-"""What keeps two results from sharing noise: fresh entropy for every segment of a run, and a key for every run.
+"""Fresh entropy for every segment of a run, and a key for every run, so that no two results share noise.
 
-A segment is what one call of `dpopt.run.loop.train` adds to a run. Its noise key and the seed of its batches are made
-of the plan's own and of bits that the operating system gives for this segment alone. So whatever happens to files in
-between (a backup put back, a copy, a journal cut short), two segments draw independently of each other.
+A segment is what one call of `dpopt.run.loop.train` adds to a run. Its noise key and the seed of its batches derive
+from the plan's own and from bits that the operating system draws for this segment alone. So two segments draw
+independently, whatever happens to files in between (a restored backup, a copy, a truncated journal).
 """
 
 import hashlib
@@ -16,22 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from dpopt.common.types import PyTree
 from dpopt.correlated.noise import AddCorrelatedNoiseState
 from dpopt.noise import AddGaussianNoiseState
 from dpopt.run.identity import Segment
 from dpopt.run.journal import Journal
 
-# Set apart from the keys that noise folds in (0, 1, 2, ...) and from the one that a sampler's seed is made of.
+# Distinct from the numbers that noise folds in (0, 1, 2, ...) and from that of the sampler's seed (2^31 - 1).
 _SEGMENT = 2**31 - 2
-# The runs of this process by a fingerprint of their keys, from which the key cannot be found.
+# The runs of this process by a salted hash of their keys, which does not reveal them.
 _SALT = secrets.token_bytes(32)
 _runs: dict[bytes, str] = {}
 
 
 def draw() -> np.ndarray:
-    """Bits of the operating system's generator, ``(10,)`` uint32; the first process's in all of them.
+    """Random bits from the operating system, ``(10,)`` uint32; in all processes those of the first.
 
-    *Privacy*: reads no data. What is drawn is as secret as the noise.
+    *Privacy*: reads no data. The bits are as secret as the noise.
 
     >>> draw().shape, bool((draw() == draw()).all())
     ((10,), False)
@@ -41,14 +42,14 @@ def draw() -> np.ndarray:
 
 
 def new_segment(seed: int, words: np.ndarray) -> Segment:
-    """A segment under fresh bits: a public name, and a secret seed for its batches.
+    """A segment made from fresh bits: a public name, and a secret seed for its batches.
 
     Args:
         seed: the sampler's seed so far.
         words: from `draw`: two for the name, four for the noise (`with_fresh_noise`), four for the seed.
 
-    *Privacy*: subsampling amplifies only where each step draws its own sample. A step that is taken again on the sample
-    of a step that was released would be one query with less noise, not two sampled ones.
+    *Privacy*: subsampling amplifies only if each step draws its own sample. A step taken again on the sample of a
+    released step would be one query with less noise, not two sampled ones.
 
     >>> new_segment(0, np.arange(10, dtype=np.uint32)).id
     '0000000000000001'
@@ -57,10 +58,10 @@ def new_segment(seed: int, words: np.ndarray) -> Segment:
     return Segment(f"{words[0]:08x}{words[1]:08x}", int.from_bytes(mixed[:16], "little"))
 
 
-def noise_states(opt_state: Any) -> list[AddGaussianNoiseState | AddCorrelatedNoiseState]:
-    """The places of an optimizer's state that hold a noise key.
+def noise_states(opt_state: PyTree) -> list[AddGaussianNoiseState | AddCorrelatedNoiseState]:
+    """The parts of an optimizer's state that hold a noise key.
 
-    *Privacy*: what is returned holds the keys.
+    *Privacy*: the result holds the keys.
 
     >>> from dpopt import add_gaussian_noise
     >>> len(noise_states((add_gaussian_noise(1.0, jax.random.key(0)).init(None),)))
@@ -69,18 +70,18 @@ def noise_states(opt_state: Any) -> list[AddGaussianNoiseState | AddCorrelatedNo
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_noise) if _is_noise(x)]
 
 
-def with_fresh_noise(opt_state: Any, words: np.ndarray, queries: int) -> Any:
-    """The same optimizer state under other noise keys, made of those it has and of fresh bits.
+def with_fresh_noise(opt_state: PyTree, words: np.ndarray, queries: int) -> PyTree:
+    """The same optimizer state with new noise keys, derived from the present ones and from fresh bits.
 
     Args:
         opt_state: state of a private optimizer.
         words: from `draw`.
-        queries: how many noises a step draws, at least.
+        queries: the least number of noise draws per step.
 
     Raises:
-        ValueError: if fewer places that hold a noise key are found.
+        ValueError: if the state holds fewer noise keys.
 
-    *Privacy*: a step that is taken again with other rounding, or on another batch, must not use its noise again: the
+    *Privacy*: a step that is taken again with other rounding, or on another batch, must not reuse its noise: the
     difference of the two results would hold no noise at all.
 
     >>> from dpopt import add_gaussian_noise
@@ -95,7 +96,7 @@ def with_fresh_noise(opt_state: Any, words: np.ndarray, queries: int) -> Any:
             "fresh noise. Draw noise with dpopt.add_gaussian_noise, or pass replay=True (and read what it assumes)."
         )
 
-    def renew(x):
+    def renew(x: Any) -> Any:
         if not _is_noise(x):
             return x
         key = jax.random.fold_in(x.key, _SEGMENT)
@@ -110,18 +111,18 @@ def _is_noise(x: Any) -> bool:
     return isinstance(x, AddGaussianNoiseState | AddCorrelatedNoiseState)
 
 
-def claim(opt_state: Any, journal: Journal) -> None:
-    """Remembers the noise keys that a run starts with in this process, and refuses them to any other run.
+def claim(opt_state: PyTree, journal: Journal) -> None:
+    """Records the noise keys that a run starts with in this process, and raises an error if another run has them.
 
     Args:
         opt_state: the optimizer's state at the start of the run.
-        journal: where the run keeps its books; a run that is resumed has the same one.
+        journal: identifies the run, also when it is resumed.
 
     Raises:
-        ValueError: if a run with other books was started with one of the keys.
+        ValueError: if a run with another journal was started with one of the keys.
 
-    *Privacy*: two runs under one key and ``replay=True`` would share their noise. Fresh entropy prevents that without
-    this check, which is for keys that were copied by mistake.
+    *Privacy*: two runs under one key and ``replay=True`` would share their noise. In all other cases fresh entropy
+    prevents that already; this check finds keys that were copied by mistake.
 
     >>> from dpopt import add_gaussian_noise
     >>> state = add_gaussian_noise(1.0, jax.random.key(12345)).init(None)
@@ -143,16 +144,16 @@ def claim(opt_state: Any, journal: Journal) -> None:
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Compares what must be the same in all processes of a run. One process alone agrees.
+    """Compares facts that must be the same in all processes of a run. Does nothing in a single process.
 
     Args:
-        facts: by name: keys, or texts and numbers. Hashes of them are compared, in the same order everywhere.
+        facts: by name: keys, or values that JSON can hold, in the same order in every process. Hashes are compared.
 
     Raises:
         ValueError: in every process, with the names of what differs.
 
-    *Privacy*: processes with different keys would each add a noise of their own to their copy of the parameters, and
-    with different seeds an example could be in one batch twice.
+    *Privacy*: processes with different keys would each add different noise to their copy of the parameters, and with
+    different seeds an example could be in a batch twice.
 
     >>> agree({"key": jax.random.key(0), "steps": 3})
     """
@@ -166,11 +167,11 @@ def agree(facts: Mapping[str, Any]) -> None:
     if differing:
         raise ValueError(
             f"the processes of this run differ in: {', '.join(differing)}. All must train the same plan on the same "
-            "parameters. A random key is made in one process and handed to all: dpopt.secure_key(shared=True)."
+            "parameters. To share a random key, use dpopt.secure_key(shared=True)."
         )
 
 
-def _bits(key: Any) -> bytes:
+def _bits(key: jax.Array) -> bytes:
     raw = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     if isinstance(raw, jax.Array) and not (raw.is_fully_addressable or raw.is_fully_replicated):
         raw = multihost_utils.process_allgather(raw, tiled=True)

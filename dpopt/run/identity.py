@@ -1,4 +1,6 @@
-"""Identity checks when a run is resumed: is it the same run, the same machine, the same state?"""
+"""Identities that are compared when a run is resumed: of the run, of the machine, and of the state."""
+
+from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -7,16 +9,21 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from dpopt import events
+from dpopt.common.types import PyTree
 from dpopt.correlated.noise import AddCorrelatedNoiseState
 from dpopt.correlated.strategies import Strategy
 from dpopt.noise import AddGaussianNoiseState
+
+if TYPE_CHECKING:
+    from dpopt.run._types import RunPlan
 
 
 @jax.tree_util.register_static
@@ -24,13 +31,13 @@ from dpopt.noise import AddGaussianNoiseState
 class Segment:
     """The stretch of a run that a state belongs to: steps under one noise key and one seed of the sampler.
 
-    *Privacy*: the seed tells which examples each batch held, and is as private as the data; the name is public.
+    *Privacy*: the seed reveals which examples each batch held, and is as private as the data; the name is public.
 
     >>> Segment("00c0ffee", seed=7)
     Segment(id='00c0ffee')
     """
 
-    id: str  # as the journal names it
+    id: str  # its name in the journal
     seed: int = dataclasses.field(repr=False)
 
 
@@ -44,8 +51,8 @@ class TrainState(NamedTuple):
     0
     """
 
-    params: Any
-    opt_state: Any
+    params: PyTree
+    opt_state: PyTree
     update: int = 0  # steps in the history of this state
     segment: Segment | None = None  # None before the first step
 
@@ -55,17 +62,17 @@ class TrainState(NamedTuple):
         return f"TrainState(params={shown}, opt_state=<holds the noise key>, update={self.update}, {self.segment})"
 
 
-def run_identity(plan: Any, params: Any) -> dict[str, Any]:
+def run_identity(plan: RunPlan, params: PyTree) -> dict[str, Any]:
     """What must not change between two parts of one run: the mechanism, the sampling, the data set's size, the model.
 
-    The number of steps and the budget may change, but for what it counts as spent earlier; what comes after the noise
-    is named, since it is part of the chain, but its numbers (a learning rate) are free.
+    The number of steps and the budget may change, except for what the budget counts as spent earlier. The stages after
+    the noise are part of the chain and are named, but their numbers (a learning rate) may change.
 
     Args:
         plan: a `dpopt.run.plan.Plan`.
         params: the parameters; only names, shapes and dtypes are read.
 
-    *Privacy*: public constants. Nothing here is made of the key or the seed.
+    *Privacy*: public constants. Nothing here derives from the key or the seed.
 
     >>> import optax, dpopt
     >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=2, key=jax.random.key(0)).clip(1.0).noise(
@@ -75,7 +82,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
     """
     privacy, sampler = plan.optimizer.privacy, plan.sampler
     scheme = sampler.scheme
-    # A schedule is known by what it costs at many steps, near and far.
+    # A schedule is identified by its cost at many steps, near and far.
     steps = [0] if not privacy.varies else [*range(32), *(2**n for n in range(6, 20))]
     costs = [events.to_json(events.step_event(privacy, scheme, t)) for t in steps]
     core, *post = plan.optimizer.stages
@@ -95,7 +102,7 @@ def run_identity(plan: Any, params: Any) -> dict[str, Any]:
     } | {name: value for name, value in more.items() if value is not None}
 
 
-def _shapes(tree: Any) -> dict[str, str]:
+def _shapes(tree: PyTree) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path) or ".": f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
 
@@ -126,10 +133,10 @@ def _value(value: Any) -> str:
     return repr(value)
 
 
-def environment(state: Any) -> dict[str, Any]:
-    """What may change the last bits of a step: versions, devices, compiler flags, and where the state lies.
+def environment(state: PyTree) -> dict[str, Any]:
+    """What may change the last bits of a step: versions, devices, compiler flags, and the sharding of the state.
 
-    Whether a step may be computed again with the same noise is decided by this alone, which depends on no data.
+    It alone decides whether a step may be repeated with the same noise, and it does not depend on data.
 
     *Privacy*: reads no data.
 
@@ -140,7 +147,7 @@ def environment(state: Any) -> dict[str, Any]:
     devices = max((len(x.sharding.device_set) for x in leaves if isinstance(x, jax.Array)), default=1)
     shardings = sorted({str(getattr(getattr(x, "sharding", None), "spec", "single")) for x in leaves})
     device = jax.devices()[0]
-    config = cast(Any, jax.config)  # JAX's types leave its flags out
+    config = cast(Any, jax.config)  # JAX's types do not include its flags
     return {
         **{name: metadata.version(name) for name in ("dpopt", "jax", "jaxlib", "optax", "numpy")},
         "python": platform.python_version(),
@@ -158,7 +165,7 @@ def environment(state: Any) -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    """What the compiler's choice of instructions may hang on, where the system tells."""
+    """A hash of what may affect the compiler's choice of instructions, if the system provides it."""
     try:
         with open("/proc/cpuinfo") as file:
             lines = [line.strip() for line in file if line.startswith(("model name", "flags"))]
@@ -167,11 +174,11 @@ def _cpu() -> str:
     return hashlib.sha256("\n".join(sorted(set(lines))).encode()).hexdigest()[:16]
 
 
-def digest(state: Any) -> jax.Array:
-    """A checksum of a state's bits, ``(2,)`` uint32, the same however the state is laid out over devices.
+def digest(state: PyTree) -> jax.Array:
+    """A checksum of a state's bits, ``(2,)`` uint32, independent of how the state is laid out over devices.
 
-    Sums of integers modulo 2^32 do not depend on their order. It finds accidental differences (one changed bit always
-    changes it) and is no cryptographic hash. Keys are left out: the checksum is linear, and would give them away.
+    Sums of integers modulo 2^32 do not depend on their order. The checksum detects accidental differences (one changed
+    bit always changes it), but is not a cryptographic hash. It is linear and would reveal keys, so keys are left out.
 
     *Privacy*: post-processing of the state; the noise key is not read.
 
@@ -182,7 +189,7 @@ def digest(state: Any) -> jax.Array:
     total = jnp.zeros(2, jnp.uint32)
     for number, leaf in enumerate(jax.tree.leaves(_without_keys(state))):
         words = _words(jnp.asarray(leaf))
-        # Odd weights, another at each place: a change at one place cannot vanish, and swapped values are seen.
+        # Odd weights, different at each place: a change at one place cannot vanish, and swapped values are detected.
         place = jax.lax.iota(jnp.uint32, words.size).reshape(words.shape)
         for i, multiplier in enumerate((0x9E3779B1, 0x85EBCA77)):
             mixed = (place + jnp.uint32(number * 0x27D4EB2F & 0xFFFFFFFF)) * jnp.uint32(multiplier)
@@ -193,7 +200,7 @@ def digest(state: Any) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as uint32, in its own shape (with one axis more for 64-bit types)."""
+    """The bits of an array as uint32, in its own shape (with an additional axis for 64-bit types)."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     bits = x.dtype.itemsize * 8
@@ -208,12 +215,12 @@ def _is_noise(x: Any) -> bool:
     return isinstance(x, AddGaussianNoiseState | AddCorrelatedNoiseState)
 
 
-def _without_keys(state: Any) -> Any:
+def _without_keys(state: PyTree) -> list[Any]:
     state = jax.tree.map(lambda x: x.without_segment() if _is_noise(x) else x, state, is_leaf=_is_noise)
     return [x for x in jax.tree.leaves(state) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
 
 
-def hex_digest(value: Any) -> str:
+def hex_digest(value: ArrayLike) -> str:
     """A digest as text.
 
     *Privacy*: post-processing.
@@ -228,7 +235,7 @@ _jitted_digest = jax.jit(digest)
 
 
 def state_digest(state: TrainState) -> str:
-    """The digest of a run's state as text, the same as its training step computes.
+    """The digest of a run's state as text, equal to that computed by its training step.
 
     *Privacy*: see `digest`.
 
@@ -239,7 +246,7 @@ def state_digest(state: TrainState) -> str:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The entries in which two descriptions differ, in words.
+    """The entries in which two descriptions differ, as text.
 
     *Privacy*: reads descriptions only.
 

@@ -1,17 +1,13 @@
-"""The journal: a privacy ledger on disk, one line a step, written before the step's result is released.
+"""The journal: a privacy ledger on disk, with one line per step, written before the step's result is released.
 
-A run that is killed may have released more steps than its latest checkpoint shows. The journal is what was released,
-and the budget is charged from it. Each step's line also holds a digest of the state after the step, so that a resumed
-run can prove that a step it computes again is, bit for bit, the one that was paid for.
+A run that is killed may have released more steps than its newest checkpoint shows. The journal records what was
+released, and the budget is charged from it. The line of a step also holds a digest of the state after the step, so that
+a resumed run can prove that a step it recomputes is, bit for bit, the one that was paid for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import fcntl
-import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,19 +36,19 @@ class Entry:
     A segment is a stretch of steps in one software and hardware environment under one noise key. Its first entry costs
     nothing and has no event.
 
-    *Privacy*: the digest is of released values; nothing here is made of the noise key or the sampler's seed.
+    *Privacy*: the digest is of released values; nothing here derives from the noise key or the sampler's seed.
 
     >>> Entry(event=None, digest="0", update=0, segment="a", environment={"jax": "1"}).is_step
     False
     """
 
-    event: dp_accounting.DpEvent | None  # what the step cost; None where a segment starts
+    event: dp_accounting.DpEvent | None  # the cost of the step; None where a segment starts
     digest: str  # of the state after the step
     update: int  # steps in the history of that state
     segment: str  # the name of its segment
-    environment: Mapping[str, Any] | None = None  # where a segment starts: what it runs on
+    environment: Mapping[str, Any] | None = None  # where a segment starts: versions, devices and flags
     program: Mapping[str, str] | None = None  # where a segment starts: loss and hyperparameters, as far as can be seen
-    is_exact: bool = False  # where a segment starts: whether its noise and batches follow from the plan's key and seed
+    is_exact: bool = False  # where a segment starts: whether all draws derive from the plan's key and seed alone
 
     @property
     def is_step(self) -> bool:
@@ -71,12 +67,12 @@ class Entry:
 class Journal:
     """An append-only list of entries, in memory until `attach` gives it a file.
 
-    The first line of the file says which run it belongs to. Every line carries a checksum over itself and all lines
-    before it, so a line that was changed, dropped or moved is found. A last line without its end is an append that was
-    cut off: its step was never released, and it is dropped.
+    The first line of the file identifies the run. Every line carries a checksum over itself and all lines before it, so
+    that a line that was changed, dropped or moved is detected. A last line without its end is an append that was cut
+    off: its step was never released, and it is dropped.
 
-    *Privacy*: `append` returns once the entry is on disk. What it says was spent is never less than what was released,
-    provided that every step is appended before its result leaves the process, which `dpopt.run.loop.train` does.
+    *Privacy*: `append` returns once the entry is on disk. The journal never counts less than was released, provided
+    that every step is appended before its result leaves the process, as in `dpopt.run.loop.train`.
 
     >>> journal = Journal()
     >>> journal.append(Entry(events.poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=1), "d", 1, "a"))
@@ -85,12 +81,11 @@ class Journal:
     """
 
     def __init__(self):
-        self.run = secrets.token_hex(8)  # the name of the run, which its file keeps
+        self.run = secrets.token_hex(8)  # the name of the run, which is stored in the file
         self._entries: list[Entry] = []
         self._ledger = Ledger()
         self._path: Path | None = None
-        self._file: Any = None
-        self._sum = ""
+        self._file: journal_file.JournalFile | None = None
         self._is_closed = False
 
     @property
@@ -105,19 +100,19 @@ class Journal:
 
     @property
     def ledger(self) -> Ledger:
-        """Everything spent so far: a copy, so that nothing done to it changes the journal."""
+        """Everything spent so far: a copy, so that changing it does not change the journal."""
         return self._ledger.copy()
 
     @property
     def is_open(self) -> bool:
-        """Whether its file is open, to be written (or read, as all processes but the first of a run do)."""
+        """Whether its file is open for writing (or reading, in all processes but the first of a run)."""
         return self._path is not None and not self._is_closed
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def append(self, entry: Entry) -> None:
-        """Adds an entry, and returns when it is on disk.
+        """Adds an entry, and returns once it is on disk.
 
         Raises:
             OSError: if it cannot be written (disk full). The entry then does not count, its step must not be released,
@@ -126,7 +121,7 @@ class Journal:
         if self._is_closed:
             raise JournalError(f"the journal {self._path} is not open: pass the run's checkpointer to continue.")
         if self._file is not None:
-            self._write(entry.to_json())
+            self._write(self._file, entry.to_json())
         self._keep(entry)
 
     def attach(self, path: Path, identity: Mapping[str, Any], *, is_writer: bool = True) -> None:
@@ -135,7 +130,7 @@ class Journal:
         Args:
             path: the file; its directory must exist.
             identity: what must be the same each time the run is resumed; see `dpopt.run.identity.run_identity`.
-            is_writer: False to read what is there and write nothing, as all processes but the first of a run do.
+            is_writer: False to read the file and write nothing, as in all processes but the first of a run.
 
         Raises:
             JournalError: if the file is damaged, is open in another process, or belongs to another run (the differences
@@ -150,72 +145,59 @@ class Journal:
                 f"this plan has taken {self._ledger.steps} steps, recorded {where}, and cannot continue in {path}: "
                 "their cost would be lost. Build a new plan with a new key, or give the checkpointer to the first run."
             )
-        if is_writer:
-            # Unbuffered: a line is handed to the system whole, and what was not written is known.
-            file = open(path, "ab+", buffering=0)
-            os.chmod(path, 0o600)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                file.close()
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                raise JournalError(f"{path} is in use by another process: one run has one writer.") from error
-        else:
-            file = None
+        file = _opened(path) if is_writer else None
         try:
             content = _content(path) if path.exists() else journal_file.Content()
-            run = ""
-            if content.header is not None:
-                check_identity(content.header["identity"], identity, str(path))
-                run = content.header["run"]
-            entries = [Entry.from_json(body) for body in content.entries]
-            if entries[: len(self)] != self._entries or (self._entries and run != self.run):
-                raise JournalError(f"{path} lacks steps that this plan has taken and written there before.")
+            run, added = self._continued_by(content, identity, path)
             if file is not None:
-                file.truncate(content.length)
+                file.follow(content)
         except BaseException:
             if file is not None:
                 file.close()
             raise
-        for entry in entries[len(self) :]:  # all, or what another process added since
+        for entry in added:
             self._keep(entry)
-        self._path, self._file, self._sum, self._is_closed = path, file, content.checksum, False
-        self.run = run or self.run
+        self.run, self._path, self._file, self._is_closed = run, path, file, False
         if file is not None and content.length == 0:
-            self._write({"format": journal_file.FORMAT, "run": self.run, "identity": dict(identity)})
+            self._write(file, {"format": journal_file.FORMAT, "run": run, "identity": dict(identity)})
             journal_file.sync_directory(path.parent)
 
     def close(self) -> None:
-        """Lets go of the file and its lock. The journal stays readable; to take entries it must be attached again."""
+        """Closes the file and releases its lock. The journal stays readable; to take entries, attach it again."""
         if self._path is not None:
             self._is_closed = True
         if self._file is not None:
             self._file.close()
             self._file = None
 
+    def _continued_by(
+        self, content: journal_file.Content, identity: Mapping[str, Any], path: Path
+    ) -> tuple[str, list[Entry]]:
+        """The name of the run, and the entries that a file has beyond those held here: all, or another process's."""
+        run = ""
+        if content.header is not None:
+            check_identity(content.header["identity"], identity, str(path))
+            run = content.header["run"]
+        entries = [Entry.from_json(body) for body in content.entries]
+        if entries[: len(self)] != self._entries or (self._entries and run != self.run):
+            raise JournalError(f"{path} lacks steps that this plan has taken and written there before.")
+        return run or self.run, entries[len(self) :]
+
     def _keep(self, entry: Entry) -> None:
         if entry.event is not None:
             self._ledger.record(entry.event)
         self._entries.append(entry)
 
-    def _write(self, body: dict[str, Any]) -> None:
-        line, checksum = journal_file.line(body, self._sum)
-        start = self._file.seek(0, os.SEEK_END)
+    def _write(self, file: journal_file.JournalFile, body: dict[str, Any]) -> None:
         try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, f"{self._path}: no space for an entry of {len(line)} bytes")
-            os.fsync(self._file.fileno())
+            file.append(body)
         except BaseException:
-            with contextlib.suppress(OSError):  # a half line that stays is recognised and dropped when next opened
-                self._file.truncate(start)
             self.close()
             raise
-        self._sum = checksum
 
 
 def read(path: Path) -> tuple[dict[str, Any], Ledger]:
-    """What a journal's file says: which run it is of, and what was spent.
+    """The identity of the run that a journal's file belongs to, and what the run has spent.
 
     Changes nothing, and is safe while the run is in progress.
 
@@ -223,7 +205,7 @@ def read(path: Path) -> tuple[dict[str, Any], Ledger]:
         path: the file, ``ledger.jsonl`` in a checkpointer's directory.
 
     Raises:
-        JournalError: if the file is damaged, or is no journal; OSError: if there is none.
+        JournalError: if the file is damaged, or not a journal; OSError: if it does not exist.
 
     *Privacy*: the file holds nothing private.
 
@@ -241,6 +223,13 @@ def read(path: Path) -> tuple[dict[str, Any], Ledger]:
     return content.header["identity"], journal.ledger
 
 
+def _opened(path: Path) -> journal_file.JournalFile:
+    try:
+        return journal_file.JournalFile(path)
+    except journal_file.InUse as error:
+        raise JournalError(str(error)) from error
+
+
 def _content(path: Path) -> journal_file.Content:
     try:
         return journal_file.read(path)
@@ -249,11 +238,11 @@ def _content(path: Path) -> journal_file.Content:
 
 
 def check_identity(stored: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Compares what a file says about its run with the run at hand.
+    """Compares the identity stored in a file with that of the current run.
 
     Args:
-        stored: what the file says.
-        now: the run at hand.
+        stored: from the file.
+        now: of the current run.
         where: the name of the file.
 
     Raises:

@@ -1,5 +1,8 @@
-"""A journal's file: a line of JSON for every entry, each with a checksum over itself and all lines before it."""
+"""A journal's file: one line of JSON per entry, each with a checksum over itself and all lines before it."""
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -11,38 +14,91 @@ FORMAT = 2
 
 
 class Damaged(ValueError):
-    """A file that is no journal, or not as it was written."""
+    """A file that is not a journal, or was changed after it was written."""
+
+
+class InUse(RuntimeError):
+    """A file that another process has open for writing."""
 
 
 class Content(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     header: dict[str, Any] | None = None  # format, run and identity; None for an empty file
     entries: list[dict[str, Any]] = []  # noqa: RUF012  never changed
-    checksum: str = ""  # the last one
-    length: int = 0  # of what is whole, in bytes
+    checksum: str = ""  # of the last complete line
+    length: int = 0  # of all complete lines, in bytes
 
 
-def line(body: dict[str, Any], before: str) -> tuple[bytes, str]:
+class JournalFile:
+    """A file that is open for appending, by one process at a time.
+
+    Raises:
+        InUse: if another process has it open; OSError: if it cannot be opened.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._checksum = path, ""
+        # Unbuffered: each line is passed to the system in one write, whose failure is seen.
+        self._file = open(path, "ab+", buffering=0)
+        os.chmod(path, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise InUse(f"{path} is in use by another process: one run has one writer.") from error
+
+    def follow(self, content: Content) -> None:
+        """Continues after this content of the file; an incomplete last line is dropped."""
+        self._file.truncate(content.length)
+        self._checksum = content.checksum
+
+    def append(self, body: dict[str, Any]) -> None:
+        """Adds a line, and returns once it is on disk.
+
+        Raises:
+            OSError: if it cannot be written. The file must then be closed.
+        """
+        line, checksum = _line(body, self._checksum)
+        start = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, f"{self._path}: no space for an entry of {len(line)} bytes")
+            os.fsync(self._file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):  # an incomplete line that stays is dropped when the file is next opened
+                self._file.truncate(start)
+            raise
+        self._checksum = checksum
+
+    def close(self) -> None:
+        """Closes the file, which releases its lock."""
+        self._file.close()
+
+
+def _line(body: dict[str, Any], before: str) -> tuple[bytes, str]:
+    """A line with its end, and its checksum; ``before`` is that of the line before it."""
     text = json.dumps(body, sort_keys=True)
     checksum = hashlib.sha256(f"{before}{text}".encode()).hexdigest()[:16]
     return f"{checksum} {text}\n".encode(), checksum
 
 
 def read(path: Path) -> Content:
-    """What a file holds, all of it checked; a last line without its end is of a step never released, and is dropped.
+    """The content of a file, checked. A last line without its end is dropped: its step was never released.
 
     Raises:
         Damaged: for a line that was changed, dropped or moved, or another format.
     """
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
+    complete = content[: content.rfind(b"\n") + 1]
     bodies, checksum = [], ""
-    for number, row in enumerate(whole.splitlines(), 1):
+    for number, row in enumerate(complete.splitlines(), 1):
         try:
             stored, text = row.decode().split(" ", 1)
             body = json.loads(text)
-            expected, checksum = line(body, checksum)
+            expected, checksum = _line(body, checksum)
         except (ValueError, UnicodeDecodeError):
             body, stored, expected = None, "", b""
         if body is None or expected.rstrip(b"\n") != row or stored != checksum:
@@ -56,11 +112,11 @@ def read(path: Path) -> Content:
     header, *rest = bodies
     if header.get("format") != FORMAT:
         raise Damaged(f"{path} has format {header.get('format')!r}; this version of dpopt reads {FORMAT}.")
-    return Content(header, rest, checksum, len(whole))
+    return Content(header, rest, checksum, len(complete))
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Where an identity is not the stored one, a line for each place; empty if they agree."""
+    """The differences between an identity and the stored one, one line each; empty if they agree."""
     now = json.loads(json.dumps(now))  # tuples become lists, as they did when stored
     lines = [f"  {name}: stored {_short(a)}, now {_short(b)}" for name, a, b in _differences(stored, now)]
     return "\n".join(lines)
@@ -83,7 +139,7 @@ def _short(value: Any) -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes a new file's name durable, not only its content."""
+    """Makes the name of a new file durable, not only its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

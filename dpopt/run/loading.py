@@ -1,7 +1,7 @@
-"""Batches for loaders: a run's steps as a sequence, sources that are read row by row, and rows of one's own host.
+"""Batches for data loaders: a run's steps as a sequence, batches read ahead, and hosts that read only their own rows.
 
-The sampler says which examples are in a step. Reading them is the business of whatever reads best: arrays in memory,
-Grain, torch's ``DataLoader``, Hugging Face ``datasets``. None of these may choose or shuffle, and none has to.
+The sampler decides which examples are in a step. They can be read by anything: arrays in memory, Grain, torch's
+``DataLoader``, Hugging Face ``datasets``. None of these may choose or shuffle.
 """
 
 from __future__ import annotations
@@ -9,37 +9,42 @@ from __future__ import annotations
 import concurrent.futures
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from dpopt.common import validate
+from dpopt.common.types import PyTree
 from dpopt.keys import example_keys
+from dpopt.run._types import RunSampler
 from dpopt.run.data import read, rows_of
 from dpopt.run.sharding import along_rows
-from dpopt.sampling import Batch
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
 
 
-class Steps(Sequence):
+class Steps(Sequence[Any]):
     """The steps of a run as a sequence: item t is the batch of step ``start + t``.
 
-    Give it to a loader as its data: ``grain.MapDataset.source(steps)``, or ``DataLoader(steps, batch_size=None)``.
-    Loaders then only read ahead; what is in a batch stays the sampler's choice, and steps may be read in any process.
+    Pass it to a loader as its data: ``grain.MapDataset.source(steps)``, or ``DataLoader(steps, batch_size=None)``. The
+    loader then only reads ahead: the sampler chooses the batches, and any process may read a step.
 
     Args:
         sampler: a sampler of `dpopt.sampling`.
         start, stop: the first step, and the one after the last.
-        data: arrays, a source or a function, as `dpopt.train` takes them. Items are then ``(rows, mask)``; without it
-            they are ``(indices, mask)``.
-        example_key: for a loss that draws random numbers (dropout), a key of their own: rows are then
-            ``(rows, keys)``, with `dpopt.example_keys`.
+        data: arrays, a source or a function, as for `dpopt.train`. Items are then ``(rows, mask)``; without it they are
+            ``(indices, mask)``.
+        example_key: for a loss that draws random numbers (dropout), a separate key: rows are then ``(rows, keys)``,
+            with `dpopt.example_keys`.
 
     Raises:
-        ValueError, TypeError: for a range without steps, or data that no rows can be taken from.
+        ValueError, TypeError: for an empty range, or data that cannot be indexed by row.
 
-    *Privacy*: what is in a batch, and how many, is as private as the data. All these steps count as drawn.
+    *Privacy*: which examples are in a batch, and how many, is as private as the data. All these steps count as drawn.
 
     >>> from dpopt import PoissonSampler
     >>> steps = Steps(PoissonSampler(100, 10, seed=0, pad_to=4), 0, 50, data=np.arange(100))
@@ -48,17 +53,25 @@ class Steps(Sequence):
     (50, True, 0)
     """
 
-    def __init__(self, sampler: Any, start: int, stop: int, data: Any = None, *, example_key: jax.Array | None = None):
+    def __init__(
+        self,
+        sampler: RunSampler,
+        start: int,
+        stop: int,
+        data: Callable[[np.ndarray], PyTree] | PyTree = None,
+        *,
+        example_key: jax.Array | None = None,
+    ):
         validate.non_negative_int(start=start, stop=stop)
         if stop <= start:
             raise ValueError(f"stop must exceed start; got start {start}, stop {stop}.")
         if example_key is not None:
             validate.prng_key(example_key)
             if data is None:
-                raise ValueError("example_key makes keys beside rows, and without data there are none.")
+                raise ValueError("example_key makes keys for rows, and there are no rows without data.")
         self.sampler, self.start, self.stop, self.example_key = sampler, start, stop, example_key
         self.rows = None if data is None else rows_of(data, sampler.num_examples)
-        sampler.hand_out(stop)  # other processes may draw them, which this one does not see
+        sampler.hand_out(stop)  # other processes may draw them, unseen by this one
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -69,26 +82,25 @@ class Steps(Sequence):
         if not -len(self) <= t < len(self):
             raise IndexError(f"there are {len(self)} steps; got {t}.")
         step = self.start + int(t) % len(self)
-        batch: Batch = self.sampler.batch(step)
+        batch = self.sampler.batch(step)
         if self.rows is None:
             return batch
         rows = read(self.rows, step, batch.indices)
-        return rows if self.example_key is None else (
-            rows,
-            example_keys(self.example_key, step, batch.indices),
-        ), batch.mask
+        if self.example_key is not None:
+            rows = rows, example_keys(self.example_key, step, batch.indices)
+        return rows, batch.mask
 
 
-def ahead(make: Callable[[Any], Any], items: Iterable[Any], count: int) -> Iterator[Any]:
-    """``map(make, items)``, computed up to ``count`` items ahead by a thread of its own.
+def ahead(make: Callable[[_Item], _Made], items: Iterable[_Item], count: int) -> Iterator[_Made]:
+    """``map(make, items)``, computed up to ``count`` items ahead in a thread.
 
     Args:
-        make: a function, called in order, by one thread.
-        items: what it is called with.
-        count: how many results may wait; 0 computes each when it is asked for.
+        make: a function, called in order, in one thread.
+        items: its arguments.
+        count: how many results may wait; 0 computes each on request.
 
     Raises:
-        Exception: what ``make`` raises, when the item is asked for.
+        Exception: what ``make`` raises, when its result is requested.
 
     *Privacy*: changes nothing.
 
@@ -99,7 +111,7 @@ def ahead(make: Callable[[Any], Any], items: Iterable[Any], count: int) -> Itera
     if count == 0:
         yield from map(make, items)
         return
-    waiting: deque[concurrent.futures.Future] = deque()
+    waiting: deque[concurrent.futures.Future[_Made]] = deque()
     executor = concurrent.futures.ThreadPoolExecutor(1, "dpopt-ahead")
     try:
         for item in items:
@@ -112,20 +124,25 @@ def ahead(make: Callable[[Any], Any], items: Iterable[Any], count: int) -> Itera
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def sharded_rows(data: Any, num_examples: int, mesh: Mesh, axes: Any = None) -> Callable[[np.ndarray], Any]:
-    """A function from indices to a batch that lies split over a mesh, each host reading the rows of its own devices.
+def sharded_rows(
+    data: Callable[[np.ndarray], PyTree] | PyTree,
+    num_examples: int,
+    mesh: Mesh,
+    axes: str | Sequence[str] | None = None,
+) -> Callable[[np.ndarray], PyTree]:
+    """A function from indices to a batch split over a mesh; each host reads the rows of its own devices.
 
     Args:
-        data: arrays, a source or a function, as `dpopt.train` takes them. It is asked for some of a batch's rows.
-        num_examples: how many rows it has.
-        mesh, axes: as `dpopt.run.sharding.shard_batch` takes them, which leaves these batches as they are.
+        data: arrays, a source or a function, as for `dpopt.train`. It is called for parts of a batch.
+        num_examples: number of rows.
+        mesh, axes: as for `dpopt.run.sharding.shard_batch`, which leaves these batches unchanged.
 
     Returns:
         A function from indices ``(B,)`` to a pytree of arrays ``(B, ...)`` of the whole batch. For `dpopt.train`, with
         ``place_batch`` for the mask: ``lambda rows: shard_batch(rows, mesh)``.
 
     Raises:
-        ValueError: if B is no multiple of the number of devices along the axes; TypeError: see `dpopt.train`.
+        ValueError: if B is not a multiple of the number of devices along the axes; TypeError: see `dpopt.train`.
 
     *Privacy*: moves private data to devices, and changes nothing.
 
@@ -136,7 +153,8 @@ def sharded_rows(data: Any, num_examples: int, mesh: Mesh, axes: Any = None) -> 
     """
     if getattr(data, "at_step", None) is not None:
         raise TypeError(
-            "these data are drawn anew at each step, whole batches of them: group(..., how='sample') is drawn once."
+            "these data draw a whole batch anew at each step, which cannot be split. Use group(..., how='sample'), "
+            "which draws once."
         )
     rows = rows_of(data, num_examples)
 
@@ -153,7 +171,7 @@ def sharded_rows(data: Any, num_examples: int, mesh: Mesh, axes: Any = None) -> 
     return fetch
 
 
-def _whole(parts: Sequence[Any], devices: Sequence[Any], rows: int, sharding: NamedSharding) -> jax.Array:
-    """The array of so many rows of which these devices hold these parts."""
+def _whole(parts: Sequence[ArrayLike], devices: Sequence[Any], rows: int, sharding: NamedSharding) -> jax.Array:
+    """The array whose parts are on these devices."""
     placed = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
     return jax.make_array_from_single_device_arrays((rows, *placed[0].shape[1:]), sharding, placed)

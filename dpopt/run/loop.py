@@ -1,49 +1,56 @@
-"""The training loop with a privacy ledger: every step is charged before it is released, and the budget is a limit."""
+"""The training loop: every step is charged to the privacy ledger before it is released, within the budget."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dpopt import events, verification
 from dpopt.common import validate
+from dpopt.common.types import LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.gradients import Engine
-from dpopt.keys import example_keys, seeded_key
 from dpopt.run import _program, _resume, entropy, identity
-from dpopt.run._watch import Watch
+from dpopt.run._monitor import Monitor
+from dpopt.run._types import RunPlan
 from dpopt.run.allowance import steps_within
-from dpopt.run.data import read, rows_of
+from dpopt.run.data import BatchReader, rows_of
 from dpopt.run.identity import TrainState
-from dpopt.run.journal import Entry
+from dpopt.run.journal import Entry, Journal
 from dpopt.run.loading import ahead
-from dpopt.run.results import BudgetExceeded as BudgetExceeded  # what `train` raises is importable from here, too
+from dpopt.run.results import BudgetExceeded as BudgetExceeded  # what `train` raises can also be imported from here
 from dpopt.run.results import ReplayError as ReplayError
 from dpopt.run.results import TrainResult, make_result, replay_error
 from dpopt.run.sharding import beside
-from dpopt.run.training import make_train_step
+from dpopt.run.training import TrainStep, make_train_step
+
+if TYPE_CHECKING:
+    from dpopt.run.checkpoint import Checkpointer
+    from dpopt.run.plan import Budget
 
 
 def train(
-    plan: Any,
-    loss_fn: Callable[..., Any],
-    params: Any,
-    fetch_batch: Callable[[np.ndarray], Any] | Any,
+    plan: RunPlan,
+    loss_fn: LossFn,
+    params: PyTree,
+    fetch_batch: Callable[[np.ndarray], PyTree] | PyTree,
     *,
     steps: int | None = None,
-    budget: Any = None,
-    checkpointer: Any = None,
-    on_step: Callable[[int, Any], None] | None = None,
-    eval_fn: Callable[[Any], Any] | None = None,
+    budget: Budget | None = None,
+    checkpointer: Checkpointer | None = None,
+    on_step: Callable[[int, PyTree], None] | None = None,
+    eval_fn: Callable[[PyTree], PyTree] | None = None,
     eval_every: int | None = None,
     progress: bool | None = None,
-    extra: Callable[[int, Any], dict[str, Any]] | None = None,
+    extra: Callable[[int, PyTree], dict[str, Any]] | None = None,
     place_batch: Callable[[Any], Any] | None = None,
     prefetch: int = 0,
     microbatch_size: int | None = None,
@@ -52,67 +59,68 @@ def train(
     verify: bool = True,
     example_key: jax.Array | None = None,
 ) -> TrainResult:
-    """Trains, resumes and stops within a budget.
+    """Trains within a budget, and resumes a run that was stopped.
 
-    Each step draws its batch from the plan's sampler, is computed, is entered in the journal (on disk, with a
-    checkpointer), and only then is given to ``on_step``, saved or returned.
+    Each step draws its batch from the plan's sampler, is computed, and is charged to the journal (on disk, with a
+    checkpointer). Only then is its result passed to ``on_step``, saved or returned.
 
-    Each call is a segment of the run: its noise and its batches are made of the plan's key and seed and of fresh bits
-    of the operating system, so that no two calls ever share a draw, whatever happened to the files in between. A run
-    that died is resumed by the same call, with the same key or another: it continues from its newest checkpoint, and
-    the steps since then stay paid for and are taken anew, on new batches with new noise, charged again.
+    Each call is a segment of the run: its noise and its batches derive from the plan's key and seed and from fresh bits
+    of the operating system, so that no two calls ever share a draw, whatever happened to the files in between. To
+    resume a run that died, make the same call, with the same key or another: it continues from the newest checkpoint.
+    The steps since then stay paid for, and are taken again, on new batches with new noise, and charged again.
 
-    With ``replay=True`` the noise and the batches follow from the plan's key and seed alone: the same call gives the
-    same parameters, and a run that died computes the steps since its checkpoint again, for free; each must come out bit
-    for bit as the journal says. This is private only if (a) the key is used for this one run, (b) nobody puts back an
-    older copy of the directory, continues from two copies of it, or cuts the journal, and (c) what the journal lost
-    was released in no other way. Where bits cannot be the same (other devices or versions), fresh bits are drawn after
+    With ``replay=True`` noise and batches derive from the plan's key and seed alone: the same call gives the same
+    parameters, and a run that died recomputes the steps since its checkpoint at no cost; each must match the journal
+    bit for bit. This is private only if (a) the key is used for this one run, (b) nobody restores an older copy of the
+    directory, continues from two copies of it, or truncates the journal, and (c) steps that the journal lost were not
+    released in any other way. Where bits cannot be the same (other devices or versions), fresh bits are drawn after
     all.
 
     Args:
         plan: a `dpopt.run.plan.Plan`.
         loss_fn: ``loss_fn(params, example) -> scalar``; or what `dpopt.federated.client_deltas` (for clients) or
             `dpopt.users.per_user_grads` (for users) returns.
-        params: the initial parameters (not changed), or a `TrainState`: a new one (say, sharded), in whose place a
-            checkpoint is restored where there is one, or the ``state`` of an earlier result.
+        params: the initial parameters (not changed), or a `TrainState`: a new one (sharded, for example), which a
+            checkpoint replaces if there is one, or the ``state`` of an earlier result.
         fetch_batch: the data: a pytree of arrays ``(num_examples, ...)``; a source of examples, with a length and
             integer indices, such as those of Grain, torch and Hugging Face; or a function from indices ``(B,)`` to the
             batch, leaves ``(B, ...)``, which must return the same data each time.
         steps: train until the parameters have had this many steps; None for the plan's.
         budget: a `dpopt.run.plan.Budget` that replaces the plan's, to continue after it is used up. It covers the whole
-            ledger, not only what is to come.
-        checkpointer: a `dpopt.run.checkpoint.Checkpointer`, or None to keep the books in memory.
+            ledger, including what is already spent.
+        checkpointer: a `dpopt.run.checkpoint.Checkpointer`, or None to keep the journal in memory.
         on_step: called with the number of steps done and the new parameters after every step, once that is charged. A
-            call that was under way when a run was killed is made again, so each number is seen at least once.
-        eval_fn: from parameters (their average, where the optimizer keeps one: `dpopt.average_params`) to numbers, such
-            as ``{"accuracy": ...}`` on test data. They are in the result's ``history``. What it reads must be public,
-            or held out from people whose privacy is not at stake: what it returns is not covered by epsilon.
-        eval_every: evaluate whenever so many steps are done, and not only before the first step (an error then costs
-            nothing) and after the last.
-        progress: whether to show steps, epsilon spent, the last evaluation and the time left, by ``rich``; None does
-            where it is installed and standard error is a terminal.
-        extra: from the step's number and the parameters to keyword arguments of the optimizer's update, such as
+            call that was interrupted when a run was killed is repeated, so each number is seen at least once.
+        eval_fn: from parameters (their average, if the optimizer keeps one: `dpopt.average_params`) to numbers, such
+            as ``{"accuracy": ...}`` on test data; they become the result's ``history``. The data it reads must be
+            public, or held out from people whose privacy is not at stake: its results are not covered by epsilon.
+        eval_every: steps between two evaluations. There is always one before the first step (so that an error in
+            ``eval_fn`` costs nothing) and one after the last.
+        progress: whether to show steps, epsilon spent, the last evaluation and the time left, by ``rich``. None: only
+            if ``rich`` is installed and standard error is a terminal.
+        extra: from the number of steps done and the parameters to keyword arguments of the optimizer's update, such as
             ``public_grads``.
         place_batch: puts (batch, mask) on devices, such as `dpopt.run.sharding.shard_batch`; None for JAX's default.
         prefetch: how many batches a thread may read ahead while steps are computed.
         microbatch_size, engine: see `dpopt.make_train_step`.
-        verify: whether to compare the engine with plain gradients on the first batch, once a process (`dpopt.verify`).
-        example_key: for a loss that draws random numbers (dropout), a key of their own for `dpopt.example_keys`; the
-            loss then gets ``(example, key)``, with a key that follows from the step and the example. Losses that
-            `dpopt.flax` makes of models with dropout get theirs without it, from the seed of this call.
-        replay: True derives all noise and batches from key and seed, and repeats steps; see above for what it assumes.
+        verify: whether to compare the engine with plain gradients on the first batch, once per process
+            (`dpopt.verify`).
+        example_key: for a loss that draws random numbers (dropout), a separate key for `dpopt.example_keys`; the loss
+            then gets ``(example, key)``, with a key derived from the step and the example. Losses that `dpopt.flax`
+            makes from models with dropout get their keys without it, from the seed of this call.
+        replay: True derives all noise and batches from key and seed, and repeats steps; see above for its assumptions.
 
     Returns:
         A `TrainResult`. If the budget ends before ``steps``, ``stopped`` is ``"budget"``.
 
     Raises:
-        BudgetExceeded: if not one step can be taken; ReplayError: if a repeated step comes out differently;
-        VerificationError: if the engine's sum is not what plain gradients give;
-        JournalError, CheckpointError: if what is stored is damaged or belongs to another run; ValueError, TypeError:
+        BudgetExceeded: if not one step can be taken; ReplayError: if a repeated step gives a different result;
+        VerificationError: if the engine's sum differs from that of plain gradients;
+        JournalError, CheckpointError: if a stored file is damaged or belongs to another run; ValueError, TypeError:
             for a bad argument, such as a state whose steps are not in the plan's journal, or a key that another run of
             this process was started with; or if the processes of a run differ in key, seed, plan or parameters.
 
-    *Privacy*: the parameters after every step, all of them together, cost what the ledger says.
+    *Privacy*: the parameters after every step, all of them together, cost what the ledger states.
 
     >>> import jax.numpy as jnp, numpy as np, optax, dpopt
     >>> plan = dpopt.Builder(num_examples=100, expected_batch_size=10, steps=4, key=jax.random.key(0)).clip(1.0).noise(
@@ -122,177 +130,153 @@ def train(
     >>> result.ledger.steps, result.epsilon(delta=1e-5) == plan.epsilon(delta=1e-5)
     (4, True)
     """
-    fetch_batch = rows_of(fetch_batch, plan.sampler.num_examples)
-    watch = Watch(on_step, eval_fn, eval_every, progress)
+    rows = rows_of(fetch_batch, plan.sampler.num_examples)
+    monitor = Monitor(on_step, eval_fn, eval_every, progress)
     validate.non_negative_int(prefetch=prefetch)
     target = plan.steps if steps is None else steps
     validate.positive_int(steps=target)
-    make_step = functools.partial(
-        make_train_step, optimizer=plan.optimizer, microbatch_size=microbatch_size, engine=engine
-    )
-    make_step(loss_fn)  # whatever is wrong shows here
-    compiled = _compiled(make_step, loss_fn)
+    options: dict[str, Any] = {"microbatch_size": microbatch_size, "engine": engine}
+    make_step = functools.partial(make_train_step, optimizer=plan.optimizer, **options)
+    make_step(loss_fn)  # a bad argument fails here
     state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.init(params))
-    run = identity.run_identity(plan, state.params)
-    program = _program.describe(
-        plan.optimizer,
-        loss=loss_fn,
-        fetch_batch=fetch_batch,
+    run = _Run(
+        plan=plan,
+        journal=plan.journal,
+        step=_compiled(make_step, loss_fn),
+        batches=BatchReader(rows, example_key, getattr(loss_fn, "takes_key", False), place_batch),
+        prefetch=prefetch,
+        monitor=monitor,
         extra=extra,
-        microbatch_size=microbatch_size,
-        engine=engine,
+        checkpointer=checkpointer,
+        identity=identity.run_identity(plan, state.params),
+        program=_program.describe(plan.optimizer, loss=loss_fn, fetch_batch=rows, extra=extra, **options),
+        limit=plan.budget if budget is None else budget.replacing(plan.budget),
+        replay=replay,
+        constants=beside(constants_of(loss_fn), state.params),
     )
-    limit = plan.budget if budget is None else budget.replacing(plan.budget)
-    constants = beside(constants_of(loss_fn), state.params)
-    _resume.agree_on_plan(plan, state, constants, run, program, [target, replay, repr(limit)])
-    journal = plan.journal
-    try:
-        if checkpointer is not None:
-            _resume.attach(journal, checkpointer, run)
+    _resume.agree_on_plan(plan, state, run.constants, run.identity, run.program, [target, replay, repr(run.limit)])
+    with _resume.opened(plan.journal, checkpointer, run.identity):
         if state.update == 0 and state.segment is None:
-            entropy.claim(state.opt_state, journal)
-            restored = None if checkpointer is None else checkpointer.restore(state, journal, run)
+            entropy.claim(state.opt_state, plan.journal)
+            restored = None if checkpointer is None else checkpointer.restore(state, plan.journal, run.identity)
             state = state if restored is None else restored.state
-        check = None
-        if verify:
-            scale = verification.fixed_scale(plan.optimizer, state.params)
-            if getattr(loss_fn, "makes_promise", False):
-                own = getattr(loss_fn, "verify", None)  # of clients' runs there is one engine
-                check = None if own is None else functools.partial(own, scale=scale)
-            else:
-                options = {"engine": engine, "microbatch_size": microbatch_size, "scale": scale}
-                check = functools.partial(verification.verify_once, loss_fn, **options)
-        return _Run(
-            plan,
-            compiled,
-            constants,
-            check,
-            example_key,
-            getattr(loss_fn, "takes_key", False),
-            fetch_batch,
-            prefetch,
-            watch,
-            extra,
-            place_batch,
-            checkpointer,
-            run,
-            program,
-        ).to(target, state, limit, replay)
-    finally:
-        if checkpointer is not None:  # what was opened here; others may continue the run now
-            checkpointer.settle()
-            journal.close()
+        check = _engine_check(loss_fn, plan.optimizer, state.params, **options) if verify else None
+        return run.to(target, state, check)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One call of `train`, its arguments checked and its files open."""
+    """One call of `train`: its arguments, checked."""
 
-    plan: Any
-    step: Callable[..., Any]
-    constants: Any
-    check: Callable[[Any, Any], None] | None
-    example_key: jax.Array | None
-    takes_key: bool
-    fetch_batch: Callable[..., Any]
+    plan: RunPlan
+    journal: Journal  # the plan's: grows by an entry with every step
+    step: Callable[..., tuple[PyTree, optax.OptState, jax.Array]]
+    constants: PyTree
+    batches: BatchReader
     prefetch: int
-    watch: Watch
-    extra: Callable[..., Any] | None
-    place_batch: Callable[..., Any] | None
-    checkpointer: Any
+    monitor: Monitor
+    extra: Callable[[int, PyTree], dict[str, Any]] | None
+    checkpointer: Checkpointer | None
     identity: dict[str, Any]
     program: dict[str, str]
+    limit: Budget | None
+    replay: bool
 
-    def to(self, target: int, state: TrainState, limit: Any, replay: bool) -> TrainResult:
-        """Takes steps until the state has had ``target`` of them, or the limit is reached."""
-        plan, journal = self.plan, self.plan.journal
+    def to(self, target: int, state: TrainState, check: _Check | None) -> TrainResult:
+        """Resumes from a state, and takes steps until it has had ``target`` of them or the limit is reached."""
+        plan, journal = self.plan, self.journal
         _resume.check_state(state, journal)
-        place = _resume.find(plan, journal, state, replay)
-        state, pending = place.state, place.pending
-        paid = state.update + len(pending)
-        origin = paid if place.reason is not None else _resume.segment_start(journal)
+        place = _resume.find(plan, journal, state, self.replay)
+        paid, origin = place.paid, place.origin(journal)
         allowed = steps_within(
-            plan, limit, ledger=journal.ledger, start=paid, origin=origin, most=max(0, target - paid)
+            plan, self.limit, ledger=journal.ledger, start=paid, origin=origin, most=max(0, target - paid)
         )
-        last = min(target, paid + allowed)
-        if place.reason is not None and state.update < last:
-            state = _resume.begin(plan, journal, place, replay, self.program)
+        state = self._take_steps(place, min(target, paid + allowed), origin, check)
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
+        history = tuple(self.monitor.history)
+        return make_result(plan, journal, state, target, paid, allowed, self.limit, history)
+
+    def _take_steps(self, place: _resume.Place, last: int, origin: int, check: _Check | None) -> TrainState:
+        """For each step: compute, charge, release, checkpoint."""
+        journal, scheme, privacy = self.journal, self.plan.sampler.scheme, self.plan.optimizer.privacy
+        state = place.state
+        if place.begins_segment and state.update < last:
+            state = _resume.begin(self.plan, journal, place, self.replay, self.program)
             self._save(state)
-        # The step reuses the buffers it is given, and the caller's must live on.
+        # The step reuses the buffers it is given, and the caller's must stay valid.
         state = state._replace(params=_copied(state.params), opt_state=_copied(state.opt_state))
-        sampler, segment = plan.sampler, ""
+        sampler, segment = self.plan.sampler, ""
         if state.segment is not None:
             sampler, segment = sampler.reseeded(state.segment.seed), state.segment.id
-        spent = journal.ledger.steps - len(pending)  # number of the next step to be charged, or repeated
-        scheme, privacy = plan.sampler.scheme, plan.optimizer.privacy
-        if self.check is not None and state.update < last:
-            self.check(state.params, self._placed(sampler, spent, self._read(sampler, spent))[0])
+        pending = deque(place.pending)
+        first = journal.ledger.steps - len(pending)  # number of the next step to be charged, or repeated
+        numbers = range(first, first + max(0, last - state.update))
+        if check is not None and numbers:
+            check(state.params, self.batches.placed(sampler, first, self.batches.read(sampler, first))[0])
 
-        spent_so_far = None if limit is None else lambda: limit.spent(journal.ledger)
         is_due = False
-        numbers = range(spent, spent + max(0, last - state.update))
-        read = ahead(lambda number: self._read(sampler, number), numbers, self.prefetch)
-        with self.watch.during(state, last, spent_so_far):
+        read = ahead(functools.partial(self.batches.read, sampler), numbers, self.prefetch)
+        with self.monitor.during(state, last, self._spent()):
             for number, rows in zip(numbers, read, strict=True):
                 event = events.step_event(privacy, scheme, state.update, origin)
-                state, found = self._next(state, self._placed(sampler, number, rows))
+                state, found = self._compute(state, self.batches.placed(sampler, number, rows))
                 if pending:
-                    self._check(pending.pop(0), state.update, found)
-                    # A call for any step before the last one in the journal had returned when the next was charged.
+                    self._check_repeated(pending.popleft(), state.update, found)
+                    # Before a step is charged, `on_step` has returned for all earlier ones: only the journal's last
+                    # step may have been interrupted.
                     is_new = not pending
                 else:
                     journal.append(Entry(event, found, state.update, segment))
                     _resume.meet(f"dpopt journal {len(journal)}")
                     is_new = True
-                self.watch.after(state, is_new)
+                self.monitor.after(state, is_new)
                 is_due = is_due or (self.checkpointer is not None and state.update % self.checkpointer.every == 0)
                 if is_due and not pending:
                     self._save(state)
                     is_due = False
         if not pending and segment:
             self._save(state)
-        if self.checkpointer is not None:
-            self.checkpointer.wait()
-        return make_result(plan, journal, state, target, paid, allowed, limit, tuple(self.watch.history))
+        return state
 
-    def _next(self, state: TrainState, rows: Any) -> tuple[TrainState, str]:
-        """The state after one more step, and its digest. Nothing of it may be released yet."""
+    def _compute(self, state: TrainState, rows: tuple[PyTree, Any]) -> tuple[TrainState, str]:
+        """The state after one more step, and its digest. Neither may be released before the step is charged."""
         more = {} if self.extra is None else self.extra(state.update, state.params)
         params, opt_state, digest = self.step(state.params, state.opt_state, *rows, more, self.constants)
         return TrainState(params, opt_state, state.update + 1, state.segment), identity.hex_digest(digest)
 
-    def _check(self, expected: Entry, step: int, found: str) -> None:
+    def _check_repeated(self, expected: Entry, step: int, found: str) -> None:
         if expected.digest != found:
-            start = [entry for entry in self.plan.journal.entries if not entry.is_step][-1]
+            start = [entry for entry in self.journal.entries if not entry.is_step][-1]
             changed = identity.differences(start.program or {}, self.program)
             raise replay_error(step, expected.digest, found, changed)
 
-    def _read(self, sampler: Any, number: int) -> Any:
-        """Indices, data and mask of the step that is charged under this number."""
-        batch = sampler.batch(number)
-        return batch.indices, read(self.fetch_batch, number, batch.indices), batch.mask
-
-    def _placed(self, sampler: Any, number: int, read: Any) -> Any:
-        """The batch and the mask, with keys where the loss takes them, on their devices."""
-        indices, data, mask = read
-        key = self.example_key
-        if key is None and self.takes_key:
-            key = seeded_key(sampler.seed)  # of this segment of the run, so that a replay draws the same
-        if key is not None:
-            data = data, example_keys(key, number, indices)
-        rows = data, mask
-        return rows if self.place_batch is None else self.place_batch(rows)
+    def _spent(self) -> Callable[[], float] | None:
+        limit, journal = self.limit, self.journal
+        return None if limit is None else lambda: limit.spent(journal.ledger)
 
     def _save(self, state: TrainState) -> None:
         if self.checkpointer is not None:
-            self.checkpointer.save(state, self.plan.journal, self.identity)
+            self.checkpointer.save(state, self.journal, self.identity)
 
 
-def _copied(tree: Any) -> Any:
+_Check = Callable[[PyTree, PyTree], Any]  # of parameters and a batch; raises VerificationError
+
+
+def _engine_check(loss_fn: LossFn, optimizer: Any, params: PyTree, **options: Any) -> _Check | None:
+    """Compares the engine with plain gradients; None for losses that run under one engine only."""
+    scale = verification.fixed_scale(optimizer, params)
+    if getattr(loss_fn, "makes_promise", False):
+        own = getattr(loss_fn, "verify", None)
+        return None if own is None else functools.partial(own, scale=scale)
+    return functools.partial(verification.verify_once, loss_fn, **options, scale=scale)
+
+
+def _copied(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _compiled(make_step: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(make_step: Callable[[LossFn], TrainStep], loss_fn: LossFn) -> Callable[..., Any]:
     def step_and_digest(params, opt_state, batch, mask, extra, constants):
         step = make_step(given(loss_fn, constants))
         params, opt_state, _ = step(params, opt_state, batch, mask, **extra)  # the metrics are not private: dropped

@@ -1,6 +1,6 @@
-"""A run on a mesh of several axes: parameters in parts along some of them, the batch along others.
+"""A run on a mesh of several axes: parameters are sharded along some of them, the batch along others.
 
-`dpopt.run.sharding` places one thing at a time; here a whole run is placed, with the usual layout as the default.
+`dpopt.run.sharding` places one thing at a time; this module places a whole run, with the usual layout as the default.
 """
 
 import functools
@@ -9,24 +9,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack, cast
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from dpopt.common.types import LossFn, PyTree
 from dpopt.constants import constants_of
 from dpopt.run import sharding
-from dpopt.run._options import Options
+from dpopt.run._types import Options
 from dpopt.run.identity import TrainState
 from dpopt.run.loading import sharded_rows
+from dpopt.run.plan import Plan
 from dpopt.run.results import TrainResult
 
 
 def mesh_of(text: str) -> Mesh:
-    """The mesh that a text such as ``"data=4,fsdp=2"`` describes, its axes explicit, over the first devices.
+    """The mesh described by a text such as ``"data=4,fsdp=2"``, with explicit axes, over the first devices.
 
     Args:
         text: names and sizes of the axes, in order.
 
     Raises:
-        ValueError: if the text is of another form, or there are fewer devices.
+        ValueError: if the text has another form, or there are fewer devices.
 
     *Privacy*: reads no data.
 
@@ -35,8 +38,8 @@ def mesh_of(text: str) -> Mesh:
     """
     pairs = [part.split("=") for part in text.split(",")]
     names = [pair[0].strip() for pair in pairs]
-    is_fine = all(len(pair) == 2 and pair[1].strip().isdecimal() and int(pair[1]) > 0 for pair in pairs)
-    if not is_fine or not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
+    is_valid = all(len(pair) == 2 and pair[1].strip().isdecimal() and int(pair[1]) > 0 for pair in pairs)
+    if not is_valid or not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
         raise ValueError(f"a mesh is described by axes and their sizes, such as data=4,fsdp=2; got {text!r}.")
     sizes = tuple(int(pair[1]) for pair in pairs)
     count, there = math.prod(sizes), len(jax.devices())
@@ -49,15 +52,15 @@ def mesh_of(text: str) -> Mesh:
 
 
 def start(mesh: str | None, processes: Sequence[str] | None = None) -> Mesh | None:
-    """The mesh that a program's command line asks for; call it before anything else of JAX's.
+    """The mesh that a command line specifies; call this before any other use of JAX.
 
     Args:
-        mesh: as `mesh_of` takes it, or None for none.
-        processes: where this is one of several processes, each of which calls this: the address of the first one
-            (``"localhost:12355"``), how many there are, and the number of this one from 0. None: this process alone.
+        mesh: as for `mesh_of`, or None for no mesh.
+        processes: for a run of several processes, each of which calls this: the address of the first one
+            (``"localhost:12355"``), their count, and the number of this one from 0. None for a single process.
 
     Raises:
-        ValueError: for processes without a mesh, or numbers that do not fit; and as `mesh_of` does.
+        ValueError: for processes without a mesh, or invalid numbers; and as `mesh_of`.
 
     *Privacy*: reads no data.
 
@@ -67,7 +70,7 @@ def start(mesh: str | None, processes: Sequence[str] | None = None) -> Mesh | No
     if processes is not None:
         address, *numbers = processes
         if mesh is None:
-            raise ValueError("several processes need a mesh over the devices of all, such as data=2.")
+            raise ValueError("several processes need a mesh over all their devices, such as data=2.")
         if len(numbers) != 2 or not all(n.isdecimal() for n in numbers) or not int(numbers[1]) < int(numbers[0]):
             raise ValueError(
                 f"processes are an address, their count, and a number below it; got {' '.join(processes)}."
@@ -79,10 +82,10 @@ def start(mesh: str | None, processes: Sequence[str] | None = None) -> Mesh | No
 
 def train_on(
     mesh: Mesh,
-    plan: Any,
-    loss_fn: Callable[..., Any],
-    params: Any,
-    data: Any,
+    plan: Plan,
+    loss_fn: LossFn,
+    params: PyTree,
+    data: Callable[[np.ndarray], PyTree] | PyTree,
     *,
     batch_axes: str | Sequence[str] | None = None,
     parameter_axes: str | Sequence[str] | None = "fsdp",
@@ -90,21 +93,21 @@ def train_on(
 ) -> TrainResult:
     """``plan.run(loss_fn, params, data, **options)`` with everything placed on a mesh.
 
-    Parameters, the optimizer's moments, the noise and the loss's constants (frozen weights) lie in parts along
-    ``parameter_axes``; rows of a batch along ``batch_axes``, each host reading those of its own devices. In a run of
-    several processes each calls this, with the same arguments.
+    Parameters, the optimizer's moments, the noise and the loss's constants (frozen weights) are sharded along
+    ``parameter_axes``, the rows of a batch along ``batch_axes``; each host reads the rows of its own devices. In a run
+    of several processes each calls this, with the same arguments.
 
     Args:
         mesh: the mesh, its axes automatic or explicit.
-        plan, loss_fn, params, data: see `dpopt.train`. Parameters are initial ones, whole in every process.
+        plan, loss_fn, params, data: see `dpopt.train`. The parameters are initial ones, whole in every process.
         batch_axes: the axes of the mesh that split a batch; None for all. The sampler's ``pad_to`` must be a multiple
-            of their devices.
+            of the number of devices along them.
         parameter_axes: the axes that split parameters; None, or a name that the mesh does not have, for none.
         **options: those of `dpopt.train`, without ``place_batch``.
 
     Raises:
-        ValueError: if the mesh has no such axes, or ``pad_to`` is no multiple of their devices; TypeError: if
-            ``params`` is a `TrainState`; and whatever `dpopt.train` raises.
+        ValueError: if the mesh has no such axes, or ``pad_to`` is not a multiple of the number of devices along them;
+            TypeError: if ``params`` is a `TrainState`; and whatever `dpopt.train` raises.
 
     *Privacy*: that of `dpopt.train`. The noise is the same on any mesh, and drawn once.
 
@@ -117,12 +120,12 @@ def train_on(
     ('fsdp', 2)
     """
     if isinstance(params, TrainState):
-        raise TypeError("train_on places initial parameters; got a TrainState, which lies somewhere already: plan.run.")
+        raise TypeError("train_on places initial parameters; got a TrainState, which is placed already: call plan.run.")
     if "place_batch" in options:
-        raise ValueError("train_on places batches itself, along batch_axes: leave place_batch out.")
+        raise ValueError("train_on places batches itself, along batch_axes: omit place_batch.")
     split = tuple(mesh.axis_names) if batch_axes is None else batch_axes
-    known = parameter_axes is not None and (not isinstance(parameter_axes, str) or parameter_axes in mesh.axis_names)
-    layout = functools.partial(sharding.fully_sharded, axes=parameter_axes) if known else sharding.replicated
+    has_axes = parameter_axes is not None and (not isinstance(parameter_axes, str) or parameter_axes in mesh.axis_names)
+    layout = functools.partial(sharding.fully_sharded, axes=parameter_axes) if has_axes else sharding.replicated
     if constants_of(loss_fn) is not None:
         loss_fn = sharding.place_constants(loss_fn, mesh, layout)
     return plan.run(

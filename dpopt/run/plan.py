@@ -1,30 +1,29 @@
-"""A plan: the optimizer, the sampler and the accounting of one private run, which agree with each other."""
+"""A plan: optimizer, sampler and accounting of one private run, which agree with each other."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dpopt import accounting, events
 from dpopt.chain import PrivateOptimizer
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
-from dpopt.common.names import name_of
+from dpopt.common.types import LossFn, PyTree
 from dpopt.gradients import Engine
 from dpopt.ledger import Ledger
-from dpopt.run._options import Options
+from dpopt.run._summary import summary
+from dpopt.run._types import Options
 from dpopt.run.journal import Journal
 from dpopt.run.loop import train
 from dpopt.run.results import TrainResult
 from dpopt.run.statement import Statement, state
 from dpopt.run.training import TrainStep, make_train_step
-from dpopt.samplers.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler, InParts
+from dpopt.samplers.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
 from dpopt.samplers.truncated import TruncatedPoissonSampler
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
 
@@ -40,7 +39,7 @@ Sampler = (
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What may be spent.
+    """A limit on the privacy cost of a run.
 
     Attributes:
         epsilon, delta: the limit.
@@ -68,41 +67,45 @@ class Budget:
             events.check(self.earlier)
 
     def spent(self, ledger: Ledger) -> float:
-        """Epsilon of what a ledger holds and of what was spent earlier, at this delta and by this accountant."""
+        """Epsilon of a ledger and of what was spent earlier, at this delta and by this accountant."""
         event = events.following(self.earlier, ledger.event)
         return accounting.epsilon_of_event(event, delta=self.delta, accountant=self.accountant)
 
     def replacing(self, other: Budget | None) -> Budget:
-        """This budget instead of a plan's: what that one counts as spent earlier stays spent.
+        """This budget in place of a plan's; what the plan's budget counts as spent earlier still counts.
 
         Raises:
-            ValueError: if this one counts something else, which the run's journal would not know.
+            ValueError: if this budget counts something else as spent earlier, which would be missing from the journal.
         """
         earlier = None if other is None else other.earlier
         if self.earlier not in (None, earlier):
             raise ValueError(
-                f"the budget counts {self.earlier} as spent earlier, and the plan's counts {earlier}: say it to the "
-                "plan, Builder.budget(..., earlier=...), whose runs write it down."
+                f"the budget counts {self.earlier} as spent earlier, and the plan's counts {earlier}: pass it to the "
+                "plan, Builder.budget(..., earlier=...), whose runs record it."
             )
         return dataclasses.replace(self, earlier=earlier)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A private run that agrees with itself: optimizer, sampler and accounting come from one description.
+    """A private run: optimizer, sampler and accounting made from one description, so that they agree.
+
+    The description is frozen. The journal is its one mutable part: the record of this plan's single run, created with
+    the plan and appended to by `run`. It is not part of the description: plans are compared and printed without it, and
+    ``dataclasses.replace(plan, ...)`` shares it unless it is given a new one.
 
     Attributes:
         optimizer: the private optimizer.
         sampler: draws batches; ``sampler.batch(step)``.
         steps: number of steps of the whole run.
-        noise_multiplier: what was given or calibrated.
+        noise_multiplier: given or calibrated: a number, or a schedule ``step -> number``.
         sensitivity: L2 sensitivity of the clipped sum.
         budget: the `Budget`, or None.
-        journal: what `run` has spent so far; it grows with every step, whoever holds the plan.
+        journal: what `run` has spent so far.
 
-    *Privacy*: `event` says what the planned steps will cost; `epsilon` what they and all that the budget counts as
-    spent earlier will cost; `spent` what the run has cost, and that: more, where steps were lost. They cover the
-    parameters after every step; ``print(plan)`` is safe to publish.
+    *Privacy*: `event` is the planned cost of all steps. `epsilon` covers the planned steps and everything that the
+    budget counts as spent earlier. `spent` covers what the run has actually cost, including lost steps, and what was
+    spent earlier. All cover the parameters after every step; ``print(plan)`` is safe to publish.
 
     >>> import dpopt, optax
     >>> builder = dpopt.Builder(num_examples=1_000, expected_batch_size=100, steps=10, key=dpopt.secure_key())
@@ -115,7 +118,7 @@ class Plan:
     sampler: Sampler
     steps: int
     noise_multiplier: Any
-    sensitivity: Any
+    sensitivity: float | jax.Array
     budget: Budget | None
     journal: Journal = dataclasses.field(default_factory=Journal, compare=False, repr=False)
 
@@ -125,9 +128,9 @@ class Plan:
         return events.compose(self.optimizer.privacy, self.sampler, self.steps)
 
     def epsilon(self, step: int | None = None, *, delta: float | None = None) -> float:
-        """Epsilon that ``step`` steps of the plan will cost (default: all of them). What was spent is `spent`.
+        """Epsilon that ``step`` steps of the plan will cost (default: all of them). See `spent` for the actual cost.
 
-        Warns (UserWarning) where a delta that is given is not below one over the number of examples.
+        Warns (UserWarning) if a given delta is not below one over the number of examples.
 
         Raises:
             ValueError: if the run has fewer steps, or no delta is set anywhere.
@@ -140,7 +143,7 @@ class Plan:
         return accounting.epsilon_of_event(event, delta=self._delta(delta), accountant=self._accountant)
 
     def spent(self, *, delta: float | None = None) -> float:
-        """Epsilon that this plan's run has spent so far, by its journal: also on steps that were lost.
+        """Epsilon that this plan's run has spent so far according to its journal, including steps that were lost.
 
         Raises:
             ValueError: if no delta is set anywhere.
@@ -149,7 +152,7 @@ class Plan:
         return accounting.epsilon_of_event(event, delta=self._delta(delta), accountant=self._accountant)
 
     def statement(self, *, delta: float | None = None) -> Statement:
-        """What all planned steps promise, for a paper or a file (`dpopt.run.statement`). A run's own:
+        """The guarantee of all planned steps, for a paper or a file (`dpopt.run.statement`). For that of a run use
         ``result.statement``.
 
         Raises:
@@ -179,12 +182,12 @@ class Plan:
 
     def run(
         self,
-        loss_fn: Callable[..., Any],
-        params: Any,
-        fetch_batch: Callable[[np.ndarray], Any] | Any,
+        loss_fn: LossFn,
+        params: PyTree,
+        fetch_batch: Callable[[np.ndarray], PyTree] | PyTree,
         **options: Unpack[Options],
     ) -> TrainResult:
-        """Trains within the budget, saves, resumes: `dpopt.run.loop.train` with this plan.
+        """Trains within the budget, saves and resumes: `dpopt.run.loop.train` with this plan.
 
         Args:
             loss_fn, params, fetch_batch: see `dpopt.run.loop.train`.
@@ -192,102 +195,17 @@ class Plan:
         """
         return train(self, loss_fn, params, fetch_batch, **options)
 
-    def train_step(
-        self, loss_fn: Callable[..., Any], *, microbatch_size: int | None = None, engine: Engine = "auto"
-    ) -> TrainStep:
+    def train_step(self, loss_fn: LossFn, *, microbatch_size: int | None = None, engine: Engine = "auto") -> TrainStep:
         """`dpopt.make_train_step` with this plan's optimizer."""
         return make_train_step(loss_fn, self.optimizer, microbatch_size=microbatch_size, engine=engine)
 
-    def summary(self, params: Any = None) -> str:
-        """The plan in words and numbers.
+    def summary(self, params: PyTree = None) -> str:
+        """The plan as a table: stages, noise, sampling, and planned epsilon.
 
         Args:
             params: the parameters (or shapes), to count the bytes of optimizer state; None for a square float32 matrix.
         """
-        sampling = self.sampler.scheme
-        core, *post = self.optimizer.stages
-        stages = (*(core.stages or (core,)), *post)
-        rows = [
-            ("stages", " > ".join(_stage_name(s) for s in stages)),
-            ("sensitivity", self._sensitivity(stages)),
-            ("noise multiplier", self._noise_multiplier()),
-            *self._queries(),
-            ("sampling", f"{sampling}, {self.sampler.expected_batch_size:g} of {self.sampler.num_examples} expected"),
-            *self._correlation(),
-            ("step event", self._step_event()),
-            *self._spent_earlier(),
-            ("planned epsilon", self._epsilon_by_step()),
-            ("optimizer state", f"{_bytes_per_parameter(self.optimizer, params)} bytes per parameter"),
-        ]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-    def _sensitivity(self, stages: tuple[Any, ...]) -> str:
-        makers = (getattr(getattr(s, "stage", None), "preconditioner", None) for s in stages)
-        norm = "".join(getattr(m, "clip_norm", "") for m in makers)
-        return f"{self.sensitivity:g}{norm} (L2, add or remove one {self.optimizer.privacy.unit})"
-
-    def _queries(self) -> list[tuple[str, str]]:
-        queries = self.optimizer.privacy.queries
-        if len(queries) < 2 or self.optimizer.privacy.varies:
-            return []
-        multipliers = " and ".join(f"{q.multiplier(0):.4g}" for q in queries)
-        return [("queries a step", f"{len(queries)}, with noise multipliers {multipliers}")]
-
-    def _step_event(self) -> str:
-        privacy, scheme = self.optimizer.privacy, self.sampler.scheme
-        if isinstance(scheme, InParts):  # a step is as dear as those before it make it
-            return f"the first: {events.step_event(privacy, scheme, 0)!r}"
-        return repr(privacy.step_event(0, scheme.relation))
-
-    def _spent_earlier(self) -> list[tuple[str, str]]:
-        if self.budget is None or self._earlier is None:
-            return []
-        return [("spent earlier", f"{self.budget.spent(Ledger()):.3g} (in the planned epsilon)")]
-
-    def _noise_multiplier(self) -> str:
-        if callable(self.noise_multiplier):
-            return "schedule"
-        twice = ", and replacing an example counts twice" if isinstance(self.sampler, FixedSizeSampler) else ""
-        return f"{self.noise_multiplier:.4g} (the step event has less: it pays for rounding{twice})"
-
-    def _correlation(self) -> list[tuple[str, str]]:
-        strategies = [q.strategy for q in self.optimizer.privacy.queries if q.strategy is not None]
-        if not strategies:
-            return []
-        (strategy,) = strategies
-        stream = strategy.stream
-        return [
-            (
-                "noise over steps",
-                f"{strategy.name}: {stream.draws} draws a step, keeps {stream.num_buffers} arrays like the parameters",
-            )
-        ]
-
-    def _epsilon_by_step(self) -> str:
-        if self.budget is None:
-            return "no delta set; see epsilon(step, delta=...)"
-        steps = sorted({max(1, math.ceil(self.steps * part)) for part in (0.01, 0.1, 0.25, 0.5, 1.0)})
-        spent = ", ".join(f"{t}: {self.epsilon(t):.3f}" for t in steps)
-        return f"{spent} (delta {self.budget.delta:g}, {self._accountant})"
+        return summary(self, params)
 
     def __str__(self) -> str:
         return self.summary()
-
-
-def _stage_name(transformation: Any) -> str:
-    stage = getattr(transformation, "stage", None)
-    if stage is not None:
-        made_by = getattr(stage, "preconditioner", None)
-        return f"{stage.name}({type(made_by).__name__})" if made_by is not None else stage.name
-    return name_of(transformation.update)
-
-
-def _bytes_per_parameter(optimizer: PrivateOptimizer, params: Any) -> str:
-    params = jax.ShapeDtypeStruct((1_000, 1_000), jnp.float32) if params is None else params
-    try:
-        state = jax.eval_shape(optimizer.init, params)
-    except ValueError:
-        return "unknown (a diagonal is bound to the model's tree: see summary(params))"
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    return f"{size / sum(math.prod(jnp.shape(p)) for p in jax.tree.leaves(params)):.2f}"

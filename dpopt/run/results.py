@@ -1,30 +1,35 @@
-"""How a call of `dpopt.run.loop.train` ends: its result, or what it raises."""
+"""The outcome of `dpopt.run.loop.train`: its result, or the error it raises."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dpopt import accounting, events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
+from dpopt.common.types import PyTree
 from dpopt.ledger import Ledger
 from dpopt.optimizers.averaging import averaged_params
+from dpopt.run._types import RunPlan
 from dpopt.run.identity import TrainState
 from dpopt.run.journal import Journal
 from dpopt.run.statement import Statement, state
 
+if TYPE_CHECKING:
+    from dpopt.run.plan import Budget
+
 _log = logging.getLogger("dpopt.run.loop")
 
 _UNSEEN = (
-    "Something changed that dpopt cannot see: the data behind fetch_batch, a value that the loss uses, the noise key, "
-    "or a device that does not compute deterministically."
+    "Something changed that dpopt cannot detect: the data behind fetch_batch, a value that the loss uses, the noise "
+    "key, or the results of a device that does not compute deterministically."
 )
 
 
 class BudgetExceeded(RuntimeError):
-    """Not one more step fits into the budget. What was trained so far is in ``result``.
+    """Not one more step fits into the budget. ``result`` has what was trained so far.
 
     *Privacy*: raised before anything is drawn.
 
@@ -36,10 +41,10 @@ class BudgetExceeded(RuntimeError):
 
 
 class ReplayError(RuntimeError):
-    """A step that was paid for came out differently when it was computed again; the result was dropped.
+    """A step that was paid for gave a different result when it was repeated; the result was dropped.
 
     *Privacy*: the second result shares the noise of the first, so releasing both would reveal more than was accounted
-    for. That an error was raised says that some bit differed.
+    for. The error itself reveals that some bit differed.
 
     >>> issubclass(ReplayError, RuntimeError)
     True
@@ -47,33 +52,33 @@ class ReplayError(RuntimeError):
 
 
 class Evaluation(NamedTuple):
-    """What a run's ``eval_fn`` said of the parameters.
+    """A result of the run's ``eval_fn``.
 
-    *Privacy*: as public as the data that ``eval_fn`` read.
+    *Privacy*: as public as the data that ``eval_fn`` reads.
 
     >>> Evaluation(100, {"accuracy": 0.9}).value["accuracy"]
     0.9
     """
 
-    step: int  # steps that the parameters had had
-    value: Any  # numbers, on the host
+    step: int  # number of steps done
+    value: PyTree  # numbers, on the host
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes:
         state: parameters, optimizer state and position (`dpopt.run.identity.TrainState`); pass it to continue.
-        ledger: everything that was spent, also on steps that were lost.
-        stopped: ``"steps"`` if all steps that were asked for are done, ``"budget"`` if the budget ends here.
-        message: the same in words.
-        lost: steps that were paid for but are not in the parameters, because a run died and could not be repeated.
-        unit: what one record is: ``"example"``, or ``"client"``.
-        history: what ``eval_fn`` returned, in order; of this call only.
+        ledger: everything that was spent, including lost steps.
+        stopped: ``"steps"`` if all requested steps are done, ``"budget"`` if the budget ended first.
+        message: the reason for stopping, as a sentence.
+        lost: steps that were paid for but are not in the parameters, because a run died and they were not repeated.
+        unit: what one record is: ``"example"``, ``"client"`` or ``"user"``.
+        history: the results of ``eval_fn``, in order; of this call only.
         delta: the budget's, or None.
-        num_examples: how many examples there are to sample from.
-        correlation: how noise is correlated over steps, in a word; None: not at all.
+        num_examples: size of the data set.
+        correlation: name of the strategy that correlates noise over steps; None if it is independent.
         earlier: what the budget counts as spent before the run; not in `ledger`, but in `epsilon` and `statement`.
 
     *Privacy*: ``state.params`` are covered by `ledger`. ``state.opt_state`` holds the noise key: never publish it.
@@ -84,7 +89,7 @@ class TrainResult:
 
     state: TrainState
     ledger: Ledger
-    stopped: str
+    stopped: Literal["steps", "budget"]
     message: str
     lost: int
     unit: str = "example"
@@ -95,19 +100,19 @@ class TrainResult:
     earlier: dp_accounting.DpEvent | None = None
 
     @property
-    def params(self) -> Any:
+    def params(self) -> PyTree:
         """The trained parameters."""
         return self.state.params
 
     @property
-    def averaged_params(self) -> Any:
-        """Their average over the steps, in the same dtypes; of an optimizer with `dpopt.average_params` in it."""
+    def averaged_params(self) -> PyTree:
+        """Their average over the steps, in the same dtypes, if the optimizer has a `dpopt.average_params` in it."""
         return averaged_params(self.state.opt_state, self.state.params)
 
     def epsilon(self, *, delta: float | None = None, accountant: accounting.Accountant = "pld") -> float:
         """Epsilon of everything that was spent.
 
-        Warns (UserWarning) where a delta that is given is not below one over the number of examples.
+        Warns (UserWarning) if a given delta is not below one over the number of examples.
 
         Args:
             delta: None for the budget's.
@@ -120,9 +125,9 @@ class TrainResult:
         return accounting.epsilon_of_event(event, delta=self._delta(delta), accountant=accountant)
 
     def statement(self, *, delta: float | None = None, accountant: accounting.Accountant | None = None) -> Statement:
-        """What the run promises, for a paper or a file (`dpopt.run.statement`); also of steps that were lost.
+        """The guarantee of the run, including lost steps, for a paper or a file (`dpopt.run.statement`).
 
-        Warns, and raises, as `epsilon` does.
+        Warns and raises as `epsilon` does.
 
         Args:
             delta: below one over the number of records; None for the budget's.
@@ -141,12 +146,12 @@ class TrainResult:
 
 
 def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayError:
-    """What to raise when a repeated step has another digest than its line in the journal.
+    """The error for a repeated step whose digest differs from that in the journal.
 
     Args:
         step: number of the step.
         expected, found: the digests.
-        changed: the differences to the program that took the step first, where any can be seen.
+        changed: the visible differences from the program that first took the step.
 
     *Privacy*: names digests of released values, and hyperparameters.
 
@@ -156,33 +161,33 @@ def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayEr
     seen = f"What changed: {changed}." if changed else _UNSEEN
     return ReplayError(
         f"step {step} came out differently when it was repeated (digest {found}, journal {expected}), so its result "
-        f"was dropped: both together would show more than was paid for. {seen} Undo it, or leave replay=True out to go "
-        "on with fresh noise, charged anew."
+        f"was dropped: both together would reveal more than was paid for. {seen} Undo it, or omit replay=True to "
+        "continue with fresh noise, charged again."
     )
 
 
 def make_result(
-    plan: Any,
+    plan: RunPlan,
     journal: Journal,
     now: TrainState,
     target: int,
     paid: int,
     allowed: int,
-    limit: Any,
+    limit: Budget | None,
     history: tuple[Evaluation, ...] = (),
 ) -> TrainResult:
     """The result of a call of `dpopt.run.loop.train`.
 
     Args:
-        plan, journal, now: what was trained, and where it stands.
-        target: steps that the parameters should have had.
-        paid: steps in the history of the state at the call, with those to be repeated.
-        allowed: steps that the limit bought on top.
+        plan, journal, now: the run, and its present state.
+        target: the requested number of steps.
+        paid: steps in the history of the state at the call, including those to be repeated.
+        allowed: further steps that the limit covered.
         limit: the budget, or None.
         history: the evaluations.
 
     Raises:
-        BudgetExceeded: if the limit bought no step.
+        BudgetExceeded: if the limit covered no further step.
 
     *Privacy*: arithmetic on public constants.
 
@@ -205,17 +210,9 @@ def make_result(
     if now.update >= target:
         message = f"all {target} steps are done"
         return TrainResult(now, ledger, "steps", message, lost, **of_plan)
-    if limit is None:
-        reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
-    else:
-        spent = limit.spent(ledger)
-        reason = (
-            f"one more step would exceed epsilon {limit.epsilon:g} at delta {limit.delta:g}; {spent:.6g} is spent, on "
-            f"{ledger.steps} steps"
-        )
     message = (
-        f"stopped by the budget after step {now.update} of {target}: {reason}. To continue, pass a larger budget "
-        "explicitly: budget=dpopt.Budget(epsilon, delta)"
+        f"stopped by the budget after step {now.update} of {target}: {_reason(plan, ledger, limit)}. To continue, pass "
+        "a larger budget explicitly: budget=dpopt.Budget(epsilon, delta)"
     )
     _log.warning("dpopt: %s", message)
     result = TrainResult(now, ledger, "budget", message, lost, **of_plan)
@@ -224,3 +221,13 @@ def make_result(
         error.result = result
         raise error
     return result
+
+
+def _reason(plan: RunPlan, ledger: Ledger, limit: Budget | None) -> str:
+    """Why the run may take no further step."""
+    if limit is None:
+        return f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
+    return (
+        f"one more step would exceed epsilon {limit.epsilon:g} at delta {limit.delta:g}; {limit.spent(ledger):.6g} is "
+        f"spent, on {ledger.steps} steps"
+    )

@@ -1,32 +1,37 @@
-"""More than one device: where batches, parameters and states lie. The computation is JAX's own SPMD.
+"""Placement of batches, parameters and states on several devices. The computation is JAX's own SPMD.
 
-Put the batch on the devices of a mesh, and the parameters on all of them (data parallel) or in parts (fully sharded);
-``jax.jit`` does the rest. Noise is drawn by position in the whole array, so it is the same on any number of devices,
-and it is drawn once: the clipped sum is added up over devices before the noise is.
+Split the batch over the devices of a mesh, and replicate the parameters (data parallel) or shard them (fully sharded);
+``jax.jit`` does the rest. Noise is drawn by position in the whole array, so it is the same on any number of devices. It
+is drawn once, after the clipped sum has been added up over devices.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
+from dpopt.chain import PrivateOptimizer
+from dpopt.common.types import Batch, LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.engines.batches import is_key
 from dpopt.run.identity import TrainState
 
+Layout: TypeAlias = Callable[[PyTree, Mesh], PyTree]  # (parameters or a state, mesh) -> shardings like them
+
 
 def make_mesh(num_devices: int | None = None, axis: str = "data") -> Mesh:
-    """A mesh with one axis over the first devices, of all processes.
+    """A mesh with one axis over the first devices of all processes.
 
     Args:
-        num_devices: how many; None for all.
+        num_devices: number of devices; None for all.
         axis: name of the axis.
 
     Raises:
-        ValueError: if there are fewer.
+        ValueError: if there are fewer devices.
 
     *Privacy*: reads no data.
 
@@ -41,7 +46,7 @@ def make_mesh(num_devices: int | None = None, axis: str = "data") -> Mesh:
 
 
 def _chosen(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str | tuple[str, ...], int]:
-    """Names of axes of the mesh, by default its first, and how many devices lie along them."""
+    """Names of axes of the mesh, by default its first, and the number of devices along them."""
     names = cast(tuple[str, ...], mesh.axis_names)
     chosen: tuple[str, ...] = names[:1] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     if not chosen or not set(chosen) <= set(names):
@@ -49,20 +54,20 @@ def _chosen(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str | tuple[s
     return (chosen if len(chosen) > 1 else next(iter(chosen))), math.prod(mesh.shape[axis] for axis in chosen)
 
 
-def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Any:
+def shard_batch(batch: Batch, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Batch:
     """Splits every array of a batch along its first axis over the mesh.
 
-    In a run of several processes each must pass the same whole batch (the sampler gives all of them the same indices);
-    each keeps the rows of its own devices.
+    In a run of several processes each must pass the same whole batch (the sampler draws the same indices in all of
+    them); each keeps the rows of its own devices.
 
     Args:
-        batch: pytree of arrays ``(B, ...)``, the mask and examples' keys among them.
+        batch: pytree of arrays ``(B, ...)``, including the mask and examples' keys.
         mesh: the mesh, its axes automatic or explicit.
-        axes: which of its axes to split over, by name; None for the first.
+        axes: names of the axes to split over; None for the first.
 
     Raises:
-        ValueError: if B is no multiple of the number of devices along these: make it the sampler's ``pad_to``; if the
-            mesh has no such axis.
+        ValueError: if B is not a multiple of the number of devices along these axes (set the sampler's ``pad_to`` to
+            one), or if the mesh has no such axis.
 
     *Privacy*: moves private data to devices, and changes nothing.
 
@@ -70,7 +75,7 @@ def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None)
     (4, 2)
     """
 
-    def place(x):
+    def place(x: ArrayLike) -> jax.Array:
         sharding = along_rows(x, mesh, axes)
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
@@ -80,15 +85,15 @@ def shard_batch(batch: Any, mesh: Mesh, axes: str | Sequence[str] | None = None)
 
 
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has whole, of which each keeps the parts of its own devices."""
-    if is_key(x):  # of losses that draw random numbers, which NumPy does not know
+    """Places an array that every process has whole; each keeps the parts of its own devices."""
+    if is_key(x):  # keys of random losses, which NumPy cannot hold
         return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def along_rows(x: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> NamedSharding:
-    """Where an array ``(B, ...)``, or one of B rows, lies split along its rows; see `shard_batch`.
+def along_rows(x: ArrayLike, mesh: Mesh, axes: str | Sequence[str] | None = None) -> NamedSharding:
+    """The sharding along the rows of an array ``(B, ...)``, given the array or B; see `shard_batch`.
 
     *Privacy*: reads no data.
 
@@ -105,8 +110,8 @@ def along_rows(x: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> N
     return NamedSharding(mesh, PartitionSpec(name))
 
 
-def replicated(params: Any, mesh: Mesh) -> Any:
-    """Where everything lies whole on each device: data parallelism.
+def replicated(params: PyTree, mesh: Mesh) -> PyTree:
+    """Shardings that keep every array whole on each device: data parallelism.
 
     Args:
         params: pytree of arrays or shapes.
@@ -123,15 +128,15 @@ def replicated(params: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)
 
 
-def fully_sharded(params: Any, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Any:
-    """Where every array lies in parts: its longest axis that the devices divide is split; others stay whole.
+def fully_sharded(params: PyTree, mesh: Mesh, axes: str | Sequence[str] | None = None) -> PyTree:
+    """Shardings that split every array along its longest axis that the number of devices divides, if it has one.
 
-    Of an optimizer's state, moments and noise lie as the parameters they belong to.
+    In an optimizer's state, moments and noise are sharded like the parameters they belong to.
 
     Args:
         params: pytree of arrays or shapes: parameters, or a state.
         mesh: the mesh, its axes automatic or explicit.
-        axes: which of its axes to split over, by name; None for the first.
+        axes: names of the axes to split over; None for the first.
 
     Returns:
         A pytree of shardings like ``params``.
@@ -146,7 +151,7 @@ def fully_sharded(params: Any, mesh: Mesh, axes: str | Sequence[str] | None = No
     """
     name, count = _chosen(mesh, axes)
 
-    def place(x):
+    def place(x: Any) -> NamedSharding:
         shape = np.shape(x)
         fitting = [i for i, n in enumerate(shape) if n >= count and n % count == 0]
         if not fitting:
@@ -157,7 +162,7 @@ def fully_sharded(params: Any, mesh: Mesh, axes: str | Sequence[str] | None = No
     return jax.tree.map(place, params)
 
 
-def place_state(optimizer: Any, params: Any, mesh: Mesh, layout: Any = replicated) -> TrainState:
+def place_state(optimizer: PrivateOptimizer, params: PyTree, mesh: Mesh, layout: Layout = replicated) -> TrainState:
     """The state at the start of a run on a mesh, for `dpopt.run.loop.train`.
 
     Args:
@@ -167,7 +172,7 @@ def place_state(optimizer: Any, params: Any, mesh: Mesh, layout: Any = replicate
         layout: `replicated`, `fully_sharded`, or another function of parameters (or a state) and mesh.
 
     Returns:
-        A `TrainState` whose arrays lie where ``layout`` says.
+        A `TrainState` whose arrays are placed by ``layout``.
 
     *Privacy*: reads no data.
 
@@ -182,18 +187,18 @@ def place_state(optimizer: Any, params: Any, mesh: Mesh, layout: Any = replicate
     return TrainState(params, opt_state)
 
 
-def place_constants(loss_fn: Callable[..., Any], mesh: Mesh, layout: Any = replicated) -> Callable[..., Any]:
-    """The same loss, whose constants (frozen weights) lie on a mesh.
+def place_constants(loss_fn: LossFn, mesh: Mesh, layout: Layout = replicated) -> LossFn:
+    """The same loss, with its constants (frozen weights) placed on a mesh.
 
-    `dpopt.train` copies constants that lie elsewhere to every device of the parameters; this is for another layout.
+    `dpopt.train` copies constants that are elsewhere to every device of the parameters; use this for another layout.
 
     Args:
         loss_fn: a loss with constants: from `dpopt.flax.nnx_loss`, or made by `dpopt.constants.with_constants`.
         mesh: the mesh of the parameters, its axes automatic or explicit.
-        layout: as `place_state` takes it.
+        layout: as for `place_state`.
 
     Raises:
-        TypeError: if the loss says of no arrays that it reads them.
+        TypeError: if the loss declares no constants.
 
     *Privacy*: moves arrays to devices, and changes nothing.
 
@@ -205,18 +210,18 @@ def place_constants(loss_fn: Callable[..., Any], mesh: Mesh, layout: Any = repli
     constants = constants_of(loss_fn)
     if constants is None:
         raise TypeError(
-            f"this loss has no constants that could be placed: {loss_fn!r}. What it closes over is written into its "
-            "program; make the loss by dpopt.constants.with_constants, or of an NNX model by dpopt.flax.nnx_loss."
+            f"this loss has no constants that could be placed: {loss_fn!r}. Arrays that it closes over become part of "
+            "its program; make it by dpopt.constants.with_constants, or from an NNX model by dpopt.flax.nnx_loss."
         )
     return given(loss_fn, jax.tree.map(_put, constants, layout(constants, mesh)))
 
 
-def beside(constants: Any, params: Any) -> Any:
-    """The constants of a loss, those that lie on other devices than the parameters copied to each of these.
+def beside(constants: PyTree, params: PyTree) -> PyTree:
+    """The constants of a loss, copied to every device of the parameters unless they are there already.
 
     Args:
         constants: pytree of arrays; in a run of several processes each has all of them.
-        params: pytree of arrays. Where none lies on a mesh the constants stay as they are.
+        params: pytree of arrays. If none is on a mesh, the constants are returned unchanged.
 
     *Privacy*: moves arrays to devices, and changes nothing.
 
@@ -230,15 +235,15 @@ def beside(constants: Any, params: Any) -> Any:
         return constants
     devices = set(cast(Any, mesh.devices).flat)
 
-    def place(x):
+    def place(x: Any) -> jax.Array:
         is_there = isinstance(x, jax.Array) and x.sharding.device_set == devices
         return x if is_there else _put(x, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(place, constants)
 
 
-def whole(tree: Any) -> Any:
-    """Arrays that lie on a mesh, each whole and in this process's own memory: to evaluate, to save, to print.
+def whole(tree: PyTree) -> PyTree:
+    """Gathers arrays from a mesh, each whole and in this process's memory: to evaluate, save or print them.
 
     In a run of several processes all must call it.
 
@@ -246,7 +251,7 @@ def whole(tree: Any) -> Any:
         tree: pytree of arrays, such as parameters.
 
     Returns:
-        The same with NumPy arrays in the place of those on a mesh; others are as they were.
+        The same tree with NumPy arrays in place of those on a mesh; others are unchanged.
 
     *Privacy*: moves arrays, and changes nothing.
 
@@ -255,7 +260,7 @@ def whole(tree: Any) -> Any:
     {'w': array([1., 1.], dtype=float32)}
     """
 
-    def gathered(x):
+    def gathered(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
             return x
         if not x.is_fully_addressable:

@@ -1,4 +1,4 @@
-"""What a run promises, in words and numbers for a paper or for the file of whoever answers for the data."""
+"""Privacy statements: the guarantee of a run as text, numbers and a curve, for a paper or for documentation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpopt import accounting, events
 from dpopt.common import validate
@@ -15,6 +15,9 @@ from dpopt.common.lazy import dp_accounting
 from dpopt.composition import step_events
 from dpopt.privacy import Relation
 from dpopt.trade_off import true_positive_rates
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PUBLIC = (
     "the number of examples, and how many are expected in a batch",
@@ -35,16 +38,16 @@ NOT_COVERED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statement:
-    """The privacy of a run, which can be read, saved and plotted; made by `dpopt.run.statement.state`.
+    """The privacy guarantee of a run, to be printed, saved or plotted; made by `dpopt.run.statement.state`.
 
     ``str(statement)`` is a paragraph and a table in Markdown.
 
     Attributes:
-        event: what the run cost, as ``dp_accounting`` describes it.
-        delta: the delta at which epsilon is stated first.
+        event: the cost of the run, an event of ``dp_accounting``.
+        delta: the delta of `epsilon`.
         unit: what one record is.
         accountant: see `dpopt.epsilon`.
-        correlation: how noise is correlated over steps, in a word; None: not at all.
+        correlation: name of the strategy that correlates noise over steps; None if it is independent.
 
     *Privacy*: public constants; safe to publish.
 
@@ -66,23 +69,23 @@ class Statement:
 
     @property
     def relation(self) -> Relation:
-        """Between which data sets the results are hard to tell apart."""
+        """Which data sets are neighbours."""
         return _relation(self.event)
 
     def epsilons(self, deltas: Sequence[float] = ()) -> dict[float, float]:
-        """Epsilon at several deltas (`delta`, a tenth of it and so on if none are given): all of them hold at once."""
+        """Epsilon at several deltas (by default `delta` and three smaller ones); all of them hold at once."""
         deltas = deltas or [self.delta * 10.0**-n for n in range(4)]
         return {d: accounting.epsilon_of_event(self.event, delta=d, accountant=self.accountant) for d in deltas}
 
     def true_positive_rates(self, false_positive_rates: Sequence[float]) -> list[float]:
-        """The best that an attacker can do (`dpopt.trade_off.true_positive_rates`)."""
+        """Upper bounds for any attacker (`dpopt.trade_off.true_positive_rates`)."""
         return true_positive_rates(self.event, false_positive_rates, accountant=self.accountant).tolist()
 
-    def plot(self, axes: Any = None) -> Any:
-        """The trade-off curve: true against false positives of the best test of whether one record was there.
+    def plot(self, axes: Axes | None = None) -> Axes:
+        """Plots the trade-off curve: true against false positives of the best test for the presence of one record.
 
         Args:
-            axes: of matplotlib; None for new ones.
+            axes: axes of matplotlib; None for new ones.
 
         Returns:
             The axes. Needs matplotlib (``dpopt[benchmarks]``).
@@ -99,7 +102,7 @@ class Statement:
         return axes
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The statement as plain values."""
         return {
             "epsilon": self.epsilon,
             "delta": self.delta,
@@ -167,17 +170,17 @@ def state(
     accountant: accounting.Accountant | None = None,
     correlation: str | None = None,
 ) -> Statement:
-    """A `Statement` of what an event promises. Plans and results of training make their own: ``result.statement()``.
+    """The `Statement` of an event. Plans and results of training make their own: ``result.statement()``.
 
     Args:
-        event: a ledger's ``event``, a plan's, or what `dpopt.privacy_event` returns.
+        event: the ``event`` of a ledger or a plan, or the result of `dpopt.privacy_event`.
         delta: below one over the number of records.
         unit: what one record is, such as ``"example"`` or ``"client"``.
         accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size and selections ``"rdp"``.
-        correlation: how noise is correlated over steps, such as the name of a `dpopt.correlated` strategy.
+        correlation: name of the strategy that correlates noise over steps (`dpopt.correlated`), or None.
 
     Raises:
-        ValueError, TypeError: for a bad argument, or an event that no accountant takes.
+        ValueError, TypeError: for a bad argument, or an event that the accountant does not support.
 
     *Privacy*: a description of public constants.
 

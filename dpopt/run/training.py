@@ -1,4 +1,4 @@
-"""One training step, for the usual case."""
+"""A private training step: per-example gradients, optimizer update, and metrics."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,25 +7,27 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from dpopt.common import validate
+from dpopt.common.types import Batch, LossFn, PyTree
 from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
 from dpopt.inspection import inspect_optimizer, privacy_of
 from dpopt.privacy import Privacy
 
 
 class SensitiveMetrics(NamedTuple):
-    """What happened in a step, computed from raw private data.
+    """Metrics of a step, computed from raw private data.
 
-    *Privacy*: nothing here is covered by epsilon. Look at it while developing on data that you may look at; do not
-    publish it, and do not steer a private run by it.
+    *Privacy*: not covered by epsilon. Use them during development, on data that you may look at; do not publish them,
+    and base no decision about a private run on them.
     """
 
     loss: jax.Array  # (): mean over real, finite examples
     mean_norm: jax.Array  # (): mean gradient norm before the clip
-    clip_fraction: jax.Array  # (): share of examples that the clip scaled down
+    clip_fraction: jax.Array  # (): fraction of examples that the clip scaled down
     num_examples: jax.Array  # (), int32: real examples in the batch
-    num_nonfinite: jax.Array  # (), int32: of these, dropped because their gradient held NaN or Inf
+    num_nonfinite: jax.Array  # (), int32: of these, dropped because their gradient had NaN or Inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +48,13 @@ class TrainStep:
 
     @property
     def privacy(self) -> Privacy:
-        """What a step costs, before sampling. For a chain bound to the parameters' tree use `dpopt.privacy_of`."""
+        """The cost of a step, before sampling. For a chain bound to the parameters' tree use `dpopt.privacy_of`."""
         return privacy_of(self.optimizer)
 
     @validate.requires_mask
-    def __call__(self, params: Any, opt_state: Any, batch: Any, mask: Any, **extra: Any) -> tuple[Any, ...]:
+    def __call__(
+        self, params: PyTree, opt_state: PyTree, batch: Batch, mask: ArrayLike | None, **extra: Any
+    ) -> tuple[Any, ...]:
         """Takes one step.
 
         Args:
@@ -61,8 +65,8 @@ class TrainStep:
             **extra: passed to the optimizer's ``update`` (``public_grads=...``); names must start with ``public_``.
 
         Returns:
-            New parameters, new state, `SensitiveMetrics`; and with ``has_aux`` what the loss returned beside its value,
-            leaves ``(B, ...)``, as private as the batch.
+            New parameters, new state, `SensitiveMetrics`; with ``has_aux`` also the loss's auxiliary output, leaves
+            ``(B, ...)``, as private as the batch.
         """
         grads = self.grads_fn(params, batch, mask=mask)
         try:
@@ -70,13 +74,13 @@ class TrainStep:
         except ValueError as error:
             raise ValueError(f"the optimizer of this train step is not private: {error}") from error
         update = optax.with_extra_args_support(self.optimizer).update
-        updates, opt_state = update(cast(Any, grads), opt_state, params, **extra)  # Optax's types know no promise
+        updates, opt_state = update(cast(Any, grads), opt_state, params, **extra)  # Optax's types have no promise
         new = optax.apply_updates(params, updates), opt_state, _metrics(grads)
         return (*new, grads.sensitive.aux) if self.has_aux else new
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     *,
     microbatch_size: int | None = None,
@@ -85,22 +89,23 @@ def make_train_step(
 ) -> TrainStep:
     """Makes ``step(params, opt_state, batch, mask, **extra) -> (params, opt_state, metrics)``.
 
-    The step is a plain function of arrays: wrap it in ``jax.jit``, call it in ``jax.lax.scan``, ``jax.vmap`` it over
-    seeds. Whatever the microbatch size, noise is drawn once and the parameters move once.
+    The step is a pure function of arrays: it works under ``jax.jit``, in ``jax.lax.scan``, and under ``jax.vmap`` over
+    seeds. For any microbatch size, noise is drawn once and the parameters are updated once.
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``; see `dpopt.per_example_grads`, and `dpopt.flax` for making one
-            from a Flax model. Or what `dpopt.federated.client_deltas` or `dpopt.users.per_user_grads` returns.
-        optimizer: a private optimizer: by name, by `dpopt.chain`, or by ``optax.chain`` around dpopt's stages.
+            from a Flax model. Or the result of `dpopt.federated.client_deltas` or `dpopt.users.per_user_grads`.
+        optimizer: a private optimizer: a named one, a `dpopt.chain`, or an ``optax.chain`` of dpopt's stages.
         microbatch_size: see `dpopt.per_example_grads`.
         engine: see `dpopt.per_example_grads`.
-        has_aux: whether the loss returns a second value; the step returns it after the metrics, example by example.
+        has_aux: whether the loss returns (value, auxiliary output); the step returns the latter, per example, after the
+            metrics.
 
     Raises:
         ValueError, TypeError: for a bad argument; on the first step, if the optimizer does not clip and then add noise,
-            lets anything get past the two (see `dpopt.inspection`), or is told what is not public.
+            lets anything bypass these two (see `dpopt.inspection`), or is passed values that are not public.
 
-    *Privacy*: that of the optimizer, for one step on the batch given; sampling the batch is up to the caller.
+    *Privacy*: that of the optimizer, for one step on the given batch; sampling the batch is up to the caller.
 
     >>> import dpopt
     >>> opt = dpopt.dp_sgd(0.5, l2_clip_norm=10.0, noise_multiplier=0.0, expected_batch_size=2, key=jax.random.key(0))
@@ -117,8 +122,8 @@ def make_train_step(
     if getattr(loss_fn, "makes_promise", False):
         if microbatch_size is not None or has_aux or engine != "auto":
             raise ValueError(
-                "this loss_fn makes promises of its own (dpopt.federated.client_deltas, dpopt.users.per_user_grads): "
-                "give it the microbatch_size, and per_user_grads the engine; it takes no has_aux."
+                "this loss_fn computes its own gradients (dpopt.federated.client_deltas, dpopt.users.per_user_grads): "
+                "pass microbatch_size to it, and the engine to per_user_grads; it does not support has_aux."
             )
         return TrainStep(optimizer, loss_fn)
     grads_fn = per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size, has_aux=has_aux)

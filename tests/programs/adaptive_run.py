@@ -21,7 +21,7 @@ def loss(p, x):
 
 
 def trained(params, batch, mask):
-    """What some steps end with."""
+    """The result of a few steps."""
     clip = dpopt.adaptive.quantile_clip({"w": 1.0, "b": 0.3}, quantile=0.4, count_share=0.1)
     private = dict(l2_clip_norm=clip, noise_multiplier=1.0, expected_batch_size=24, key=jax.random.key(1))
     optimizer = dpopt.dp_adam_bc(1e-2, gamma=1e-3, **private)

@@ -1,6 +1,6 @@
 """A run with canaries, on one device or on many: ``python tests/programs/audited_run.py FOLDER STEPS``.
 
-Prints its scores, and who was in. Where FOLDER holds a checkpoint of fewer steps, it goes on from there.
+Prints its scores, and which canaries were included. It resumes from a checkpoint of fewer steps in FOLDER.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Steps with correlated noise on 8 simulated devices, for test_sharding.py: what comes out, and where it lies."""
+"""Steps with correlated noise on 8 simulated devices, for test_sharding.py: results and shardings."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def loss(p, x):
 
 
 def trained(strategy, params, batch):
-    """Parameters after some steps, what devices sent each other in one, and the optimizer's state."""
+    """Parameters after a few steps, the collectives of a step, and the optimizer's state."""
     optimizer = dpopt.dp_sgd(
         0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=16, key=jax.random.key(1), noise=strategy
     )

@@ -1,4 +1,4 @@
-"""One of two processes that train as one: with what differs between them, and with nothing; prints JSON."""
+"""One of two processes of a run: with settings that differ between them, and without; prints JSON."""
 
 import json
 import sys

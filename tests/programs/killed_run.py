@@ -1,4 +1,4 @@
-"""A run to be killed: trains in a directory, resumes what it finds there, prints what it ends with as JSON."""
+"""A run to be killed: trains in a directory, resumes what it finds there, and prints its result as JSON."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from dpopt.run.loop import train
 STEPS = 60
 
 
-def main(directory: str, let_out: str, replay: str = "") -> None:
+def main(directory: str, released_file: str, replay: str = "") -> None:
     data = np.random.default_rng(0).normal(size=(256, 6)).astype(np.float32)
     plan = (
         dpopt.Builder(num_examples=256, expected_batch_size=16, steps=STEPS, key=jax.random.key(5), pad_to=48)
@@ -31,15 +31,15 @@ def main(directory: str, let_out: str, replay: str = "") -> None:
     def loss_fn(p, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ p["w"] + p["b"]) - x[:4]))
 
-    # What leaves the process, as somebody else would see it: one line a step.
-    with open(let_out, "a") as released, Checkpointer(directory, every=7, keep=2) as checkpointer:
+    # What leaves the process, as others see it: one line per step.
+    with open(released_file, "a") as released, Checkpointer(directory, every=7, keep=2) as checkpointer:
 
         def on_step(t, p):
             released.write(f"{t} {np.asarray(p['w']).tobytes().hex()}\n")
             released.flush()
 
         def fetch(indices):
-            time.sleep(0.01)  # or all steps would be over before anybody could kill one
+            time.sleep(0.01)  # otherwise the run ends before it can be killed
             return data[indices]
 
         print("started", flush=True)

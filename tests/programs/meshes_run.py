@@ -1,4 +1,4 @@
-"""Clipped sums and steps of so many rows on the first few meshes of 8 simulated devices, for test_sharding.py."""
+"""Clipped sums and steps of a given number of rows on meshes of 8 simulated devices, for test_sharding.py."""
 
 import json
 import sys
@@ -72,7 +72,7 @@ def main(size, meshes):
 
     streamed.clipped_sum = counted
     for name, (clip, way) in CLIPS.items():
-        # Records are small here: whoever is to stream has to be told that they are too large.
+        # Records are small here: to stream them, declare them too large.
         memory._SMALL_BYTES = 0 if way == "streamed" else 1 << 26
         memory.allowed = lambda *_, way=way: 0 if way == "streamed" else 1 << 40
         counted.calls = 0

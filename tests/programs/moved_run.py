@@ -1,4 +1,4 @@
-"""A sharded run that dies on one number of devices and goes on with another; prints JSON."""
+"""A sharded run that dies on one number of devices and is resumed on another; prints JSON."""
 
 import json
 import os

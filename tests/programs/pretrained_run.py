@@ -1,7 +1,7 @@
 """Private fine-tuning of the tiny pretrained model on meshes, with kills; reads cases as JSON and prints JSON.
 
-A case is one call of `dpopt.train`, as a process of its own would make it. What a resumed run draws afresh is made of
-the case's number of its life, so that runs on different meshes can be compared draw by draw.
+A case is one call of `dpopt.train`, as in a separate process. The fresh bits of a resumed run are seeded by the case's
+``life``, so that runs on different meshes can be compared draw by draw.
 """
 
 import contextlib
@@ -55,12 +55,12 @@ class _Stopped(Exception):
 
 def run(train="lora", clip="flat", steps=3, mesh=None, directory=None, dies=None, exits=False, life=0, replay=True,
         microbatch_size=None, verify=False, planned=None):  # fmt: skip
-    """What a run ends with.
+    """The result of a run.
 
-    ``dies``: after so many steps; ``exits``: with the process, or else by an exception. ``planned``: the steps that the
-    budget is for.
+    ``dies``: the step after which it stops; ``exits``: whether the process ends then, or an exception is raised.
+    ``planned``: the number of steps that the budget is for.
     """
-    entropy._runs.clear()  # as a process of its own
+    entropy._runs.clear()  # as in a separate process
     entropy.draw = lambda: np.random.default_rng(life).integers(0, 2**32, 10, np.uint32)
     loss_fn, params, data = problem(train)
     plan = make_plan(clip, planned or steps)

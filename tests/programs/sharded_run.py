@@ -1,4 +1,4 @@
-"""Runs on 8 simulated devices; prints what tests/run/test_sharding.py reads, as JSON."""
+"""Runs on 8 simulated devices; prints JSON for tests/run/test_sharding.py."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def collectives(plan, mesh, layout, engine, microbatch_size=None):
 
 
 def draws():
-    """Noise on 1, 2 and 8 devices, split along the first and the last axis, and what the devices sent each other."""
+    """Noise on 1, 2 and 8 devices, split along the first and the last axis, and the collectives."""
     key, tree = jax.random.key(3), {"small": (40, 24), "vector": (96,), "large": (512, 64)}
     tree = {name: jnp.zeros(shape) for name, shape in tree.items()}
     found, sent = [], []
@@ -48,7 +48,7 @@ def draws():
 
 
 def rows_read():
-    """Rows asked for, of a batch of 96 split along the first axis of a mesh of two, and whether they came out right."""
+    """Rows read of a batch of 96, split along the first of two mesh axes, and whether the result is right."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     asked = []
 

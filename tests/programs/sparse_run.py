@@ -21,7 +21,7 @@ def loss(p, example):
 
 
 def trained(params, batch, mask):
-    """What some steps end with."""
+    """The result of a few steps."""
     clip = sparse_rows(
         1.0, tables=lambda p: p["table"], rows=lambda x: x["tokens"], most_rows=16, threshold=0.5, touch_share=0.5
     )

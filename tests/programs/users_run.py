@@ -1,4 +1,4 @@
-"""A user-level run on 8 simulated devices, or one; prints what tests/test_users.py reads, as JSON."""
+"""A user-level run on 8 simulated devices, or one; prints JSON for tests/test_users.py."""
 
 import json
 import sys

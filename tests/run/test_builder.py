@@ -1,4 +1,4 @@
-"""The builder: the same run as the named optimizers, checked word by word, agreeing with itself."""
+"""The builder makes the same run as the named optimizers, checks every call, and is consistent with its accounting."""
 
 import math
 
@@ -115,7 +115,7 @@ def test_builder_covers_the_extra_query_with_its_budget():
     one = builder(num_examples=5_000, steps=300).clip(0.7)
     two, one = (b.budget(epsilon=2.0, delta=1e-5).then(LR).build() for b in (base, one))
     assert 1.98 < two.epsilon() <= 2.0
-    assert two.noise_multiplier > 1.2 * one.noise_multiplier  # two queries on two steps of three cost more noise
+    assert two.noise_multiplier > 1.2 * one.noise_multiplier  # two queries on two of three steps need more noise
 
 
 def test_budget_is_met_and_hardly_undercut():
@@ -189,7 +189,7 @@ def test_a_bad_call_is_refused_at_once(make, message):
 def test_wrong_types_are_refused_at_once():
     with pytest.raises(TypeError, match="key must be a JAX PRNG key"):
         builder(key=0)
-    with pytest.raises(TypeError, match="no preconditioner"):
+    with pytest.raises(TypeError, match="not a preconditioner"):
         builder().precondition(2.0)
     with pytest.raises(TypeError, match="not an Optax transformation"):
         builder().clip(1.0).noise(1.0).then(lambda g: g)
@@ -207,7 +207,7 @@ def test_fixed_size_batches_are_accounted_for_under_replace_one():
     plan = builder(sampling="fixed_size").clip(1.0).noise(2.0).then(optax.sgd(1.0)).build()
     inner = plan.event.event
     assert isinstance(inner, dp_accounting.SampledWithoutReplacementDpEvent)
-    assert inner.event.noise_multiplier == paid(1.0)  # replacing an example moves the sum twice as far
+    assert inner.event.noise_multiplier == paid(1.0)  # replacing an example moves the sum twice as far as removing it
     assert plan.sampler.batch(0).mask.all()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints hold all of a run as one thing, are checked when loaded, and resume bit for bit."""
+"""Checkpoints hold the whole state of a run, are checked when loaded, and resume bit for bit."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def test_a_run_that_died_resumes_bit_for_bit(tmp_path, at):
         result = run(tiny_plan(steps=10), checkpointer=c, on_step=lambda t, p: seen.append(t), replay=True)
     assert_identical(result.state[:3], whole.state[:3])
     assert result.ledger == whole.ledger and result.lost == 0
-    # What was certainly released is not released again; of the last step that cannot be known.
+    # Steps that were certainly released are not released again; for the last step this cannot be known.
     assert seen == list(range(at, 11))
 
 
@@ -57,7 +57,7 @@ def test_a_run_that_died_goes_on_at_its_checkpoint_with_fresh_noise(tmp_path):
         run(tiny_plan(steps=12), checkpointer=c, on_step=die_at(7))
     seen = []
     with Checkpointer(tmp_path, every=4) as c:
-        # Another key, and so another seed: what the run goes on with is in the checkpoint, and mixed with fresh bits.
+        # Another key, and so another seed: the run continues with those in the checkpoint, mixed with fresh bits.
         plan = tiny_plan(steps=12, seed=1)
         result = run(plan, checkpointer=c, on_step=lambda t, p: seen.append(t), steps=9)
     assert seen == [5, 6, 7, 8, 9]
@@ -66,7 +66,7 @@ def test_a_run_that_died_goes_on_at_its_checkpoint_with_fresh_noise(tmp_path):
 
 
 def test_a_segment_under_fresh_noise_can_be_repeated_too(tmp_path):
-    """Who controls the storage may change over to replay=True: the segment's key and seed are in the checkpoint."""
+    """If you control the storage you may change to replay=True: the segment's key and seed are in the checkpoint."""
     with Checkpointer(tmp_path, every=4) as c, pytest.raises(Died):
         run(tiny_plan(steps=12), checkpointer=c, on_step=die_at(7))
     released = []
@@ -188,7 +188,7 @@ def test_a_plan_goes_on_where_its_journal_lies_and_nowhere_else(tmp_path):
         pytest.raises(JournalError, match=r"has taken 2 steps, recorded .*a/ledger"),
     ):
         run(plan, checkpointer=c, steps=4)
-    with Checkpointer(tmp_path / "a") as c:  # another plan, as another process would have it
+    with Checkpointer(tmp_path / "a") as c:  # another plan, as in another process
         run(tiny_plan(steps=6), checkpointer=c, steps=3)
     with Checkpointer(tmp_path / "a") as c:
         result = run(plan, checkpointer=c)

@@ -1,4 +1,4 @@
-"""Faults put in on purpose: killed processes, damaged files, full disks, bad data, fewer devices."""
+"""Injected faults: killed processes, damaged files, full disks, bad data, fewer devices."""
 
 import json
 import os
@@ -22,34 +22,34 @@ pytest.importorskip("orbax.checkpoint")
 
 from dpopt.run.checkpoint import Checkpointer, CheckpointError
 
-# The full disk of one test leaves half programs in the cache that tests share.
+# The full disk of one test leaves incomplete programs in the compilation cache that tests share.
 pytestmark = pytest.mark.filterwarnings("ignore:Error (reading|writing) persistent compilation cache")
 
 KILLED = ROOT / "tests" / "programs" / "killed_run.py"
 
 
 class Victim:
-    """Runs killed_run.py over and over in one directory; programs are compiled once."""
+    """Runs killed_run.py repeatedly in one directory; programs are compiled once."""
 
     def __init__(self, directory, programs, replay=True):
         self.directory = directory
         self.replay = replay
-        self.let_out = directory / "let_out.txt"
+        self.released_file = directory / "released.txt"
         flags = {"JAX_COMPILATION_CACHE_DIR": str(programs), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         self.environment = {**os.environ, **flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         self.environment.pop("XLA_FLAGS", None)
 
     def start(self):
         self.directory.mkdir(exist_ok=True)
-        command = [sys.executable, str(KILLED), str(self.directory / "run"), str(self.let_out), "replay"]
+        command = [sys.executable, str(KILLED), str(self.directory / "run"), str(self.released_file), "replay"]
         command = command if self.replay else command[:-1]
         with open(self.directory / "stderr.txt", "a") as errors:
             return subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, stderr=errors, text=True)
 
     def kill_at(self, rng):
-        """Kills it at a random point; False if it was done before.
+        """Kills it at a random point; False if it finished before.
 
-        One time in four at a random moment (importing, restoring, repeating, saving), else around a random step.
+        One time in four at a random moment (importing, restoring, repeating, saving), otherwise near a random step.
         """
         now = self.journalled
         process = self.start()
@@ -79,9 +79,9 @@ class Victim:
         return sum('"event": {' in line for line in path.read_text().splitlines()[1:]) if path.exists() else 0
 
     def released(self):
-        """What was released, as a dictionary from step to all values seen for it."""
+        """All released values, as a dictionary from step to the set of values."""
         values = {}
-        for line in self.let_out.read_text().splitlines():
+        for line in self.released_file.read_text().splitlines():
             if len(line.split(" ")) == 2:
                 step, value = line.split(" ")
                 values.setdefault(int(step), set()).add(value)
@@ -89,7 +89,7 @@ class Victim:
 
 
 def kill_and_resume(tmp_path, kills, seed, kills_a_run):
-    """Kills runs at random points and resumes them to the end; returns how far each kill came."""
+    """Kills runs at random points and resumes them to the end; returns the number of steps done at each kill."""
     programs = tmp_path / "programs"
     reference = Victim(tmp_path / "whole", programs)
     whole, expected = reference.finish(), reference.released()
@@ -102,7 +102,7 @@ def kill_and_resume(tmp_path, kills, seed, kills_a_run):
             if not victim.kill_at(rng):
                 break
             points.append(victim.journalled)
-            released = victim.released() if victim.let_out.exists() else {}
+            released = victim.released() if victim.released_file.exists() else {}
             assert victim.journalled >= max(released, default=0), "a step was released before it was entered"
         assert victim.finish() == whole
         for step, values in victim.released().items():
@@ -123,7 +123,7 @@ def test_killed_runs_go_on_with_fresh_noise_and_count_every_step(tmp_path):
         victim.kill_at(rng)
     end = victim.finish()
     released = sum(len(values) for values in victim.released().values())
-    lines = [line for line in victim.let_out.read_text().splitlines() if len(line.split(" ")) == 2]
+    lines = [line for line in victim.released_file.read_text().splitlines() if len(line.split(" ")) == 2]
     assert released == len(lines), "no result was released twice, not even for the same step"
     assert end["steps"] == victim.journalled >= released
 
@@ -141,7 +141,7 @@ def saved_run(directory, steps=6, **options):
 
 
 def arrays(directory, position):
-    """The files of a checkpoint that hold numbers, largest first."""
+    """The files of a checkpoint that hold arrays, largest first."""
     files = [p for p in (directory / "checkpoints" / str(position) / "state").rglob("*") if p.is_file()]
     return sorted(files, key=lambda p: -p.stat().st_size)
 
@@ -170,11 +170,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_resumes(tmp_path, 
 
 
 def test_a_checkpoint_with_other_numbers_is_damaged(tmp_path, monkeypatch):
-    """Whatever storage returns is compared with what was saved."""
-    from dpopt.run import checkpoint
+    """The loaded state is compared with the saved one."""
+    from dpopt.run import _orbax
 
     saved_run(tmp_path, 2)
-    monkeypatch.setattr(checkpoint, "_keyed", lambda raw, like: like if checkpoint._is_key(like) else raw + 1)
+    monkeypatch.setattr(_orbax, "_keyed", lambda raw, like: like if _orbax._is_key(like) else raw + 1)
     with pytest.raises(CheckpointError, match="its content has digest"):
         saved_run(tmp_path, 2)
 
@@ -193,7 +193,7 @@ def test_if_all_checkpoints_are_damaged_nothing_is_guessed(tmp_path):
 
 @pytest.fixture
 def small_disk():
-    """Lets every file of this process grow to so many bytes and no further, as a full disk would."""
+    """Limits the size of every file that this process writes, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -206,7 +206,7 @@ def test_a_full_disk_while_a_step_is_entered(tmp_path, small_disk):
     saved_run(tmp_path, 2)
     path = tmp_path / "ledger.jsonl"
     before = path.read_bytes()
-    small_disk(len(before) + 100)  # room for a part of a line
+    small_disk(len(before) + 100)  # room for part of a line
     seen = []
     with pytest.raises(OSError, match=r"File too large|no space"):
         saved_run(tmp_path, 6, on_step=lambda t, p: seen.append(t))
@@ -215,7 +215,7 @@ def test_a_full_disk_while_a_step_is_entered(tmp_path, small_disk):
     assert_identical(saved_run(tmp_path, 6).state[:3], whole.state[:3])
 
 
-# A write that fails late reaches Orbax's threads when their loop is closed; Python then reports what nobody awaits.
+# A write that fails late reaches Orbax's threads when their loop is closed; Python then reports results never awaited.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_while_saving(tmp_path, small_disk):
@@ -301,7 +301,7 @@ def test_samplers_draw_no_example_twice():
 
 
 def test_an_example_that_is_twice_in_a_batch_counts_twice():
-    """Clipping is per row: who repeats rows by hand must account for it, and the ledger's samplers never do."""
+    """Clipping is per row: if you repeat rows you must account for it. The samplers never repeat any."""
     grads = jnp.array([[10.0, 0.0]] * 2)
     total, _ = dpopt.clip_and_sum(1.0).update(grads, None, jnp.zeros(2))
     assert float(total[0]) == pytest.approx(2.0)
@@ -321,7 +321,7 @@ def test_wrong_dtypes_are_refused_by_name():
 
 
 def test_no_assert_guards_a_promise():
-    """``python -O`` strips assert statements: dpopt must not rely on any."""
+    """``python -O`` removes assert statements: dpopt must not rely on any."""
     import ast
 
     for path in (ROOT / "dpopt").rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Steps as a sequence, sources read row by row, batches read ahead, and hosts that read only their own rows."""
+"""Steps as a sequence, sources read by row, batches read ahead, and hosts that read only their own rows."""
 
 import pickle
 import threading
@@ -19,7 +19,7 @@ SAMPLER = dict(num_examples=64, expected_batch_size=8, seed=3, pad_to=4)
 
 
 class Source:
-    """A data set as torch and Grain know it: a length and integer indices; notes who was read, and by which thread."""
+    """A data set as for torch and Grain, which records the rows that are read, and by which thread."""
 
     def __init__(self):
         self.read, self.threads = [], set()
@@ -151,7 +151,7 @@ def test_rows_are_split_over_devices_and_stay_so():
 
 
 def test_keys_of_examples_are_split_beside_them():
-    """Of a loss with dropout or augmentations; NumPy, which cuts other arrays, does not know them."""
+    """For a loss with dropout or augmentations; NumPy, which splits other arrays, cannot hold keys."""
     mesh, keys = make_mesh(1), dpopt.example_keys(jax.random.key(5), 0, np.arange(4))
     x, placed = shard_batch((np.ones((4, 2)), keys), mesh)
     assert_identical(placed, keys)

@@ -142,7 +142,7 @@ def test_mistakes_are_named():
     state = sharding.place_state(plan.optimizer, w, mesh)
     with pytest.raises(TypeError, match="places initial parameters; got a TrainState"):
         meshes.train_on(mesh, plan, with_constants(distance, FROZEN), state, X)
-    with pytest.raises(ValueError, match="leave place_batch out"):
+    with pytest.raises(ValueError, match="omit place_batch"):
         meshes.train_on(mesh, plan, with_constants(distance, FROZEN), w, X, place_batch=lambda rows: rows)
     with pytest.raises(ValueError, match="the mesh has the axes"):
         meshes.train_on(mesh, plan, with_constants(distance, FROZEN), w, X, batch_axes="rows")

@@ -1,4 +1,4 @@
-"""Whatever is done to runs and their directories, no results share noise or a sample, and each one is charged."""
+"""For any history of runs and their directories, no two results share noise or a sample, and each one is charged."""
 
 import contextlib
 import dataclasses
@@ -27,8 +27,8 @@ from dpopt.run.checkpoint import Checkpointer, CheckpointError
 
 SIZE, EXAMPLES = 5, 32
 REFUSED = (BudgetExceeded, ReplayError, CheckpointError, JournalError)
-SHARED_KEY = 0  # which several runs use; those that may repeat steps have one of their own
-compiled = []  # the training step, which is the same in all plans
+SHARED_KEY = 0  # used by several runs; a run that may repeat steps has its own key
+compiled = []  # the training step, the same in all plans
 
 
 def loss_fn(w, x):
@@ -47,14 +47,14 @@ class Killed(BaseException):
 
 
 class Kill:
-    """Ends a run like a kill would: at the n-th time that it comes to a place."""
+    """Ends a run like a kill, when it reaches a place for the n-th time."""
 
     PLACES = ("before the journal", "after the journal", "in on_step", "before a checkpoint", "in a checkpoint")
 
     def __init__(self, place, left):
         self.place, self.left = place, left
 
-    def come_to(self, place):
+    def reach(self, place):
         self.left -= place == self.place
         if place == self.place and self.left == 0:
             raise Killed
@@ -64,15 +64,15 @@ class Kill:
         append, save = Journal.append, Checkpointer.save
 
         def dying_append(journal, entry):
-            self.come_to("before the journal")
+            self.reach("before the journal")
             append(journal, entry)
-            self.come_to("after the journal")
+            self.reach("after the journal")
 
         def dying_save(checkpointer, *args):
-            self.come_to("before a checkpoint")
+            self.reach("before a checkpoint")
             save(checkpointer, *args)
             try:
-                self.come_to("in a checkpoint")
+                self.reach("in a checkpoint")
             except Killed:
                 newest = checkpointer.directory / "checkpoints" / str(checkpointer.positions()[-1])
                 for file in [f for f in newest.rglob("*") if f.is_file()]:
@@ -88,12 +88,12 @@ class Kill:
 
 @dataclasses.dataclass
 class Run:
-    """A run as the test sees it."""
+    """A run and what the test has recorded of it."""
 
-    path: Path | None  # None for one in memory
+    path: Path | None  # None for a run in memory
     key: int
-    plan: object = None  # of a run in memory, which lives as long as its plan
-    is_controlled: bool = True  # nobody has put back older files, gone on from a copy, or cut the journal
+    plan: object = None  # for a run in memory, which lasts as long as its plan
+    is_controlled: bool = True  # nobody has restored older files, continued from a copy, or truncated the journal
     positions: set = dataclasses.field(default_factory=set)  # of its journal, at each result that was released
     states: list = dataclasses.field(default_factory=list)
 
@@ -101,14 +101,14 @@ class Run:
 class RunMachine(RuleBasedStateMachine):
     """Histories of runs.
 
-    All examples lie far out along the first coordinate, so a clipped sum has no part in the others: there, what a step
-    adds is noise alone, and can be compared. The sign of the data stands for a loss or data that somebody changed.
+    All examples lie far out along the first coordinate, so a clipped sum is zero in the others: there a step adds noise
+    alone, which can be compared. The sign of the data stands for a change of the loss or the data.
     """
 
     def __init__(self):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.let_out = []  # (noise, sample, bytes of the result) of all that was ever released, by any run
+        self.released = []  # (noise, sample, bytes of the result) of every result released by any run
         self.environment = 0
         self.runs = [Run(self.new_path(), 1), Run(None, 2, make_plan(2))]
         self.backups = []  # (run, path, positions)
@@ -127,12 +127,12 @@ class RunMachine(RuleBasedStateMachine):
         return [run for run in self.runs if run.path is not None and run.path.exists()]
 
     def go(self, run, steps, replay, sign, kill, which, is_shared):
-        """Trains as a new process would, which may be killed."""
+        """Trains as in a new process, which may be killed."""
         getattr(entropy, "_runs", {}).clear()
         data = np.zeros((EXAMPLES, SIZE), np.float32)
         data[:, 0] = 1e6 * sign
-        replay = run.is_controlled and (replay or run.key % 2 == 0)  # every other run always repeats what it can
-        # A key that another run has, too, wherever nothing hangs on it.
+        replay = run.is_controlled and (replay or run.key % 2 == 0)  # every second run always repeats what it can
+        # A key shared with another run, unless steps are repeated.
         plan = run.plan or make_plan(SHARED_KEY if is_shared and not replay else run.key)
         at, kill = {}, None if kill is None else Kill(*kill)
 
@@ -150,15 +150,15 @@ class RunMachine(RuleBasedStateMachine):
 
         def on_step(t, params):
             noise, result = (np.array(params) - at["before"])[1:], np.array(params).tobytes()
-            for other_noise, other_sample, other in self.let_out:
+            for other_noise, other_sample, other in self.released:
                 is_same = np.allclose(noise, other_noise, rtol=0, atol=1e-5)
                 assert not is_same or other == result, "two results share noise"
                 assert other_sample != at["sample"] or other == result, "two results share a sample"
             assert np.linalg.norm(noise) > 1e-3, "a result without noise"
-            self.let_out.append((noise, at["sample"], result))
+            self.released.append((noise, at["sample"], result))
             run.positions.add(len(plan.journal))
             if kill:
-                kill.come_to("in on_step")
+                kill.reach("in on_step")
 
         options = dict(on_step=on_step, extra=remember, place_batch=place_batch, steps=steps)
         if replay:
@@ -172,9 +172,9 @@ class RunMachine(RuleBasedStateMachine):
                     result = loop.train(plan, loss_fn, start, fetch, checkpointer=checkpointer, **options)
             run.states.append(result.state)
             assert result.lost >= 0 and result.ledger.steps >= max(result.state.update, len(run.positions))
-        assert self.steps_in_the_books(run) >= len(run.positions), "a result that is not charged"
+        assert self.journalled_steps(run) >= len(run.positions), "a result that is not charged"
 
-    def steps_in_the_books(self, run):
+    def journalled_steps(self, run):
         if run.plan is not None:
             return run.plan.journal.ledger.steps
         path = run.path / "ledger.jsonl"
@@ -242,7 +242,7 @@ class RunMachine(RuleBasedStateMachine):
         if len(rows) <= lines:
             return
         path.write_text("".join(rows[:-lines]) + (rows[-lines][:30] if is_torn else ""))
-        # What is not in the journal any more is not in the books: that is said in SECURITY.md.
+        # Steps cut from the journal are no longer counted, as stated in SECURITY.md.
         run.positions = {p for p in run.positions if p < len(rows) - lines}
         run.is_controlled = False
         self.go(run, **options)

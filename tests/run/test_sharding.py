@@ -1,4 +1,4 @@
-"""The same training on 1, 2, 4 and 8 (simulated) devices, in parts or whole, and in two processes."""
+"""The same training on 1, 2, 4 and 8 (simulated) devices, sharded or replicated, and in two processes."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def whole(seen):
     return np.array(seen["trajectories"]["1"])
 
 
-# More than a block of 86 rows: devices' sums are added up in floats, in pairs of floats, or each device has blocks.
+# More than a block of 86 rows: sums over devices are added in floats, in pairs of floats, or each device has blocks.
 @pytest.mark.parametrize("size, meshes", [(176, 3), (512, 1), (704, 1)])
 def test_meshes_of_one_to_three_axes_automatic_and_explicit(size, meshes):
     found = script(ROOT / "tests" / "programs" / "meshes_run.py", size, meshes, devices=8)
@@ -48,7 +48,7 @@ def test_noise_is_the_same_on_any_number_of_devices(seen):
 
 
 def test_correlated_noise_lies_and_travels_like_the_parameters():
-    """The same steps as on one device, buffers split like the parameters, and nothing sent for the noise."""
+    """The same steps as on one device, buffers sharded like the parameters, and no communication for the noise."""
     found = script(ROOT / "tests" / "programs" / "correlated_run.py", devices=8)
     assert len(found) == 8
     for name, _, off, sends_no_more, parts in found:
@@ -80,7 +80,7 @@ def test_fully_sharded_example_on_eight_devices(whole):
 
 
 def _start(port, number, directory):
-    # One device a process.
+    # One device per process.
     environment = {
         "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "HOME": str(directory),
     }  # fmt: skip
@@ -109,7 +109,7 @@ def _sizes(shape):
 
 
 def _beyond_scalars(collectives, batch=96):
-    """Collectives that bring together per-example arrays of more than one number an example."""
+    """Collectives that gather per-example arrays with more than one number per example."""
     gathers = [shape for op, shape in collectives if op.startswith(("all-gather", "all-to-all", "collective-permute"))]
     return [s for shape in gathers for s in _sizes(shape) if batch in s and len(s) > 1]
 

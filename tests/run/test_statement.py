@@ -1,4 +1,4 @@
-"""What a run promises, in words, in JSON, as a curve, and from a shell."""
+"""Privacy statements: as text, in JSON, as a curve, and from a shell."""
 
 import json
 import subprocess
@@ -187,7 +187,7 @@ def test_a_run_is_stated_from_its_directory_also_while_it_goes_on(tmp_path, caps
         (["epsilon", *RUN, "--noise-multiplier", "-1"], "noise"),
         (["epsilon", *RUN, "--noise-multiplier", "1", "--delta", "2"], "delta must be below 1"),
         (["calibrate", "--examples", "10", "--batch-size", "50", "--steps", "1", "--epsilon", "1"], "sampling_prob"),
-        (["calibrate", *RUN[:3], "1.5", *RUN[4:], "--epsilon", "1", "--sampling", "fixed"], "a whole --batch-size"),
+        (["calibrate", *RUN[:3], "1.5", *RUN[4:], "--epsilon", "1", "--sampling", "fixed"], "an integer --batch-size"),
         (["epsilon", *RUN[:-1], "0", "--noise-multiplier", "1"], "steps"),
         (["calibrate", *RUN, "--epsilon", "0"], "epsilon"),
     ],

@@ -43,7 +43,7 @@ def test_microbatched_masked_and_whole_steps_agree(opt, microbatch_size):
 
 
 def test_the_agreement_check_sees_a_clip_per_microbatch():
-    """Wrong on purpose: clipping the mean of a microbatch, as if it were an example."""
+    """Wrong on purpose: clips the mean of a microbatch as if it were an example."""
 
     def pair_loss(params, pair):
         return jnp.mean(jax.vmap(mlp_loss, (None, 0))(params, pair))
@@ -137,7 +137,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
     assert_identical(resumed, loop(sampler, 6, opt=LEGACY))
 
 
-LEGACY = dpopt.dp_adam(0.1, **privacy_four(key=jax.random.PRNGKey(0)))  # plain arrays, which NumPy can store
+LEGACY = dpopt.dp_adam(0.1, **privacy_four(key=jax.random.PRNGKey(0)))  # plain arrays, which NumPy can save
 
 
 def test_steps_can_be_vmapped_over_seeds_and_learning_rates():

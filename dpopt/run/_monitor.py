@@ -1,44 +1,48 @@
-"""What a run shows while it trains: evaluations on public data, and a line of progress on a terminal."""
+"""What a run shows while it trains: evaluations on public data, and a progress line on a terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from dpopt.common import validate
+from dpopt.common.types import PyTree
 from dpopt.optimizers.averaging import averaged_params, averages
 from dpopt.run.identity import TrainState
 from dpopt.run.results import Evaluation
 
-_SHARE = 0.02  # of the run's time, that computing epsilon for the line may take
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHARE = 0.02  # the most of the run's time that computing epsilon for the line may take
 
 
 @dataclasses.dataclass
-class Watch:
-    """Looks at a run after each step, once that is charged.
+class Monitor:
+    """Shows the state of a run after each step, once the step is charged.
 
     Args:
         on_step: called with the number of steps done and the parameters.
-        eval_fn: from parameters (their average, where the optimizer keeps one) to what is to be known about them.
-        eval_every: after how many steps; None for the end only.
-        progress: whether to show a line; None to show one on a terminal.
+        eval_fn: called with the parameters (their average, if the optimizer keeps one); its results are the history.
+        eval_every: steps between two evaluations; None to evaluate at the start and at the end only.
+        progress: whether to show a progress line; None to show one on a terminal.
 
     Raises:
-        TypeError, ValueError: for a bad argument; ImportError: if a line is wanted and ``rich`` is not installed.
+        TypeError, ValueError: for a bad argument; ImportError: if a line is requested and ``rich`` is not installed.
     """
 
-    on_step: Callable[[int, Any], None] | None = None
-    eval_fn: Callable[[Any], Any] | None = None
+    on_step: Callable[[int, PyTree], None] | None = None
+    eval_fn: Callable[[PyTree], PyTree] | None = None
     eval_every: int | None = None
     progress: bool | None = None
     history: list[Evaluation] = dataclasses.field(default_factory=list)
-    _line: Any = None
+    _line: _Line | None = None
 
     def __post_init__(self):
         for name in ("on_step", "eval_fn"):
@@ -47,19 +51,17 @@ class Watch:
         if self.eval_every is not None:
             validate.positive_int(eval_every=self.eval_every)
             if self.eval_fn is None:
-                raise ValueError(
-                    f"eval_every={self.eval_every} says when to evaluate, and eval_fn, which does, is None."
-                )
+                raise ValueError(f"eval_every={self.eval_every} needs an eval_fn to call; got eval_fn=None.")
         self.console = _console(self.progress)
 
     @contextlib.contextmanager
-    def during(self, state: TrainState, last: int, spent: Callable[[], float] | None):
-        """While a run goes from a state to its last step.
+    def during(self, state: TrainState, last: int, spent: Callable[[], float] | None) -> Iterator[None]:
+        """Surrounds the steps of a run.
 
         Args:
-            state: where it starts.
+            state: the state at the start.
             last: the number of steps done at the end.
-            spent: epsilon so far; None where no delta is set.
+            spent: returns epsilon so far; None if no delta is set.
         """
         self._last = last
         if state.update >= last:
@@ -76,7 +78,7 @@ class Watch:
                 self._line = None
 
     def after(self, state: TrainState, is_new: bool) -> None:
-        """Looks at the state after a step; ``is_new`` is False for one that `on_step` has seen before."""
+        """Shows the state after a step; ``is_new`` is False if `on_step` has been called for this step before."""
         step = state.update
         if is_new and self.on_step is not None:
             self.on_step(step, state.params)
@@ -87,13 +89,13 @@ class Watch:
 
     def _evaluate(self, state: TrainState) -> None:
         if self.eval_fn is not None:
-            self.history.append(Evaluation(state.update, _on_host(self.eval_fn(_released(state)))))
+            self.history.append(Evaluation(state.update, _on_host(self.eval_fn(_evaluated_params(state)))))
 
 
 class _Line:
-    """Steps, epsilon spent, the last evaluation, seconds left."""
+    """A progress line: steps done, epsilon spent, the last evaluation, and the time left."""
 
-    def __init__(self, console: Any, start: int, last: int, spent: Callable[[], float] | None):
+    def __init__(self, console: Console, start: int, last: int, spent: Callable[[], float] | None):
         from rich import progress
 
         columns = [
@@ -114,8 +116,8 @@ class _Line:
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    def show(self, step: int, value: Any) -> None:
-        fields: dict[str, Any] = {} if value is None else {"value": _in_words(value)}
+    def show(self, step: int, value: PyTree) -> None:
+        fields: dict[str, Any] = {} if value is None else {"value": _as_text(value)}
         now = time.monotonic()
         if self.spent is not None and now >= self.due:
             fields["epsilon"] = f"epsilon {self.spent():.3g}"
@@ -124,8 +126,8 @@ class _Line:
         self.bar.update(self.task, completed=step, **fields)
 
 
-def _console(progress: bool | None) -> Any:
-    """Where the line goes; None for nowhere."""
+def _console(progress: bool | None) -> Console | None:
+    """The console that the line is shown on, or None to show no line."""
     if progress is False or jax.process_index() > 0:
         return None
     try:
@@ -138,14 +140,14 @@ def _console(progress: bool | None) -> Any:
     return console if progress or console.is_terminal or console.is_jupyter else None
 
 
-def _released(state: TrainState) -> Any:
+def _evaluated_params(state: TrainState) -> PyTree:
     return averaged_params(state.opt_state, state.params) if averages(state.opt_state) else state.params
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: PyTree) -> PyTree:
     return jax.tree.map(lambda x: np.asarray(x).item() if np.ndim(x) == 0 else np.asarray(x), jax.device_get(value))
 
 
-def _in_words(value: Any) -> str:
+def _as_text(value: PyTree) -> str:
     named = value.items() if isinstance(value, dict) else [("evaluation", value)]
     return "".join(f", {name} {x:.4g}" for name, x in named if isinstance(x, (int, float)))

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: evaluations that a user asked for, and a line on a terminal."""
+"""What a run shows while it trains: evaluations requested by the user, and a progress line on a terminal."""
 
 import sys
 
@@ -79,7 +79,7 @@ def test_no_line_is_drawn_where_rich_is_missing(monkeypatch):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"eval_every": 3}, ValueError, "eval_fn, which does, is None"),
+        ({"eval_every": 3}, ValueError, "needs an eval_fn to call; got eval_fn=None"),
         ({"eval_every": 0, "eval_fn": distance}, ValueError, "eval_every must be at least 1"),
         ({"eval_fn": 3}, TypeError, "eval_fn must be a function; got 3"),
         ({"on_step": "x"}, TypeError, "on_step must be a function; got 'x'"),

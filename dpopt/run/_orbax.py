@@ -1,0 +1,113 @@
+"""Numbered checkpoints in a folder, saved and loaded by orbax: trees of arrays and PRNG keys, each with a description.
+
+Nothing but `dpopt.run.checkpoint` imports this module, which needs orbax.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpopt.common.types import PyTree
+
+try:
+    import orbax.checkpoint as ocp
+except ImportError as error:
+    raise ImportError("dpopt.run.checkpoint needs orbax: pip install 'dpopt[checkpoint]'.") from error
+
+
+class Folder:
+    """A folder of checkpoints, which orbax writes aside and renames when they are complete.
+
+    Args:
+        path: the folder, which need not exist.
+        keep: how many checkpoints to keep.
+        asynchronous: write in the background.
+
+    All methods but `positions`, `wait` and `close` open the folder, and orbax then removes incomplete checkpoints: no
+    other process may be writing.
+    """
+
+    def __init__(self, path: Path, *, keep: int, asynchronous: bool):
+        self.path = path
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=asynchronous, cleanup_tmp_directories=True
+        )
+        self._opened: ocp.CheckpointManager | None = None
+
+    def open(self) -> ocp.CheckpointManager:
+        """Opens the folder, unless it is open."""
+        if self._opened is None:
+            self._opened = ocp.CheckpointManager(self.path, options=self._options, item_names=("state", "run"))
+        return self._opened
+
+    def positions(self) -> list[int]:
+        """The numbers of the checkpoints, ascending. Changes nothing."""
+        names = [path.name for path in self.path.glob("*")]
+        return sorted(int(name) for name in names if name.isdecimal())  # longer while orbax writes it
+
+    def __contains__(self, position: int) -> bool:
+        return position in self.open().all_steps()
+
+    def save(self, position: int, leaves: Mapping[str, jax.Array], description: Mapping[str, Any]) -> None:
+        """Saves the `leaves_of` a tree, and a description that JSON can hold."""
+        args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), run=ocp.args.JsonSave(description))
+        self.open().save(position, args=args, force=True)
+
+    def load(self, position: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """The tree and its description; shapes, dtypes, keys and shardings are those of ``like``."""
+        leaves, structure = jax.tree.flatten(like)
+        target = {str(i): _shape_of(_raw(leaf)) for i, leaf in enumerate(leaves)}
+        manager = self.open()
+        described = manager.restore(position, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        loaded = manager.restore(position, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+        values = [_keyed(loaded["state"][str(i)], leaf) for i, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(structure, values), described
+
+    def set_aside(self, positions: list[int]) -> None:
+        """Moves checkpoints to ``damaged-<position>`` beside the folder."""
+        if jax.process_index() == 0:
+            for position in positions:
+                target = self.path.parent / f"damaged-{position}"
+                number = 1
+                while target.exists():
+                    number += 1
+                    target = self.path.parent / f"damaged-{position}-{number}"
+                (self.path / str(position)).rename(target)
+        if positions:
+            self.open().reload()
+
+    def wait(self) -> None:
+        """Returns when all saves are on disk; raises what orbax raised in the background."""
+        if self._opened is not None:
+            self._opened.wait_until_finished()
+            self._opened.check_for_errors()
+
+    def close(self) -> None:
+        manager, self._opened = self._opened, None
+        if manager is not None:
+            manager.close()
+
+
+def leaves_of(tree: PyTree) -> dict[str, jax.Array]:
+    """Copies of the leaves of a tree, by number; typed keys as their bits, which every version of orbax can store."""
+    copies = jax.tree.map(lambda x: jnp.copy(_raw(x)), tree)
+    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(copies))}
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def _raw(x: Any) -> jax.Array:
+    return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
+
+
+def _keyed(raw: jax.Array, like: Any) -> jax.Array:
+    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(like)) if _is_key(like) else raw
+
+
+def _shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

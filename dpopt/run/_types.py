@@ -1,0 +1,73 @@
+"""Types at the seams of a run: what training needs of a plan and of a sampler, and the options it takes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict
+
+if TYPE_CHECKING:
+    import jax
+
+    from dpopt.chain import PrivateOptimizer
+    from dpopt.common.types import PyTree
+    from dpopt.gradients import Engine
+    from dpopt.run.checkpoint import Checkpointer
+    from dpopt.run.journal import Journal
+    from dpopt.run.plan import Budget
+    from dpopt.samplers.parts import InParts
+    from dpopt.sampling import Batch, Scheme
+
+
+class RunSampler(Protocol):
+    """A sampler as a run uses it: any of `dpopt.sampling` and `dpopt.samplers`."""
+
+    num_examples: int
+    seed: int
+
+    @property
+    def scheme(self) -> Scheme | InParts: ...
+
+    def batch(self, step: int, /) -> Batch: ...
+
+    def reseeded(self, seed: int, /) -> Self: ...
+
+    def hand_out(self, stop: int, /) -> None: ...
+
+
+class RunPlan(Protocol):
+    """A plan as a run uses it: `dpopt.run.plan.Plan`. Only the journal changes during the run."""
+
+    @property
+    def optimizer(self) -> PrivateOptimizer: ...
+
+    @property
+    def sampler(self) -> RunSampler: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def budget(self) -> Budget | None: ...
+
+    @property
+    def journal(self) -> Journal: ...
+
+
+class Options(TypedDict, total=False):
+    """What ``Plan.run`` takes by name; see `dpopt.run.loop.train`."""
+
+    steps: int | None
+    budget: Budget | None
+    checkpointer: Checkpointer | None
+    on_step: Callable[[int, PyTree], None] | None
+    eval_fn: Callable[[PyTree], PyTree] | None
+    eval_every: int | None
+    progress: bool | None
+    extra: Callable[[int, PyTree], dict[str, Any]] | None
+    place_batch: Callable[[Any], Any] | None
+    prefetch: int
+    microbatch_size: int | None
+    engine: Engine
+    replay: bool
+    verify: bool
+    example_key: jax.Array | None
