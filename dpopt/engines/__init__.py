@@ -1,1 +1,1 @@
-"""From a loss and a batch to a clipped sum: what both engines share, and the plain one (fast: `dpopt.ghost`)."""
+"""From a loss and a batch to a clipped sum: the ``vmap`` engine, and what it shares with `dpopt.ghost`."""

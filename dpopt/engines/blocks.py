@@ -1,51 +1,54 @@
-"""A batch in blocks of as many rows each, which are taken one after the other."""
+"""A batch split into blocks with the same number of rows, processed one after another."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
+
+from dpopt.common.types import Batch, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A batch of ``size`` rows, ``rows`` at a time. The last block is filled up with copies of the last row.
+    """A batch of ``size`` rows in blocks of ``rows``. The last block is padded with copies of the last row.
 
-    Of n blocks that are ``apart`` one holds rows i, i + n, i + 2n...: of a batch that is split over devices each finds
-    its share of every block on itself, while rows in a row would all lie on one device, and be sent to the others.
+    With ``interleaved``, the i-th of n blocks holds rows i, i + n, i + 2n...: if the batch is split over devices, each
+    device already holds its share of every block. Consecutive rows would lie on one device and have to be sent to the
+    others.
     """
 
     size: int
     rows: int
-    apart: bool = False
+    interleaved: bool = False
 
     @property
     def count(self) -> int:
         return -(-self.size // self.rows)
 
-    def split(self, batch: Any, mask: jax.Array) -> tuple[Any, jax.Array]:
-        """Arrays ``[size, ...]`` as ``[count, rows, ...]``, and a mask that leaves the copies out."""
+    def split(self, batch: Batch, mask: Bool[Array, " size"]) -> tuple[Batch, Bool[Array, "count rows"]]:
+        """Arrays ``[size, ...]`` as ``[count, rows, ...]``, and a mask that excludes the padding."""
         whole = self.count * self.rows
         if whole > self.size:
             rows = np.minimum(np.arange(whole), self.size - 1)
             batch, mask = jax.tree.map(lambda x: x[rows], (batch, mask))
             mask = jnp.where(np.arange(whole) < self.size, mask, False)
 
-        def block(x):
-            if self.apart:
+        def block(x: jax.Array) -> jax.Array:
+            if self.interleaved:
                 return jnp.swapaxes(x.reshape(self.rows, self.count, *x.shape[1:]), 0, 1)
             return x.reshape(self.count, self.rows, *x.shape[1:])
 
         return jax.tree.map(block, (batch, mask))
 
-    def join(self, tree: Any) -> Any:
-        """The inverse, of a pytree."""
+    def join(self, tree: PyTree) -> PyTree:
+        """The inverse of `split`, for a pytree."""
 
-        def row(x):
-            x = jnp.swapaxes(x, 0, 1) if self.apart else x
+        def row(x: jax.Array) -> jax.Array:
+            x = jnp.swapaxes(x, 0, 1) if self.interleaved else x
             return x.reshape(-1, *x.shape[2:])[: self.size]
 
         return jax.tree.map(row, tree)

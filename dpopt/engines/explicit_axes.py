@@ -1,18 +1,23 @@
-"""Meshes with explicit axes, as ``jax.make_mesh`` makes them: within, the engines run with automatic ones.
+"""Meshes with explicit axes, as ``jax.make_mesh`` makes them: the engines run with automatic ones inside.
 
-An explicit axis is part of an array's type, and every operation has to say what becomes of it. A clipped sum has the
-parameters' types and its by-products the batch's, so only its outside is typed; within, XLA decides as ever.
+An explicit axis is part of an array's type, and every operation has to state how it treats that axis. The types of a
+clipped sum are those of the parameters and the types of its by-products are those of the batch, so only its inputs and
+outputs are typed; inside, XLA decides the sharding as usual.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from dpopt.common.types import Batch, PyTree
 
 
-def explicit_mesh(tree: Any) -> Any:
+def explicit_mesh(tree: PyTree) -> Mesh | AbstractMesh | None:
     """The mesh of the first array whose type has explicit axes, or None."""
     for x in jax.tree.leaves(tree):
         if getattr(jax.typeof(x).sharding.mesh, "explicit_axes", ()):
@@ -20,30 +25,30 @@ def explicit_mesh(tree: Any) -> Any:
     return None
 
 
-def with_automatic_types(tree: Any) -> Any:
-    """The same arrays, where they are, in whose types no axis is explicit: for operations that do not say."""
+def with_automatic_types(tree: PyTree) -> PyTree:
+    """The same arrays on the same devices, without explicit axes in their types, for operations that need that."""
 
     def retyped(x: Any) -> Any:
-        place = getattr(x, "sharding", None)
-        if not isinstance(place, NamedSharding) or not place.mesh.explicit_axes:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
             return x
-        mesh = Mesh(cast(Any, place.mesh.devices), place.mesh.axis_names)
-        return jax.device_put(x, NamedSharding(mesh, place.spec))
+        mesh = Mesh(cast(Any, sharding.mesh.devices), sharding.mesh.axis_names)
+        return jax.device_put(x, NamedSharding(mesh, sharding.spec))
 
     return jax.tree.map(retyped, tree)
 
 
-def like_parameters(params: Any, mesh: Any) -> Any:
-    """Where each parameter lies."""
+def like_parameters(params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """The sharding of each parameter."""
     return jax.tree.map(lambda p: NamedSharding(mesh, jax.typeof(p).sharding.spec), params)
 
 
-def by_row(batch: Any, mesh: Any) -> NamedSharding:
-    """Where what belongs to the rows of a batch lies."""
+def by_row(batch: Batch, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The sharding of arrays with one entry per row of the batch."""
     return NamedSharding(mesh, PartitionSpec(*jax.typeof(jax.tree.leaves(batch)[0]).sharding.spec[:1]))
 
 
-def with_automatic_axes(function: Callable, args: tuple, places: Callable[[Any], Any]) -> Any:
-    """``function(*args)``, inside of which no axis is explicit; ``places`` says where each part of its result lies."""
+def with_automatic_axes(function: Callable, args: tuple, shardings: Callable[[PyTree], PyTree]) -> PyTree:
+    """``function(*args)``, run without explicit axes; ``shardings`` maps the shapes of the result to shardings."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    return jax.sharding.auto_axes(function, out_sharding=places(jax.eval_shape(function, *shapes)))(*args)
+    return jax.sharding.auto_axes(function, out_sharding=shardings(jax.eval_shape(function, *shapes)))(*args)

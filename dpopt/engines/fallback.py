@@ -1,21 +1,21 @@
-"""Warnings, each once, that a loss is computed another way than was asked for."""
+"""Warnings, each issued once, that a loss is not computed the way that was requested."""
 
 import warnings
 
 _warned: set[str] = set()
 
 
-def warn_once(what: str, message: str) -> None:
-    if what not in _warned:
-        _warned.add(what)
+def warn_once(key: str, message: str) -> None:
+    if key not in _warned:
+        _warned.add(key)
         warnings.warn(message, stacklevel=3)
 
 
-def to_vmap(what: str, reason: str) -> None:
+def to_vmap(key: str, reason: str) -> None:
     warn_once(
-        what,
-        f"{reason}. Falling back to engine='vmap', which gives the same result and forms every gradient; pass "
-        "engine='vmap' to silence this.",
+        key,
+        f"{reason}. Falling back to engine='vmap', which gives the same result but forms every gradient; pass "
+        "engine='vmap' to silence this warning.",
     )
 
 

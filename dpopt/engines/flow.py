@@ -1,18 +1,20 @@
 """Where private values can flow in a traced program.
 
-While an optimizer is inspected (`dpopt.inspection`), the stages that decide about privacy leave marks in its program:
-what is *private*, what the clip has *bounded*, what the noise has *released*, what must be *public*. `follow` then
-walks the program. A value that is computed from a private one is private; only a release, of the very sum that a clip
-has bounded, makes a value public again. What the walk does not know, it takes for the worst.
+While an optimizer is inspected (`dpopt.inspection`), the stages that affect privacy mark values in its program:
+which are *private*, which the clip has *bounded*, which the noise has *released*, which must be *public*. `follow` then
+walks the program. A value computed from a private one is private; only the release of exactly the sum that a clip has
+bounded makes a value public again. For unknown operations the walk assumes the worst.
 
-Outside an inspection nothing is marked, and a program is what it would be without this file.
+Outside an inspection nothing is marked, and a program is the same as it would be without this file.
 """
+
+from __future__ import annotations
 
 import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.extend import core
@@ -22,7 +24,7 @@ from dpopt.engines.programs import equations, scan_arguments, subprograms
 
 @dataclasses.dataclass(frozen=True)
 class Bounded:
-    """A leaf of a clipped sum: private, and what a release takes."""
+    """A leaf of a clipped sum: private until it is released."""
 
     clip: int
     leaf: int
@@ -30,14 +32,14 @@ class Bounded:
 
 @dataclasses.dataclass(frozen=True)
 class Counter:
-    """The count of noise draws at some place among a program's inputs: public."""
+    """A count of noise draws, public: the program's input number ``place``."""
 
     place: int
     advanced: bool
 
 
-# None: public. A text: private, and what it is.
-Label = None | str | Bounded | Counter
+# None: public. A string: private, with its description.
+Label: TypeAlias = str | Bounded | Counter | None
 
 _UNNOISED = "the clipped sum without its noise"
 _CALLS = {
@@ -67,7 +69,7 @@ def is_inspecting() -> bool:
 
 @contextlib.contextmanager
 def inspecting() -> Iterator[None]:
-    """While this block runs, marks are left and no noise is drawn."""
+    """While this block runs, values are marked and no noise is drawn."""
     token = _inspecting.set(True)
     try:
         yield
@@ -81,42 +83,42 @@ def _marked(tree: _Tree, kind: str, what: str = "") -> _Tree:
 
 
 def private(tree: _Tree, what: str) -> _Tree:
-    """The same values, which stand for private ones from here on. Only for inspections."""
+    """The same values, marked as private. Only for inspections."""
     return _marked(tree, "private", what)
 
 
 def public(tree: _Tree, what: str) -> _Tree:
-    """The same values; an inspection refuses them if they depend on anything private."""
+    """The same values; an inspection raises if they depend on anything private."""
     return _marked(tree, "public", what) if is_inspecting() else tree
 
 
 def bounded(total: _Tree) -> _Tree:
-    """The same sum, which a clip has bounded."""
+    """The same sum, marked as bounded by a clip."""
     return _marked(total, "bounded") if is_inspecting() else total
 
 
 def released(total: _Tree, add_noise: Callable[[_Tree], _Tree]) -> _Tree:
-    """``add_noise(total)``; an inspection draws nothing, and refuses a sum that is not what the clip has bounded."""
+    """``add_noise(total)``; an inspection draws nothing, and raises unless a clip has bounded exactly this sum."""
     return _marked(total, "released") if is_inspecting() else add_noise(total)
 
 
 def advanced(count: jax.Array, following: jax.Array) -> jax.Array:
-    """``following``, the count after ``count``; an inspection sees to it that the optimizer keeps it."""
+    """``following``, the count after ``count``; an inspection checks that the optimizer keeps it."""
     return _mark.bind(count, kind="advanced", what="")[0] if is_inspecting() else following
 
 
-def follow(program: core.ClosedJaxpr, counters: range) -> tuple[list[str | None], int]:
-    """Says of each output of a program whether it is public (None) or what private thing it depends on.
+def follow(program: core.Jaxpr, counters: range) -> tuple[list[str | None], int]:
+    """Whether each output of a program is public (None) or a description of the private value that it depends on.
 
     Args:
-        program: a traced update. Of its outputs, the last ones stand for the inputs ``counters``.
-        counters: the places of inputs that may be counts of noise draws.
+        program: a traced update. Its last outputs are the new values of the inputs ``counters``.
+        counters: indices of inputs that may be counts of noise draws.
 
     Returns:
-        The outputs' labels, and how many sums are released.
+        The labels of the outputs, and the number of released sums.
 
     Raises:
-        ValueError: if something private gets where only public values may, a release is not of one clipped sum, or a
+        ValueError: if a value that must be public depends on a private one, a release is not of one clipped sum, or a
             count of noise draws is not kept.
     """
     walk = _Walk()
@@ -125,8 +127,8 @@ def follow(program: core.ClosedJaxpr, counters: range) -> tuple[list[str | None]
     kept = dict(zip(counters, outputs[len(outputs) - len(counters) :], strict=True))
     if any(kept.get(place) != Counter(place, advanced=True) for place in walk.counted):
         raise ValueError(
-            "the count of noise draws is not in the state that comes back, where it was: the next step would draw the "
-            "same noise, and the difference of the two would hold none. Return the new state of the noise stage."
+            "the count of noise draws is not in its place in the returned state: the next step would draw the same "
+            "noise, and the difference of the two steps would contain none. Return the new state of the noise stage."
         )
     return [_text(label) for label in outputs], walk.releases
 
@@ -142,7 +144,7 @@ def _worst(labels: Sequence[Label]) -> str | None:
 
 
 class _Walk:
-    """One pass over a program. ``once`` is False in loops and branches, where a sum may be released never or often."""
+    """One pass over a program. ``once`` is False in loops and branches, which may run any number of times."""
 
     def __init__(self) -> None:
         self.clips = 0
@@ -151,10 +153,10 @@ class _Walk:
 
     def program(self, jaxpr: Any, inputs: Sequence[Label], once: bool) -> list[Label]:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or open
-        env: dict[Any, Label] = dict.fromkeys(jaxpr.constvars)  # public: they were there before the batch
+        env: dict[Any, Label] = dict.fromkeys(jaxpr.constvars)  # public: they existed before the batch
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(var):
+        def read(var: core.Var | core.Literal) -> Label:
             return None if isinstance(var, core.Literal) else env[var]
 
         for eqn in jaxpr.eqns:
@@ -162,7 +164,7 @@ class _Walk:
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def equation(self, eqn: Any, labels: list[Label], once: bool) -> Sequence[Label]:
+    def equation(self, eqn: core.JaxprEqn, labels: list[Label], once: bool) -> Sequence[Label]:
         name, params = eqn.primitive.name, eqn.params
         if eqn.primitive is _mark:
             return self.mark(labels, once, **params)
@@ -177,29 +179,33 @@ class _Walk:
         if name == "scan":
             return self.scan(eqn, labels)
         if any(e.primitive is _mark for p in subprograms(eqn) for e in equations(p)):
-            raise ValueError(f"a sum is clipped or released inside {name!r}, where dpopt cannot follow it.")
+            raise ValueError(f"a sum is clipped or released inside {name!r}, which dpopt cannot follow.")
         worst = _worst(labels)
         self.no_side_effect(eqn, worst)
         return [worst] * len(eqn.outvars)
 
-    def no_side_effect(self, eqn: Any, label: Label) -> None:
+    def no_side_effect(self, eqn: core.JaxprEqn, label: Label) -> None:
         name = eqn.primitive.name
         if label is not None and ("callback" in name or any(_is_a_side_effect(e) for e in eqn.effects)):
-            raise ValueError(f"{_text(label)} can get out by a side effect ({name}) before any noise is added.")
+            raise ValueError(f"{_text(label)} can leak through a side effect ({name}) before any noise is added.")
 
     def mark(self, labels: list[Label], once: bool, kind: str, what: str) -> Sequence[Label]:
         if kind == "private":
             return [what] * len(labels)
         if kind == "public":
             if (worst := _worst(labels)) is not None:
-                raise ValueError(f"{what} depends on {worst}: it must be public, or learned from what has been noised.")
+                raise ValueError(f"{what} depends on {worst}: it must be public, or computed from released values.")
             return labels
         if not once:
-            raise ValueError("clip and noise stand inside a loop or a branch: the accountant counts them once a step.")
+            raise ValueError(
+                "clip and noise are inside a loop or a branch, but the accountant counts them once per step."
+            )
         if kind == "advanced":
             (count,) = labels
             if not isinstance(count, Counter) or count.advanced:
-                raise ValueError("the noise's count of draws is not the one in the state: it must be, and go up by 1.")
+                raise ValueError(
+                    "the noise stage must read its count of noise draws from the state and increase it by 1."
+                )
             self.counted.append(count.place)
             return [Counter(count.place, advanced=True)]
         if kind == "bounded":
@@ -209,46 +215,46 @@ class _Walk:
         if len(leaves) < len(labels) or len({leaf.clip for leaf in leaves}) > 1:
             raise ValueError(
                 "something stands between clip_and_sum and add_gaussian_noise and changes the clipped sum, so its "
-                "sensitivity is unknown. Move it before the clip as a diagonal, or after the noise."
+                "sensitivity is unknown. Move it before the clip, as a diagonal, or after the noise."
             )
         self.releases += 1
         return [None] * len(labels)
 
-    def branches(self, eqn: Any, labels: list[Label]) -> list[Label]:
+    def branches(self, eqn: core.JaxprEqn, labels: list[Label]) -> list[Label]:
         choice, operands = _text(labels[0]), [_text(label) for label in labels[1:]]
         self.no_side_effect(eqn, choice)
         outputs = [self.program(branch, operands, once=False) for branch in eqn.params["branches"]]
         return [choice or _worst(found) for found in zip(*outputs, strict=True)]
 
-    def while_loop(self, eqn: Any, labels: list[Label]) -> list[Label]:
+    def while_loop(self, eqn: core.JaxprEqn, labels: list[Label]) -> list[Label]:
         params = eqn.params
         ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         texts = [_text(label) for label in labels]
         condition_reads, body_reads, start = texts[: ends[0]], texts[ends[0] : ends[1]], texts[ends[1] :]
 
-        def step(carry):
-            (goes_on,) = self.program(params["cond_jaxpr"], condition_reads + carry, once=False)
-            self.no_side_effect(eqn, goes_on)
+        def step(carry: list) -> list:
+            (condition,) = self.program(params["cond_jaxpr"], condition_reads + carry, once=False)
+            self.no_side_effect(eqn, condition)
             carry = self.program(params["body_jaxpr"], body_reads + carry, once=False)
-            return [goes_on or label for label in carry]
+            return [condition or label for label in carry]
 
-        return _settled(step, start)
+        return _fixed_point(step, start)
 
-    def scan(self, eqn: Any, labels: list[Label]) -> list[Label]:
+    def scan(self, eqn: core.JaxprEqn, labels: list[Label]) -> list[Label]:
         num_consts, num_carry = scan_arguments(eqn)
         ends = num_consts, num_consts + num_carry
         texts = [_text(label) for label in labels]
         consts, start, rows = texts[: ends[0]], texts[ends[0] : ends[1]], texts[ends[1] :]
 
-        def body(carry):
+        def body(carry: list) -> list[Label]:
             return self.program(eqn.params["jaxpr"], consts + carry + rows, once=False)
 
-        carry = _settled(lambda carry: body(carry)[: len(start)], start)
+        carry = _fixed_point(lambda carry: body(carry)[: len(start)], start)
         return carry + body(carry)[len(start) :]
 
 
-def _settled(step: Callable[[list], list], carry: list) -> list:
-    """What a loop carries after any number of steps. Labels are only ever added, so this ends."""
+def _fixed_point(step: Callable[[list], list], carry: list) -> list:
+    """Labels of a loop's carry after any number of steps. Labels are only ever added, so this terminates."""
     while True:
         following = [old or new for old, new in zip(carry, step(carry), strict=True)]
         if following == carry:

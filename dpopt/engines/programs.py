@@ -1,19 +1,24 @@
-"""Reading JAX programs: equations at any depth, and what they hold."""
+"""Reading jaxprs: equations at any depth, and the jaxprs inside an equation."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `jax.extend` takes as long to import as all of dpopt
+    from jax.extend.core import Jaxpr, JaxprEqn
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a program, at any depth."""
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations of a jaxpr, at any depth."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in subprograms(eqn):
             yield from equations(inner)
 
 
-def subprograms(eqn: Any) -> Iterator[Any]:
-    """The programs that an equation holds, directly."""
+def subprograms(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             jaxpr = getattr(item, "jaxpr", item)
@@ -21,8 +26,8 @@ def subprograms(eqn: Any) -> Iterator[Any]:
                 yield jaxpr
 
 
-def scan_arguments(eqn: Any) -> tuple[int, int]:
-    """How many of a scan's inputs are constants, and how many carries; scanned inputs follow."""
+def scan_arguments(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's inputs are constants and how many are carries; the scanned inputs follow."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carries, _ = eqn.params["ft_in"].unpack()  # JAX 0.12 describes the inputs by a tree

@@ -1,7 +1,7 @@
-"""The engines that turn a loss and a batch into a clipped sum, one microbatch or many.
+"""Choosing and running the engine that turns a loss and a batch into a clipped sum, in one microbatch or many.
 
-The ``vmap`` engine forms every gradient, takes norms, and adds up what is left after the clip
-(`dpopt.engines.stacked`). The ``ghost`` engine (`dpopt.ghost`) gets the same sum without forming them.
+The ``vmap`` engine forms every gradient, takes norms, clips and adds up (`dpopt.engines.stacked`). The ``ghost`` engine
+(`dpopt.ghost`) computes the same sum without forming the gradients.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,77 +17,91 @@ from jax.core import Tracer
 
 from dpopt.common import trees
 from dpopt.common.lazy import ghost
+from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.engines import explicit_axes, fallback, sums
 from dpopt.engines.blocks import Blocks
-from dpopt.engines.once import if_any
 from dpopt.engines.programs import equations
-from dpopt.engines.rows import batched_by_hand, check_rows_are_independent
-from dpopt.engines.stacked import EngineResult, clip_stacked, finite_rows, layer_axes, own_clip_norms, row_coefficients
+from dpopt.engines.rare_branch import if_any
+from dpopt.engines.rows import check_rows_are_independent, custom_batching
+from dpopt.engines.stacked import (
+    ClipFunction,
+    EngineResult,
+    clip_stacked,
+    finite_rows,
+    layer_axes,
+    own_clip_norms,
+    row_coefficients,
+)
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """Gradients to be: a loss of one example, and the batch."""
+    """Gradients that are not computed yet: a loss of one example, parameters and a batch."""
 
-    loss_fn: Callable
-    params: Any
-    batch: Any
+    loss_fn: LossFn
+    params: PyTree
+    batch: Batch
     batch_size: int
     engine: str
     microbatch_size: int | None
     has_aux: bool
-    memory: float | int = 1.25
+    memory: float = 1.25
+
+    unit = "example"
 
     @property
-    def like(self) -> Any:
+    def like(self) -> PyTree:
         return self.params
 
-    def examples(self, row: Any) -> tuple[Any, jax.Array]:
-        """The examples of a row of the batch, leaves ``(examples, ...)``, and which of them count."""
+    def examples(self, row: Example) -> tuple[Batch, jax.Array]:
+        """The examples in a row of the batch, leaves ``(examples, ...)``, and their mask."""
         row = row[0] if getattr(self.loss_fn, "takes_key", False) else row
         return jax.tree.map(lambda x: jnp.asarray(x)[None], row), jnp.ones(1, bool)
 
-    def of_examples(self, function: Callable, params: Any) -> Loss:
-        """Of another function of parameters and a row's examples, at the same rows."""
+    def of_examples(self, function: Callable, params: PyTree) -> Loss:
+        """The same for another function, of parameters and the examples of a row."""
 
-        def of_row(p: Any, row: Any) -> Any:
+        def of_row(p: PyTree, row: Example) -> PyTree:
             return function(p, *self.examples(row))
 
         return Loss(of_row, params, self.batch, self.batch_size, "auto", self.microbatch_size, has_aux=False)
 
-    def gradients(self) -> Any:
+    def gradients(self) -> PyTree:
         check_rows_are_independent(self._row_program)
         return self._value_and_grads(self.batch, True)[1]
 
     @functools.cached_property
-    def _row_program(self) -> Any:
-        """What is computed for one row, derivative rules included; whatever is wrong with the loss fails here."""
+    def _row_program(self) -> Jaxpr:
+        """The program of one row, derivative rules included; tracing it raises the loss's own errors."""
         if jax.sharding.get_abstract_mesh().manual_axes:
-            # In shard_map the type of a value says over which devices it varies, which a shape does not.
+            # In shard_map the type of a value, unlike its shape, includes the devices over which it varies.
             return jax.make_jaxpr(lambda batch: self._value_and_grad(jax.tree.map(lambda x: x[0], batch)))(self.batch)
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
         return jax.make_jaxpr(self._value_and_grad)(row)
 
-    def _value_and_grad(self, row: Any) -> tuple[Any, Any]:
-        """Of one row of the batch."""
+    def _value_and_grad(self, row: Example) -> tuple[PyTree, PyTree]:
+        """Value and gradient of one row of the batch."""
         return jax.value_and_grad(self.loss_fn, has_aux=self.has_aux)(self.params, row)
 
-    def _value_and_grads(self, batch: Any, mask: Any) -> tuple[Any, Any]:
-        """Of all rows; the values of those that ``mask`` leaves out are unspecified."""
-        by_hand = batched_by_hand(self._row_program)
-        if by_hand is not None:
+    def _value_and_grads(self, batch: Batch, mask: jax.typing.ArrayLike) -> tuple[PyTree, PyTree]:
+        """Values and gradients of all rows; those of rows that ``mask`` excludes are unspecified."""
+        custom = custom_batching(self._row_program)
+        if custom is not None:
             fallback.warn_once(
-                by_hand,
+                custom,
                 f"the gradients of this loss are taken one example after the other, which is slow: under vmap "
-                f"{by_hand} hands all examples to a function that might mix them.",
+                f"{custom} passes all examples to a function that might mix them.",
             )
             return jax.lax.map(self._value_and_grad, batch)
         try:
             together = jax.vmap(self._value_and_grad)(batch)
         except jax.errors.JaxRuntimeError:
             raise
-        except Exception as error:  # not the loss's own: one row can be traced, as `_row_program` was
+        except Exception as error:  # not an error of the loss: `_row_program` has traced one row
             fallback.warn_once(
                 type(error).__name__,
                 f"vmap cannot take the gradients of this loss ({type(error).__name__}: {fallback.first_line(error)}). "
@@ -96,12 +110,12 @@ class Loss:
             return jax.lax.map(self._value_and_grad, batch)
         if not any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(self._row_program.jaxpr)):
             return together
-        # Examples' filters have gradients that are one grouped convolution, which XLA may compute as one dense one over
+        # The examples' filter gradients are one grouped convolution, which XLA may compute as a dense convolution over
         # all examples with zeros between them: 0 * nan then spreads to every example. So bad examples are found one by
-        # one and replaced by a good one: the others come out as they would without them.
+        # one and replaced by a good one, and the others get the gradients that they would get without bad ones.
         bad = ~finite_rows(together[1]) & jnp.asarray(mask)
 
-        def without_bad_ones(_):
+        def without_bad_ones(_: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             alone = jax.lax.map(self._value_and_grad, batch)
             fine = finite_rows(alone[1])
             rows = jnp.where(fine, jnp.arange(len(fine)), jnp.argmax(fine))
@@ -110,20 +124,22 @@ class Loss:
 
         return if_any(bad, without_bad_ones, together)
 
-    def _vmap_engine(self, batch, mask, scale, offset, clip) -> EngineResult:
+    def _vmap_engine(
+        self, batch: Batch, mask: jax.Array, scale: PyTree, offset: PyTree, clip: ClipFunction
+    ) -> EngineResult:
         values, grads = self._value_and_grads(batch, mask)
         losses, aux = values if self.has_aux else (values, None)
         return clip_stacked(grads, mask, scale, offset, clip)._replace(losses=losses, aux=aux)
 
-    def _choose(self, scale, offset, clip) -> tuple[int, ghost.Plan | None]:
-        """How many examples to take at a time, and the ghost engine's plan for that many.
+    def _choose(self, scale: PyTree, offset: PyTree, clip: ClipFunction) -> tuple[int, ghost.Plan | None]:
+        """The microbatch size, and the ghost engine's plan for it.
 
-        No plan means ``vmap``: because it is asked for, or all that is left, or faster.
+        No plan means ``vmap``: because it was requested, or nothing else works, or it is faster.
         """
         size = min(self.microbatch_size or self.batch_size, self.batch_size)
-        if self.engine == "vmap" or batched_by_hand(self._row_program):
+        if self.engine == "vmap" or custom_batching(self._row_program):
             return size, None
-        # Outside `jit` a loop over parts would be compiled at every call.
+        # Outside `jit` a loop over microbatches would be compiled at every call.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
         try:
@@ -147,8 +163,16 @@ class Loss:
             return size, None
         return size // way.parts, way.plan
 
-    def _microbatch(self, batch, mask, scale, offset, clip, plan: ghost.Plan | None) -> EngineResult:
-        """One microbatch, by the engine that was chosen."""
+    def _microbatch(
+        self,
+        batch: Batch,
+        mask: jax.Array,
+        scale: PyTree,
+        offset: PyTree,
+        clip: ClipFunction,
+        plan: ghost.Plan | None,
+    ) -> EngineResult:
+        """The clipped sum of one microbatch, computed by the chosen engine."""
         if plan is None:
             return self._vmap_engine(batch, mask, scale, offset, clip)
         try:
@@ -165,10 +189,10 @@ class Loss:
                 limits=own_clip_norms(clip, self.params),
                 layer_axes=layer_axes(clip, self.params),
             )
-        except jax.errors.JaxRuntimeError:  # out of memory, say: the other engine would need more
+        except jax.errors.JaxRuntimeError:  # such as out of memory: vmap would need even more
             raise
         except Exception as error:
-            result = self._vmap_engine(batch, mask, scale, offset, clip)  # an error of the user's own comes again
+            result = self._vmap_engine(batch, mask, scale, offset, clip)  # raises again if it is the user's error
             fallback.to_vmap(
                 type(error).__name__,
                 f"ghost clipping cannot run this loss ({type(error).__name__}: {fallback.first_line(error)})",
@@ -176,35 +200,41 @@ class Loss:
             return result
         return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, ran.ok | ~mask, ran.remainder)
 
-    def run(self, mask, scale, offset, clip) -> EngineResult:
-        """One pass over the batch, or a scan over microbatches that adds up clipped sums."""
+    def run(self, mask: jax.Array, scale: PyTree, offset: PyTree, clip: ClipFunction) -> EngineResult:
+        """The clipped sum of the batch: in one pass, or added up in a scan over microbatches."""
         args = self.params, self.batch, mask, scale, offset, constants_of(self.loss_fn)
         mesh = explicit_axes.explicit_mesh(args)
         if mesh is not None:
 
             def run(
-                params: Any, batch: Any, mask: Any, scale: Any, offset: Any, constants: Any, held: Any
+                params: PyTree,
+                batch: Batch,
+                mask: jax.Array,
+                scale: PyTree,
+                offset: PyTree,
+                constants: PyTree,
+                clip_arrays: ClipFunction | None,
             ) -> EngineResult:
                 loss_fn = given(self.loss_fn, constants)
                 loss = dataclasses.replace(self, loss_fn=loss_fn, params=params, batch=batch)
-                return loss.run(mask, scale, offset, clip if held is None else held)
+                return loss.run(mask, scale, offset, clip if clip_arrays is None else clip_arrays)
 
-            def places(result: EngineResult) -> EngineResult:
+            def shardings(result: EngineResult) -> EngineResult:
                 like, rows = explicit_axes.like_parameters(self.params, mesh), explicit_axes.by_row(self.batch, mesh)
                 each = jax.tree.map(lambda _: rows, result)
                 return each._replace(sum=like, remainder=None if result.remainder is None else like)
 
-            # A clip that is a pytree holds arrays, whose axes are explicit too.
-            held = None if jax.tree_util.all_leaves([clip]) else clip
-            return explicit_axes.with_automatic_axes(run, (*args, held), places)
+            # The arrays of a clip that is a pytree have explicit axes too.
+            clip_arrays = None if jax.tree_util.all_leaves([clip]) else clip
+            return explicit_axes.with_automatic_axes(run, (*args, clip_arrays), shardings)
         check_rows_are_independent(self._row_program)
         size, plan = self._choose(scale, offset, clip)
         if size == self.batch_size:
             return self._microbatch(self.batch, mask, scale, offset, clip, plan)
 
-        blocks = Blocks(self.batch_size, size, apart=jax.device_count() > 1)
+        blocks = Blocks(self.batch_size, size, interleaved=jax.device_count() > 1)
 
-        def step(total, microbatch):
+        def step(total: sums.Sum, microbatch: tuple[Batch, jax.Array]) -> tuple[sums.Sum, EngineResult]:
             batch, mask = microbatch
             ran = self._microbatch(batch, mask, scale, offset, clip, plan)
             total = sums.add(total, sums.Sum(ran.sum, ran.remainder))

@@ -1,10 +1,10 @@
 """Sums over examples that one example moves by no more than its own row and `ROUNDING`.
 
-A float32 sum of B rows of norm C that are added up one after another rounds at every step, by up to ``u B C`` with
-``u = 2**-24``, and one row more or less can turn all of these roundings around: together up to ``u B**2 C``, whole
-multiples of C at B = 28,666 (Casacuberta et al. 2022). Here rows are added up in float32 at most `ROWS` at a time, in
-whatever order the device likes, and three of these blocks one after the other; beyond that sums are pairs of floats,
-whose rounding is next to nothing. Neighbouring batches differ in one row of one block.
+A float32 sum of B rows of norm C, added up one after another, rounds at every step by up to ``u B C`` with
+``u = 2**-24``, and one row more or less can change the sign of every rounding error. Together that is up to
+``u B**2 C``: whole multiples of C at B = 28,666 (Casacuberta et al. 2022). Here at most `ROWS` rows are added up in
+float32, in any order the device chooses, and then three of these blocks one after another. Longer sums are pairs of
+floats, whose rounding is negligible. Neighbouring batches differ in one row of one block.
 """
 
 from __future__ import annotations
@@ -16,81 +16,84 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-ROWS = 86  # in a block: three hold 256
+from dpopt.common.types import PyTree
+
+ROWS = 86  # in a block: three blocks hold a batch of 256
 BLOCKS = 3  # added up in floats
 
 
 def _lost(rows: int, count: int) -> int:
-    """What ``count`` blocks of ``rows`` rows lose to roundings, in units of u C: see `ROUNDING`."""
+    """The rounding error of ``count`` blocks of ``rows`` rows, in units of u C: see `ROUNDING`."""
     return rows**2 + rows * (count * (count + 1) - 2) + 2 * rows * count
 
 
 _NORM = 1024
 _PAIRS = 188
 ROUNDING = (_lost(ROWS, BLOCKS) + _NORM + _PAIRS) * 2.0**-24
-"""By which part of C one example can move a clipped float32 sum further than C: 6.0e-4, paid for in every event.
+"""How much further than C one example can move a clipped float32 sum, in units of C: 6.0e-4, covered by every event.
 
-In units of ``u = 2**-24`` these are 9984, of which
+In units of ``u = 2**-24`` this is 9984:
 
-* 7396 are for a block of n = 86 rows: the k-th addition in any order (or the k-th step of a matrix product, fused or
-  not) rounds a partial sum of norm at most ``k C`` by at most ``u k C`` in L2. All together that is
-  ``u (n (n + 1) / 2 - 1)``; the neighbour's block, of n - 1 rows, may be rounded the other way: less than ``u n**2``;
-* 860 are for adding up three blocks: sums of 2 n and 3 n rows, rounded once each, for both neighbours;
-* 516 are for the diagonal after the sum of three blocks, for both neighbours;
-* 1024 are for the norm by which the row was clipped;
-* 188 are for pairs of floats. M of those, of a batch of B, lose less than ``3 u**2 B M``: 111 u for 400,000 examples in
-  blocks of 258, 84 u for 200,000 in blocks of 86. (Of smaller blocks there are more, which lose less themselves.)
+* 7396 for a block of n = 86 rows: the k-th addition in any order (or the k-th step of a matrix product, fused or not)
+  rounds a partial sum of norm at most ``k C`` by at most ``u k C`` in L2. Together that is ``u (n (n + 1) / 2 - 1)``;
+  the neighbour's block, of n - 1 rows, may be rounded the other way: less than ``u n**2``;
+* 860 for adding up three blocks: sums of 2 n and 3 n rows, rounded once each, for both neighbours;
+* 516 for the diagonal after the sum of three blocks, for both neighbours;
+* 1024 for the norm by which the row was clipped;
+* 188 for pairs of floats. M pairs, for a batch of B, lose less than ``3 u**2 B M``: 111 u for 400,000 examples in
+  blocks of 258, 84 u for 200,000 in blocks of 86. (Smaller blocks are more numerous, but lose less each.)
 
-Rows are meant to be vectors of norm C as they enter the sum. A gradient that is itself a sum over positions adds up
-larger terms that cancel: SECURITY.md says what that adds. Float64 sums stay far below all of this.
+This is for rows that have norm C when they enter the sum. A gradient that is itself a sum over positions adds up larger
+terms that cancel: SECURITY.md states what that adds. Float64 sums stay far below all of this.
 """
 
 
 class Sum(NamedTuple):
-    """A sum, and what rounding it to floats has lost; a ``remainder`` of None where that is within `ROUNDING`.
+    """A sum and its rounding error, pytrees of one structure; no ``remainder`` where it is within `ROUNDING`."""
 
-    Pytrees alike."""
-
-    value: Any
-    remainder: Any = None
+    value: PyTree
+    remainder: PyTree = None
 
 
-def zero(like: Any, rows: int, count: int) -> Sum:
-    """To add ``count`` parts of ``rows`` rows to, one after the other: zeros like a pytree of arrays.
+def zero(like: PyTree, rows: int, count: int) -> Sum:
+    """Zeros like a pytree of arrays, to which ``count`` parts of ``rows`` rows are added one after another.
 
-    The k-th of K additions rounds a sum of k m rows. For both neighbours that makes ``m (K (K + 1) - 2) u C``, with
-    ``m**2 u C`` for the parts themselves, and ``2 m K u C`` for a diagonal: where all this is no more than `BLOCKS` of
-    `ROWS` rows may lose, floats do."""
+    The k-th of K additions rounds a sum of k m rows. For both neighbours that is ``m (K (K + 1) - 2) u C``, plus
+    ``m**2 u C`` for the parts themselves and ``2 m K u C`` for a diagonal. Floats suffice where the total is no more
+    than `BLOCKS` blocks of `ROWS` rows may lose."""
     zeros = jax.tree.map(jnp.zeros_like, like)
     return Sum(zeros, None if _lost(rows, count) <= _lost(ROWS, BLOCKS) else zeros)
 
 
 def paired(total: Sum) -> Sum:
-    """The same in pairs of floats."""
+    """``total`` in pairs of floats."""
     return total if total.remainder is not None else Sum(total.value, jax.tree.map(jnp.zeros_like, total.value))
 
 
 def add(a: Sum, b: Sum) -> Sum:
-    """``a + b``; in pairs of floats if ``a`` is one."""
+    """``a + b``, in pairs of floats if ``a`` is."""
     if a.remainder is None:
         return Sum(jax.tree.map(jnp.add, a.value, b.value))
     pairs = jax.tree.map(_add, *a, *paired(b))
     return Sum(*jax.tree.transpose(jax.tree.structure(a.value), jax.tree.structure((0, 0)), pairs))
 
 
-def _add(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _add(
+    a: Float[Array, "*p"], a_rest: Float[Array, "*p"], b: Float[Array, "*p"], b_rest: Float[Array, "*p"]
+) -> tuple[Float[Array, "*p"], Float[Array, "*p"]]:
     total = a + b
     b_seen = total - a
     rest = (a - (total - b_seen)) + (b - b_seen)  # exactly what a + b has lost (Knuth)
     rest = rest + (a_rest + b_rest)
     value = total + rest
-    finite = jnp.isfinite(total)  # what an infinite sum has lost is NaN, and would make it NaN
+    finite = jnp.isfinite(total)  # the rounding error of an infinite sum is NaN, and would make the sum NaN
     return jnp.where(finite, value, total), jnp.where(finite, rest - (value - total), 0)
 
 
 def needs_remainder(size: int) -> bool:
-    """Whether `over_examples` of so many examples gives pairs of floats."""
+    """Whether `over_examples` returns pairs of floats for ``size`` examples."""
     total = jax.eval_shape(
         lambda x: over_examples(lambda group: in_blocks(lambda rows: jnp.sum(rows), group), x),
         jax.ShapeDtypeStruct((size,), jnp.float32),
@@ -98,10 +101,10 @@ def needs_remainder(size: int) -> bool:
     return total.remainder is not None
 
 
-def over_examples(one_group: Callable[[Any], Any], inputs: Any) -> Sum:
-    """``one_group(inputs)``, a pytree of sums over the leading axis of ``inputs``, of three blocks at a time.
+def over_examples(one_group: Callable[[Any], PyTree], inputs: Any) -> Sum:
+    """``one_group(inputs)``, a pytree of sums over the leading axis of ``inputs``, computed three blocks at a time.
 
-    A group adds up its own rows by `in_blocks`. On several devices a sharded batch is taken in `shares`.
+    ``one_group`` adds up its rows with `in_blocks`. On several devices a sharded batch is split into `shares`.
     """
     size = _length(inputs)
     count = shares(size)
@@ -112,10 +115,11 @@ def over_examples(one_group: Callable[[Any], Any], inputs: Any) -> Sum:
 
 
 def shares(size: int) -> int:
-    """Into how many parts of as many rows a batch on several devices is taken, each with devices of its own.
+    """The number of equal parts into which a batch on several devices is split, each with its own devices.
 
-    Into one for each device where floats can add them up: across devices that is one reduction. Else into as few as
-    hold `ROWS` rows, since every one of their sums is sent to all; devices with more rows than that go on alone."""
+    One part per device if floats can add up the parts: across devices that is one reduction. It is also one per device
+    if each has more than `ROWS` rows. Otherwise the fewest parts of at most `ROWS` rows, since the sum of every part is
+    sent to all devices."""
     devices = math.gcd(size, jax.device_count())
     if size <= ROWS:
         return 1
@@ -124,12 +128,12 @@ def shares(size: int) -> int:
     return next(n for n in range(1, devices + 1) if devices % n == 0 and size // n <= ROWS)
 
 
-def in_blocks(one_block: Callable[[Any], Any], inputs: Any) -> Any:
-    """``one_block(inputs)``, of at most `ROWS` rows at a time, one after the other: at once, all would be in memory."""
+def in_blocks(one_block: Callable[[Any], PyTree], inputs: Any) -> PyTree:
+    """``one_block(inputs)``, summed over blocks of at most `ROWS` rows, one after another to save memory."""
     size = _length(inputs)
     whole = size // ROWS
 
-    def block(start: Any, rows: int) -> Any:
+    def block(start: jax.typing.ArrayLike, rows: int) -> PyTree:
         return one_block(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, rows), inputs))
 
     if size <= ROWS:
@@ -140,9 +144,9 @@ def in_blocks(one_block: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 def fold(parts: Sum, rows: int) -> Sum:
-    """Adds up the leading axis of ``parts``, sums of ``rows`` rows each."""
+    """Sums ``parts``, sums of ``rows`` rows each, over the leading axis."""
     if zero(parts.value, rows, _length(parts)).remainder is None and parts.remainder is None:
-        # The bound holds in any order, so across devices this may be one reduction.
+        # The bound holds for any order, so across devices this may be one reduction.
         return Sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), parts.value))
     first, *_ = each = [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(_length(parts))]
     total = zero(first.value, rows, len(each))
@@ -151,14 +155,14 @@ def fold(parts: Sum, rows: int) -> Sum:
     return total
 
 
-def _length(tree: Any) -> int:
+def _length(tree: PyTree) -> int:
     return jax.tree.leaves(tree)[0].shape[0]
 
 
-def _in_groups(of_group: Callable[[Any], Any], inputs: Any) -> Sum:
+def _in_groups(of_group: Callable[[Any], PyTree], inputs: Any) -> Sum:
     size, group = _length(inputs), BLOCKS * ROWS
 
-    def one_group(start: Any, count: int) -> Sum:
+    def one_group(start: jax.typing.ArrayLike, count: int) -> Sum:
         rows = inputs
         if count < size:
             rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), inputs)

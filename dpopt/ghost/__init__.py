@@ -1,21 +1,34 @@
-"""The fast engine: clipped gradient sums at about the price of an ordinary gradient.
+"""The ghost engine: clipped gradient sums at about the cost of an ordinary gradient.
 
-* primitives.py    what there is to know about JAX's primitives
-* values.py, program.py  the traced loss: its parts, and the program that they make, which runs with taps
-* trace.py         finds where parameters meet the example, and puts taps there; linear.py through what a sum is pulled
-                   back; cotangents.py where one tap is enough; canonical.py equations in the form that is fast or that
-                   rules know; factored.py contacts that a rule covers; failures.py what is said where nothing will do
-* rules/           one function per primitive: its gradient as a sum of outer products, of rows.py
-* norms.py         per-example squared norms from those factors, with bounds on what float32 loses (squares.py);
-                   standardized.py through normalised filters
-* plan.py          which norm for which parameter; planner.py chooses by cost (costs.py), memory.py the way that fits
-* explain.py       the same as a table
+Tracing the loss:
+
+* primitives.py    properties of JAX's primitives
+* values.py        the parts of a traced loss; program.py the program of these parts, which runs with taps
+* trace.py         finds where parameters meet the example, and puts taps there
+* linear.py        the operations through which a sum can be pulled back; cotangents.py contacts that can share a tap
+* canonical.py     equations rewritten into a form that is fast or that rules cover
+* factored.py      contacts that a rule covers; failures.py the error for a loss that cannot be traced
+* rules/           one function per primitive: its gradient as a sum of outer products of rows (rows.py)
+
+Planning:
+
+* plan.py          which norm method for which parameter; planner.py chooses it by cost (costs.py)
+* memory.py        chooses passes and microbatches that fit in memory
+* explain.py       the plan as a table
+
+Running:
+
 * engine.py        the clipped sum: forward and backward to the taps, norms, weighted sum
-* run.py           the passes of one batch; contacts.py what is computed at one contact; chunks.py some examples at a
-                   time; pullback.py from the contacts back to the parameters
-* leaf_norms.py    norms per parameter; one_by_one.py those that float32 cannot tell otherwise
-* weighted_sum.py  the sum; selection.py, weighing.py which examples are left out of it
-* streamed.py      the clipped sum in one pass, or two, that record nothing; hooks.py what they do at a contact
+* run.py           the passes over one batch; chunks.py a batch in chunks
+* contacts.py      gradients and weighted sums at one contact; pullback.py from the contacts back to the parameters
+* norms.py         per-example squared norms from factors; standardized.py through normalised filters
+* squares.py       bounds on what float32 loses of a square; term_sizes.py the sizes of the terms that rounding is
+                   proportional to
+* leaf_norms.py    norms per parameter; one_by_one.py those that float32 cannot compute that way
+* weighted_sum.py  the sum
+* selection.py     examples left out because they are not finite; underflow.py because float32 cannot weight them
+* streamed.py      the clipped sum in one or two passes that record nothing; hooks.py their computations at a contact;
+                   hook_vjp.py the differentiation rule of a hook
 """
 
 from dpopt.ghost.engine import GhostResult as GhostResult

@@ -1,16 +1,15 @@
-"""Equations in the form that is fast, or that rules know.
+"""Rewrites equations into forms that run fast or that a rule covers.
 
 Convolutions are written channels last, the order in which XLA's CPU backend is fast everywhere.
-The transpose of a convolution with respect to its filter has its batch where a channel should be, that with respect to
-its image has the filter's channels swapped. XLA reorders such operands by itself, but not inside loops: in a `lax.scan`
-over training steps the gradient of a filter then takes some 70 times as long (53.8 ms against 0.71 ms for 320x8x8x16 to
-32 channels on two cores; JAX issue 12868), that of an image five times.
+The transpose of a convolution with respect to its filter has its batch in the channels' place, and the transpose with
+respect to its image has the filter's channels swapped. XLA reorders such operands by itself, but not inside loops: in
+a `lax.scan` over training steps the gradient of a filter then takes about 70 times as long (53.8 ms against 0.71 ms
+for 320x8x8x16 to 32 channels on two cores; JAX issue 12868), and that of an image five times as long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,13 @@ from jax.extend import core
 
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.rows import bounded
-from dpopt.ghost.values import is_narrow
+from dpopt.ghost.values import aval, is_narrow
 
 
 def channels_last(function: Callable) -> Callable:
-    """``function`` of one array, its convolutions rewritten; meant for the transpose of a single primitive."""
+    """``function`` of one array with its convolutions rewritten; meant for the transpose of a single primitive."""
 
-    def run(x: jax.Array) -> Any:
+    def run(x: jax.Array) -> jax.Array:
         closed = jax.make_jaxpr(function)(x)
         env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env[closed.jaxpr.invars[0]] = x
@@ -47,18 +46,18 @@ def channels_last(function: Callable) -> Callable:
     return run
 
 
-def convolution(eqn: Any, moving: Sequence[int]) -> Callable:
-    """The equation as a function, channels last in both directions; gradients go to the inputs in ``moving`` alone.
+def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable:
+    """The equation as a function, channels last in both directions; only the inputs in ``moving`` get gradients.
 
-    If both are, every example has a filter of its own. As one grouped convolution of the batch that would be slow, and
-    XLA may compute it as one dense convolution with zeros between examples, where ``0 * nan`` spreads: they are
-    taken in turn.
+    If both do, every example has its own filter. As one grouped convolution over the batch that would be slow, and XLA
+    may compute it as one dense convolution with zeros between examples, where ``0 * nan`` spreads. So the examples are
+    processed one after the other.
     """
     in_turn = jax.custom_batching.sequential_vmap if len(moving) > 1 else lambda function: function
     forward = in_turn(lambda *operands: _convolve(eqn.primitive, *operands, **eqn.params))
 
     def gradient(i: int) -> Callable:
-        """Of the i-th operand, from the other one and the output's cotangent."""
+        """The gradient of operand i, from the other operand and the output's cotangent."""
 
         def pulled(other, cotangent):
             def of_one(x):
@@ -75,7 +74,7 @@ def convolution(eqn: Any, moving: Sequence[int]) -> Callable:
     def run(*operands):
         return [forward(*operands)]
 
-    def keep(*operands):  # what is kept of one operand is for the other's gradient
+    def keep(*operands):  # an operand is kept for the other one's gradient
         return run(*operands), [x if 1 - i in moving else None for i, x in enumerate(operands)]
 
     def pull(kept, cotangents):
@@ -85,7 +84,14 @@ def convolution(eqn: Any, moving: Sequence[int]) -> Callable:
     return run
 
 
-def _convolve(primitive: Any, lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any) -> jax.Array:
+def _convolve(
+    primitive: core.Primitive,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    dimension_numbers: lax.ConvDimensionNumbers,
+    **params: object,
+) -> jax.Array:
     lhs_spec, rhs_spec, out_spec = dimension_numbers
     n = lhs.ndim
     inner = tuple(range(1, n - 1))
@@ -94,34 +100,38 @@ def _convolve(primitive: Any, lhs: jax.Array, rhs: jax.Array, *, dimension_numbe
     images, filters = (0, n - 1, *inner), (n - 1, n - 2, *range(n - 2))
     numbers = lax.ConvDimensionNumbers(images, filters, images)
     out = primitive.bind(lhs, rhs, dimension_numbers=numbers, **params)
-    places = [0] * n  # axis of `out` that goes to each axis asked for
+    sources = [0] * n  # the axis of `out` that becomes each axis of the result
     for axis, place in zip((0, n - 1, *inner), out_spec, strict=True):
-        places[place] = axis
-    return jnp.transpose(out, places)
+        sources[place] = axis
+    return jnp.transpose(out, sources)
 
 
-def as_gather(eqn: Any) -> core.ClosedJaxpr | None:
-    """A dynamic slice as a gather, whose starts are one input, if it takes one entry or all along each axis."""
-    if any(size not in (1, n) for n, size in zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)):
+def as_gather(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
+    """A dynamic slice as the jaxpr of a gather and its constants, if it takes one entry or all along each axis.
+
+    The starts become one array."""
+    table, sizes = aval(eqn.invars[0]), eqn.params["slice_sizes"]
+    if any(size not in (1, n) for n, size in zip(table.shape, sizes, strict=True)):
         return None
 
     def look_up(table, *starts):
-        last = [n - size for n, size in zip(table.shape, eqn.params["slice_sizes"], strict=True)]
+        last = [n - size for n, size in zip(table.shape, sizes, strict=True)]
         at = jnp.stack([bounded(start, n + 1) for start, n in zip(starts, last, strict=True)])
         axes = tuple(range(table.ndim))
         numbers = lax.GatherDimensionNumbers(offset_dims=axes, collapsed_slice_dims=(), start_index_map=axes)
-        return lax.gather(table, at, numbers, eqn.params["slice_sizes"], mode=lax.GatherScatterMode.CLIP)
+        return lax.gather(table, at, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
 
-    return jax.make_jaxpr(look_up)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
+    closed = jax.make_jaxpr(look_up)(*(jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars))
+    return closed.jaxpr, closed.consts
 
 
-def differentiated(eqn: Any, moving: Sequence[int]) -> Callable:
-    """The equation as a function of which the inputs in ``moving`` get gradients."""
+def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable:
+    """The equation as a function that is differentiated by its inputs in ``moving``."""
     return convolution(eqn, moving) if eqn.primitive is CONVOLUTION else binder(eqn)
 
 
-def binder(eqn: Any) -> Callable:
-    """The equation as a function of its inputs, to a list of its outputs."""
+def binder(eqn: core.JaxprEqn) -> Callable[..., list[jax.Array]]:
+    """The equation as a function of its inputs that returns a list of its outputs."""
 
     def run(*args):
         params = eqn.primitive.get_bind_params(eqn.params)

@@ -1,19 +1,20 @@
-"""A batch some examples at a time, in an order that suits one device and several."""
+"""A batch processed a chunk of examples at a time, in an order that suits both one device and several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.common.types import Batch, PyTree
+
 
 def together(batch_size: int, chunk: int) -> int:
-    """How many examples to take at a time so that each device takes up to ``chunk`` of its own.
+    """The chunk size with which each device processes up to ``chunk`` examples of its own.
 
-    A chunk of fewer examples than devices would lie on some of them, and be sent to all others."""
+    A chunk with fewer examples than devices would lie on some devices and be sent to all others."""
     devices = jax.device_count()
     return max(n for n in range(1, batch_size + 1) if batch_size % n == 0 and n <= max(1, chunk) * devices)
 
@@ -21,8 +22,8 @@ def together(batch_size: int, chunk: int) -> int:
 def split_rows(x: jax.Array, rows: int) -> jax.Array:
     """``[B, ...]`` to ``[B / rows, rows, ...]``.
 
-    On several devices, of n = B / rows chunks one holds examples i, i + n, i + 2n...: each device finds its share of a
-    sharded batch in every chunk. On one device that would be a copy for nothing.
+    On several devices, the i-th of n = B / rows chunks holds examples i, i + n, i + 2n...: each device already holds
+    its share of every chunk of a sharded batch. On one device that would be a useless copy.
     """
     chunks = x.shape[0] // rows
     if jax.device_count() == 1:
@@ -36,22 +37,22 @@ def join_rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def in_chunks(function: Callable, inputs: Any, batch_size: int, chunk: int) -> Any:
-    """``function`` of a batch, ``chunk`` examples at a time (on each device), so that what it forms stays small."""
+def in_chunks(function: Callable[[PyTree], PyTree], inputs: Batch, batch_size: int, chunk: int) -> PyTree:
+    """``function(inputs)`` for ``chunk`` examples at a time on each device, so that its buffers stay small."""
     chunk = together(batch_size, chunk)
     if chunk >= batch_size:
         return function(inputs)
     split = jax.tree.map(lambda x: split_rows(x, chunk), inputs)
     one = jax.eval_shape(function, jax.tree.map(lambda x: x[0], split))
-    # The results start as a number that depends on the inputs: XLA's CPU scheduler puts first what depends on nothing,
-    # and zeros would take their memory through the whole forward and backward pass.
+    # The results are initialised with a zero that depends on the inputs. XLA's CPU scheduler runs operations without
+    # inputs first, so constant zeros would occupy memory throughout the forward and backward pass.
     late = jnp.zeros(())
     if jax.device_count() == 1:  # on several, one entry of a sharded array may be another device's
         firsts = [x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(inputs) if x.size]
         late = 0 * sum(firsts, jnp.zeros(()))
     out = jax.tree.map(lambda s: jnp.broadcast_to(late.astype(s.dtype), (batch_size // chunk, *s.shape)), one)
 
-    def step(i, out):
+    def step(i: jax.Array, out: PyTree) -> PyTree:
         rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), split)
         return jax.tree.map(lambda o, r: lax.dynamic_update_index_in_dim(o, r, i, 0), out, function(rows))
 

@@ -1,10 +1,10 @@
-"""What is computed at one contact: its gradient for one example, or the weighted sum of all.
+"""Computations at one contact: its gradient for one example, or the weighted sum over all examples.
 
-A clip coefficient multiplies one of an example's two factors there. What that leaves below the smallest normal number
-*tiny* vanishes: as much is lost of the factor, and the other factor, the way back to the parameter and its diagonal
-enlarge the loss. Products and partial sums vanish too, or do not, as the examples have it that they are added to. An
-example of which more than 2^-14 of what it is clipped to may be lost cannot be weighed, and is left out. In float32
-this takes factors, or diagonals, some 1e28 times the clip norm.
+A clip coefficient multiplies one of the two factors of an example's gradient. Entries that fall below the smallest
+normal number *tiny* underflow: up to tiny of the factor is lost, and the other factor, the map back to the parameter
+and its diagonal enlarge the loss. Whether products and partial sums underflow depends on the other examples that they
+are added to. An example that may lose more than 2^-14 of its clipped norm cannot be weighted, and is left out. In
+float32 that takes factors, or diagonals, some 1e28 times the clip norm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.ghost import norms, terms
+from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.primitives import BILINEAR, DOT
 from dpopt.ghost.rows import wide
@@ -29,15 +29,15 @@ _PRECISION = lax.Precision.HIGHEST
 
 
 class Seen(NamedTuple):
-    """What the passes saw at a contact, ``[B, ...]``, or of one example."""
+    """What the passes recorded at a contact, ``[B, ...]``, or without that axis for one example."""
 
-    x: Any  # the input; None at the weight itself
-    y: jax.Array  # the output's cotangent
-    out: Any = None  # the output, where a norm reads it
+    x: Any  # the input; None if the contact is the weight itself
+    y: jax.Array  # the cotangent of the output
+    out: jax.Array | None = None  # the output, where a norm reads it
 
 
 class Formed(NamedTuple):
-    """Gradients at a contact that were formed for their norms, ``[B, ...]``, or one: their sum needs nothing else."""
+    """Gradients at a contact, ``[B, ...]`` or of one example, formed for their norms and kept for the weighted sum."""
 
     gradient: jax.Array  # folded where there are factors
 
@@ -52,21 +52,23 @@ def form(contact: Contact, record: Seen | Formed) -> jax.Array:
 
 
 def is_sum(contact: Contact, record: Seen | Formed) -> bool:
-    """Whether one example's gradient is added up as often as it is computed.
+    """Whether one example's gradient is a sum of several terms wherever it is computed.
 
-    What is formed is added up over examples as it is, and so counts as one term."""
+    A gradient that is kept is computed once, and so counts as one term."""
     return isinstance(record, Seen) and contact.factors is not None and contact.factors.positions > 1
 
 
-def square_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any, lost: Any) -> Square:
-    """``|S * G|^2`` of one example; ``diagonal``: S, like the weight; ``lost``: see `squares.of_entries`."""
+def square_of_one(
+    contact: Contact, method: str, x: Any, y: jax.Array, diagonal: jax.Array | None, lost: jax.Array | float
+) -> Square:
+    """``|S * G|^2`` for one example; ``diagonal`` is S, like the weight; for ``lost`` see `squares.of_entries`."""
     return with_terms(contact, *parts_of_one(contact, method, x, y, diagonal, lost), diagonal)
 
 
 def parts_of_one(
-    contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any, lost: Any
-) -> tuple[Square, terms.Columns | None]:
-    """`square_of_one` but for what a diagonal makes of the terms, which examples share the work of: `with_terms`."""
+    contact: Contact, method: str, x: Any, y: jax.Array, diagonal: jax.Array | None, lost: jax.Array | float
+) -> tuple[Square, term_sizes.Columns | None]:
+    """`square_of_one` without the part that is cheaper for all examples together, which `with_terms` adds."""
     factors = contact.factors
     diagonal = _folded(contact, diagonal)
     if method != "explicit":
@@ -76,22 +78,26 @@ def parts_of_one(
     if factors is None or factors.positions == 1:
         return found, None
     if diagonal is None or factors.one_hot:
-        return cancelled_before(found, terms.square(factors, x, y, diagonal)), None
-    return found, terms.columns(factors, x, y)
+        return cancelled_before(found, term_sizes.square(factors, x, y, diagonal)), None
+    return found, term_sizes.columns(factors, x, y)
 
 
-def with_terms(contact: Contact, square: Square, columns: terms.Columns | None, diagonal: Any) -> Square:
-    """What is left to do after `parts_of_one`."""
+def with_terms(
+    contact: Contact, square: Square, columns: term_sizes.Columns | None, diagonal: jax.Array | None
+) -> Square:
+    """`square_of_one` from the result of `parts_of_one`."""
     if columns is None:
         return square
-    return cancelled_before(square, terms.behind(cast(Factors, contact.factors), columns, _folded(contact, diagonal)))
+    return cancelled_before(
+        square, term_sizes.behind(cast(Factors, contact.factors), columns, _folded(contact, diagonal))
+    )
 
 
-def _folded(contact: Contact, diagonal: Any) -> Any:
+def _folded(contact: Contact, diagonal: jax.Array | None) -> Any:
     return diagonal if diagonal is None or contact.factors is None else contact.factors.fold(diagonal)
 
 
-def unfold(contact: Contact, gradient: Any) -> jax.Array:
+def unfold(contact: Contact, gradient: jax.Array) -> jax.Array:
     return gradient if contact.factors is None else contact.factors.unfold(gradient)
 
 
@@ -103,7 +109,7 @@ def weighted(contact: Contact, record: Seen | Formed, c: jax.Array) -> jax.Array
 
 
 def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
-    """The same from gradients that are formed."""
+    """The same from formed gradients."""
     return unfold(contact, jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
 
 
@@ -112,15 +118,15 @@ def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
 
 
 def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
-    """The same from what was seen: the contact's primitive, linear in the weight, transposed."""
+    """The same from inputs and cotangents: the contact's primitive, linear in the weight, transposed."""
     if contact.apply is None:
         return jnp.sum(_weighted(y, c), axis=0)
     if weighs_input(contact, x, y):
         x = _weighted(x, c)
     else:
         y = _weighted(y, c)
-    if is_product(contact) and len(c) > 1:  # a single one XLA would form from a broadcast that it stores
-        # Of the primitive transposed XLA would turn y around first, which takes a tenth of an MLP's gradient.
+    if is_product(contact) and len(c) > 1:  # for a single example XLA would store a broadcast
+        # XLA would first transpose y for the transposed primitive: a tenth of the time of an MLP's gradient.
         factors = cast(Factors, contact.factors)
         (left,), right = jax.vmap(factors.split)(x, y)
         left, right = (wide(z).reshape(-1, z.shape[-1]) for z in (left, right))
@@ -134,12 +140,12 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
 
 
 def weighs_input(contact: Contact, x: jax.Array, y: jax.Array) -> bool:
-    """Whether coefficients multiply the input: fewer bytes to move, and layers that share it share this."""
+    """Whether coefficients multiply the input: it is smaller, and layers with the same input share the product."""
     return contact.primitive in BILINEAR and x.size < y.size
 
 
 def is_added_up(contact: Contact, record: Seen | Formed) -> bool:
-    """Whether entries of one example's weighed gradient are sums of several products."""
+    """Whether entries of one example's weighted gradient are sums of several products."""
     if isinstance(record, Formed) or contact.apply is None:
         return False
     if jnp.issubdtype(record.y.dtype, jnp.complexfloating):
@@ -148,7 +154,7 @@ def is_added_up(contact: Contact, record: Seen | Formed) -> bool:
 
 
 def not_weighed(contact: Contact, record: Seen | Formed) -> jax.Array:
-    """``[B]``: how large entries are of the factor that is not weighed; 1 where there is no such factor."""
+    """``[B]``: the largest entry of the factor that is not weighted; 1 where there is no such factor."""
     if isinstance(record, Formed):
         return jnp.ones(len(record.gradient))
     x, y = record.x, record.y
@@ -159,27 +165,27 @@ def not_weighed(contact: Contact, record: Seen | Formed) -> jax.Array:
 
 
 def lost_to_weighing(contact: Contact, other: jax.Array, rows: int) -> jax.Array:
-    """What an entry of the weighed sum of ``rows`` examples may lose of one of them, in units of tiny.
+    """How much an entry of the weighted sum of ``rows`` examples may lose of one of them, in units of tiny.
 
-    (As a number the bound itself would vanish under a small diagonal.)
+    (In absolute units the bound itself would underflow under a small diagonal.)
 
     Args:
-        other: how large the factor is that is not weighed; 0 where what is lost of the other makes no difference.
+        other: the largest entry of the factor that is not weighted; 0 where underflow of the other factor is harmless.
     """
     if contact.factors is None:
         count = math.prod(length for length, is_mapped in contact.loops if not is_mapped)
     else:
         count = contact.factors.positions
-    return count * (rows + other)  # what is below tiny on the way is kept or not, as other examples have it
+    return count * (rows + other)  # whether partial results below tiny are kept depends on other examples
 
 
 def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array) -> jax.Array:
-    """Whether coefficients may multiply examples of which up to ``lost`` tiny vanishes then."""
+    """Whether coefficients may multiply examples that lose up to ``lost`` tiny that way."""
     return lost < clipped_to * (TOLERANCE / tiny(c.dtype))
 
 
 def is_product(contact: Contact) -> bool:
-    """Whether one example's gradient is a single product, of its input and its cotangent as matrices."""
+    """Whether one example's gradient is a single matrix product of its input and its cotangent."""
     return contact.primitive is DOT and contact.factors is not None and contact.factors.shape[:2] == (1, 1)
 
 
@@ -188,16 +194,16 @@ def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
 
 
 def along(contact: Contact, direction: jax.Array, x: jax.Array) -> jax.Array:
-    """What the contact makes of a change of its weight, for one example."""
+    """How the contact's output changes with a change of its weight, for one example."""
     if contact.apply is None:
         return direction
-    # The tangent: a gather of an index out of range gives a constant, which has no gradient.
+    # By jvp: a gather with an index out of range returns a constant, which has no gradient.
     return jax.jvp(lambda w: cast(Callable, contact.apply)(w, x), (direction,), (direction,))[1]
 
 
 def inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """``<G, direction>`` for one example, without G."""
-    if contact.factors is not None and contact.factors.one_hot:  # what is read out of range has no gradient
+    if contact.factors is not None and contact.factors.one_hot:  # reads out of range have no gradient
         return norms.along_rows(contact.factors, direction, x, y)
     out = along(contact, direction, x)
     return jnp.sum(out * y.astype(out.dtype))

@@ -1,22 +1,23 @@
-"""What things cost: operations and bytes of products and norms at one contact.
+"""Cost model: operations and bytes of the products and norms at one contact.
 
-The unit of cost is one floating-point operation. Only ratios matter: they choose between exact methods.
+The unit of cost is one floating-point operation. Only ratios matter, since all methods that they choose from are exact.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dpopt.ghost.primitives import LAYOUT
 from dpopt.ghost.program import Block, Loop, Scope, Trace
 from dpopt.ghost.rules import SHIFTED_SUM, Factors
 from dpopt.ghost.values import Contact, wide_dtype
 
-# Operations in the time that one byte takes to or from memory: CPUs and GPUs lie near 5 to 20.
+# Operations in the time that it takes to move one byte to or from memory: 5 to 20 on most CPUs and GPUs.
 OPERATIONS_PER_BYTE = 8
 
 
@@ -24,7 +25,7 @@ def size(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def nbytes(shape: Sequence[int], dtype: Any) -> int:
+def nbytes(shape: Sequence[int], dtype: DTypeLike) -> int:
     return size(shape) * wide_dtype(dtype).itemsize
 
 
@@ -33,7 +34,7 @@ def formed_bytes(contact: Contact) -> int:
 
 
 def forming_bytes(contact: Contact) -> int:
-    """Of the gradient, and of the K views of the input that its products read."""
+    """Bytes of the gradient and of the K views of the input that its products read."""
     K = cast(Factors, contact.factors).shape[0]
     return formed_bytes(contact) + K * nbytes(contact.input_shape, contact.weight.dtype)
 
@@ -54,14 +55,14 @@ def product(contact: Contact) -> float:
 
 
 def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float]:
-    """(operations, extra bytes) of one example's squared norm."""
+    """(operations, extra bytes) of the squared norm of one example."""
     formed = formed_bytes(contact)
     if method == "explicit":
         if contact.factors is None:  # the backward pass has formed it already
             return OPERATIONS_PER_BYTE * formed, 0
         writes = 2 * OPERATIONS_PER_BYTE * formed
         return product(contact) + writes, formed
-    factors = cast(Factors, contact.factors)  # the other methods are for contacts that have them
+    factors = cast(Factors, contact.factors)  # all other methods need them
     K, N, a, p = factors.shape
     T = factors.positions
     width = wide_dtype(contact.weight.dtype).itemsize
@@ -77,17 +78,17 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
         inner = 2 * pixels * a + SHIFTED_SUM * K * N * T * T
         return inner + 2 * N * T * T * p + 3 * OPERATIONS_PER_BYTE * square, 2 * square + pixels * width
     inner = 0 if factors.one_hot else K * a
-    views = N * T * K * a * width if K > 1 else 0  # of the input, side by side
+    views = N * T * K * a * width if K > 1 else 0  # views of the input, side by side
     return 2 * N * T * T * (inner + p) + 3 * OPERATIONS_PER_BYTE * square, 2 * square + views
 
 
-def shared_cost(contacts: Sequence[Contact], turned: Sequence[bool]) -> tuple[float, float]:
-    """(operations, extra bytes) of the squared norm of a matrix that several contacts use, some of them ``turned``."""
+def shared_cost(contacts: Sequence[Contact], transposed: Sequence[bool]) -> tuple[float, float]:
+    """(operations, extra bytes) of the squared norm of a matrix with several contacts, some of which transpose it."""
     positions = 0
-    sides = [0, 0], [0, 0]  # of the matrix: length, and how many vectors have inner products (one-hot ones have none)
-    for contact, is_turned in zip(contacts, turned, strict=True):
+    sides = [0, 0], [0, 0]  # length, and how many vectors need inner products (one-hot ones need none)
+    for contact, is_transposed in zip(contacts, transposed, strict=True):
         factors = cast(Factors, contact.factors)
-        left, right = sides[::-1] if is_turned else sides
+        left, right = sides[::-1] if is_transposed else sides
         left[0], right[0] = factors.shape[2:]
         left[1] += 0 if factors.one_hot else factors.positions
         right[1] += factors.positions
@@ -100,15 +101,15 @@ def leaf_bytes(trace: Trace, leaf: int) -> int:
     return nbytes(trace.leaves[leaf].shape, trace.leaves[leaf].dtype)
 
 
-def computed(scope: Scope) -> tuple[float, int]:
-    """Bytes of floating numbers that one example's forward pass computes, and how many operations that takes."""
+def forward_work(scope: Scope) -> tuple[float, int]:
+    """Bytes of the floating-point values that the forward pass of one example computes, and its number of equations."""
     total, count = 0.0, 0
     for op in scope.ops:
         if isinstance(op, Block):
-            inner, operations = computed(op.scope)
+            inner, equations = forward_work(op.scope)
             steps = op.scope.length if isinstance(op, Loop) else 1
-            total, count = total + steps * inner, count + steps * operations
+            total, count = total + steps * inner, count + steps * equations
         elif getattr(op, "primitive", None) not in LAYOUT:
-            numbers = [v for v in op.outputs if jnp.issubdtype(v.dtype, jnp.floating)]
-            total, count = total + sum(size(v.shape) * v.dtype.itemsize for v in numbers), count + 1
+            values = [v for v in op.outputs if jnp.issubdtype(v.dtype, jnp.floating)]
+            total, count = total + sum(size(v.shape) * v.dtype.itemsize for v in values), count + 1
     return total, count

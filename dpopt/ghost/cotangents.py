@@ -1,13 +1,12 @@
-"""Contacts whose outputs have the same cotangent share one tap.
+"""Lets contacts whose outputs have the same cotangent share one tap.
 
-The gates of a recurrent cell are sums of what the input and the state contribute: both products have the same cotangent
-at every step, and inside a loop XLA would stack it twice.
+The gates of a recurrent cell add a product of the input and a product of the state. Both products have the same
+cotangent at every step, and inside a loop XLA would stack it twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from dpopt.ghost.primitives import ADD, SPLITTING
 from dpopt.ghost.program import Block, Scope
@@ -15,8 +14,8 @@ from dpopt.ghost.values import Contact, ContactOp, Op, Value
 
 
 def share_taps(scope: Scope, results: Sequence[Value]) -> None:
-    """Finds the contacts of a scope, and of those in it, that need no tap of their own."""
-    readers: dict[Value, list[Any]] = {v: [None] for v in results}
+    """Marks the contacts of a scope, and of the scopes within, that need no tap of their own."""
+    readers: dict[Value, list[Op | ContactOp | Block | None]] = {v: [None] for v in results}
     for op in scope.ops:
         read = list(op.inputs)
         if isinstance(op, Block):
@@ -25,8 +24,8 @@ def share_taps(scope: Scope, results: Sequence[Value]) -> None:
         for value in read:
             readers.setdefault(value, []).append(op)
 
-    def origin(value: Value) -> Any:
-        """What the cotangent of ``value`` is computed from; equal only if the cotangents are."""
+    def origin(value: Value) -> Hashable:
+        """What the cotangent of ``value`` is computed from. Values with equal origins have equal cotangents."""
         found = readers.get(value, [])
         op = found[0] if len(found) == 1 else None
         if not isinstance(op, Op):
@@ -37,7 +36,7 @@ def share_taps(scope: Scope, results: Sequence[Value]) -> None:
             return op.primitive, str(op.params), value.shape, tuple(origin(v) for v in op.outputs)
         return value
 
-    first: dict[Any, Contact] = {}
+    first: dict[Hashable, Contact] = {}
     for op in scope.ops:
         if isinstance(op, ContactOp):
             (out,) = op.outputs

@@ -1,13 +1,13 @@
-"""The clipped sum: one forward, one backward to the taps, the norms, and a weighted sum.
+"""The clipped sum: one forward pass, one backward pass to the taps, the norms, and a weighted sum.
 
     ``sum_i c_i (S g_i + o)``
 
-where ``c_i`` depends on the norms of ``S g_i + o``. The batch's forward and backward passes are the
-traced loss's own under ``vmap``, so examples cannot mix. By linearity the weighted sum is, at
-every contact, the transposed primitive fed ``c_i y_i``: one ordinary kernel for the whole batch.
+where ``c_i`` depends on the norms of ``S g_i + o``. The forward and backward passes of the batch are those of the
+traced loss under ``vmap``, so examples cannot mix. By linearity the weighted sum at a contact is the transposed
+primitive applied to ``c_i y_i``: one ordinary kernel for the whole batch.
 
-Where some norm is not finite, or not certain enough, that example's gradient is formed for its norm: slow and rare. All
-else is computed as ever.
+Where a norm is not finite, or not certain enough, that example's gradient is formed for its norm, which is slow and
+rare. Everything else is computed as usual.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from dpopt.common.trees import at_once
+from dpopt.common.types import Batch, Example, LossFn, PyTree
+from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, streamed
 from dpopt.ghost.failures import planning
 from dpopt.ghost.leaf_norms import leaf_norms
@@ -27,36 +30,36 @@ from dpopt.ghost.planner import leaf_paths, make_plan
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, settled
 from dpopt.ghost.trace import trace_loss
+from dpopt.ghost.underflow import without_underflowing
 from dpopt.ghost.values import wide_dtype
-from dpopt.ghost.weighing import without_too_large
 from dpopt.ghost.weighted_sum import weighted_sum
 
 
 class GhostResult(NamedTuple):
-    """What :func:`clipped_sum` returns. All but ``sum`` is per example, hence private."""
+    """The result of :func:`clipped_sum`. Everything but ``sum`` is per example, hence private."""
 
-    sum: Any  # like params; at least float32
-    leaf_norms: Any  # like params, leaves [B]; at least float32
+    sum: PyTree  # like params; at least float32
+    leaf_norms: PyTree  # like params, leaves [B]; at least float32
     losses: jax.Array  # [B]
-    aux: Any  # leaves [B, ...], or None
+    aux: PyTree  # leaves [B, ...], or None
     ok: jax.Array  # [B] bool: unmasked, with a finite gradient
-    remainder: Any  # like sum: what rounding has lost; None: little enough
+    remainder: PyTree  # like sum: its rounding error; None where it is within `dpopt.engines.sums.ROUNDING`
 
 
 def plan_clipped_sum(
-    loss_fn: Callable,
-    params: Any,
-    batch: Any,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: Batch,
     *,
-    scale: Any = None,
-    offset: Any = None,
+    scale: PyTree = None,
+    offset: PyTree = None,
     has_aux: bool = False,
 ) -> Plan:
-    """Traces the loss and plans the norms; computes nothing. See :func:`clipped_sum` for arguments.
+    """Traces the loss and plans the norms, without computing anything. See :func:`clipped_sum` for arguments.
 
-    ``plan.prefers_vmap`` tells whether plain per-example gradients should be faster.
+    ``plan.prefers_vmap`` is True if plain per-example gradients should be faster.
 
-    *Privacy*: Looks at shapes only.
+    *Privacy*: Reads shapes only.
 
     Raises:
       CannotFollow: the loss cannot be traced; the exception names the primitive.
@@ -64,12 +67,20 @@ def plan_clipped_sum(
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     sizes = {x.shape[0] for x in jax.tree.leaves(batch)}
     if len(sizes) != 1:
-        raise ValueError(f"every leaf of batch needs the same leading axis, got sizes {sorted(sizes)}")
+        raise ValueError(f"all leaves of batch need the same leading axis; got sizes {sorted(sizes)}")
     return plan_example(loss_fn, params, example, sizes.pop(), scale, offset, has_aux)
 
 
-def plan_example(loss_fn, params, example, batch_size, scale, offset, has_aux) -> Plan:
-    """`plan_clipped_sum` for one example, of which only shapes matter."""
+def plan_example(
+    loss_fn: LossFn,
+    params: PyTree,
+    example: Example,
+    batch_size: int,
+    scale: PyTree,
+    offset: PyTree,
+    has_aux: bool,
+) -> Plan:
+    """`plan_clipped_sum` from a single example, whose values are not read."""
     scales = _like(params, scale)
     scaled = [s is not None and s.size > 1 for s in scales]
     trace = trace_loss(loss_fn, params, example, has_aux)
@@ -78,14 +89,14 @@ def plan_example(loss_fn, params, example, batch_size, scale, offset, has_aux) -
 
 
 def clipped_sum(
-    loss_fn: Callable,
-    params: Any,
-    batch: Any,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: Batch,
     *,
-    coefficients: Callable[[Any], Any],
+    coefficients: Callable[[PyTree], PyTree],
     mask: jax.Array | None = None,
-    scale: Any = None,
-    offset: Any = None,
+    scale: PyTree = None,
+    offset: PyTree = None,
     has_aux: bool = False,
     plan: Plan | None = None,
     limits: Sequence[Any] = (),
@@ -100,19 +111,19 @@ def clipped_sum(
       coefficients: maps per-example norms (like params, leaves ``[B]``, infinite where a gradient is not finite) to
         clip coefficients (like params, leaves ``[B]``). Returning one array for several parameters saves work.
       mask: ``[B]`` bool; a False example contributes exactly zero.
-      scale: S, like params, each leaf of a shape that broadcasts to its parameter's.
-      offset: o, likewise.
+      scale: S, like params, each leaf of a shape that broadcasts to that of its parameter.
+      offset: o, with shapes like S.
       has_aux: whether ``loss_fn`` also returns auxiliary data.
       plan: a plan from :func:`plan_clipped_sum` for the same arguments, to save a second trace.
-      limits: per parameter, what its gradient is scaled down to, for those of ``plan.single``: ``coefficients`` has to
-        give ``min(1, limit / norm)`` for them.
-      layer_axes: per parameter, how many axes number layers that are clipped one by one (norms are ``[B, layers]``).
+      limits: for each parameter in ``plan.single``, its clip norm: ``coefficients`` has to return
+        ``min(1, limit / norm)`` for it.
+      layer_axes: per parameter, how many axes index layers that are clipped separately (norms are ``[B, layers]``).
 
     Returns:
       A :class:`GhostResult`.
 
-    *Privacy*: ``sum`` has the sensitivity that ``coefficients`` enforces: every example enters through its
-      own ``c_i`` and one whose gradient is not finite contributes zero. Nothing here is noised;
+    *Privacy*: ``sum`` has the sensitivity that ``coefficients`` enforces: every example is multiplied by its
+      own ``c_i``, and one whose gradient is not finite contributes zero. Nothing here has noise added;
       norms, losses and aux are per example and must not be released.
 
     Raises:
@@ -133,17 +144,19 @@ def clipped_sum(
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
     def weigh(norms: list[jax.Array], mask: jax.Array) -> list[jax.Array]:
-        # What is not finite counts as infinite, so that it contributes zero, and so does what is clipped with it.
+        # A norm that is not finite counts as infinite: the gradient and those clipped with it contribute zero.
         norms = at_once(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), norms)
         given = coefficients(jax.tree.unflatten(tree, norms))
-        masked: dict[int, jax.Array] = {}  # one array per distinct coefficient: sums are shared
+        masked: dict[int, jax.Array] = {}  # one array per distinct coefficient, so that sums are shared
         return [masked.setdefault(id(c), _masked(c, mask)) for c in tree.flatten_up_to(given)]
 
-    def result(total, norms, losses, aux, ok):
-        aux = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
+    def result(
+        total: Sum, norms: list[jax.Array], losses: jax.Array, aux: list[jax.Array], ok: jax.Array
+    ) -> GhostResult:
+        aux_tree = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
         remainder = None if total.remainder is None else jax.tree.unflatten(tree, total.remainder)
         value, norms = jax.tree.unflatten(tree, total.value), jax.tree.unflatten(tree, norms)
-        return GhostResult(value, norms, losses, aux, ok, remainder)
+        return GhostResult(value, norms, losses, aux_tree, ok, remainder)
 
     if plan.streamed:
         return result(
@@ -151,37 +164,37 @@ def clipped_sum(
         )
     losses, aux, seen, _ = run.passes(jax.tree.leaves(batch))
     found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen))
-    # The sum is the same for all batches: what an example adds must not depend on whether another is bad.
+    # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
     is_fine = finite([*norms, mask])
     weights = dict(enumerate(weigh(norms, mask)))
-    weights = without_too_large(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)
+    weights = without_underflowing(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)
     return result(weighted_sum(run, weights, records), norms, losses, aux, mask & is_fine)
 
 
 def _masked(c: jax.Array, mask: jax.Array | bool) -> jax.Array:
-    """Coefficients, ``[B]`` or ``[B, layers]``, of rows that count."""
+    """Coefficients, ``[B]`` or ``[B, layers]``, with zeros where masked."""
     keep = jnp.reshape(mask, (-1, *[1] * (c.ndim - 1)))
     return jnp.where(keep & (c > 0), c, 0)
 
 
-def _like(params: Any, tree: Any) -> list:
-    """Leaves of an optional pytree that has the structure of ``params``."""
+def _like(params: PyTree, tree: PyTree) -> list[jax.Array | None]:
+    """Leaves of an optional pytree with the structure of ``params``."""
     leaves, structure = jax.tree.flatten(params)
     if tree is None:
         return [None] * len(leaves)
 
-    def shaped(x, p):  # a mere number stays one: it costs less than a diagonal
+    def shaped(x: ArrayLike, p: jax.Array) -> jax.Array:  # a single number stays one: it costs less than a diagonal
         x = jnp.asarray(x, wide_dtype(p.dtype))
         return x.reshape(()) if x.size == 1 and p.size > 1 else jnp.broadcast_to(x, p.shape)
 
     return [shaped(x, p) for x, p in zip(structure.flatten_up_to(tree), leaves, strict=True)]
 
 
-def _finite_padding(batch: Any, mask: jax.Array) -> Any:
-    """Zeroes NaN and Inf in masked examples, so that harmless padding does not take the slow path."""
+def _finite_padding(batch: Batch, mask: jax.Array) -> Batch:
+    """The batch with zeros for NaN and Inf in masked examples, so that padding does not take the slow path."""
 
-    def clean(x):
+    def clean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         keep = mask.reshape(-1, *[1] * (x.ndim - 1)) | jnp.isfinite(x)

@@ -1,16 +1,15 @@
-"""What the ghost engine would do with a loss, as a table."""
+"""Explains what the ghost engine would do with a loss, as a table."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dpopt.engines.stacked import layer_axes, own_clip_norms
+from dpopt.common.types import Example, LossFn, PyTree
+from dpopt.engines.stacked import ClipFunction, layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
 from dpopt.ghost.memory import Memory, Way, choose, estimate
 from dpopt.ghost.plan import Plan
@@ -19,7 +18,7 @@ from dpopt.ghost.values import Contact
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the ghost engine would do; ``print`` it."""
+    """What the ghost engine would do with a loss; ``print`` shows it as a table."""
 
     plan: Plan
     way: Way
@@ -39,7 +38,7 @@ class Explanation:
         ])  # fmt: skip
 
     def _parameters(self) -> list[tuple[str, ...]]:
-        """A row for each, or for several that differ in numbers in their names alone."""
+        """One row per parameter, or per group of parameters that differ only in the numbers in their names."""
         equal: dict[tuple[str, ...], list[str]] = {}
         for leaf in self.plan.leaves:
             names: dict[str, int] = {}
@@ -62,7 +61,7 @@ class Explanation:
         ]
 
     def _ways(self) -> list[tuple[str, ...]]:
-        """What each would cost. Of two passes the second is an ordinary gradient."""
+        """The cost of each way. The second of two passes is an ordinary gradient."""
         plan, memory, ordinary = self.plan, self.memory, max(self.plan.ordinary_cost, 1.0)
         parts = plan.parts
         found = [("ghost", plan.ghost_cost, memory.recorded(1))]
@@ -85,7 +84,7 @@ class Explanation:
         return "ghost in one pass" if used <= self.way.plan.single else "ghost in two passes, for the norms and the sum"
 
     def __repr__(self) -> str:
-        # Not the table, which `explain` has printed already where a notebook shows this.
+        # Not the table: `explain` has already printed it when a notebook shows its value.
         ratio = self.plan.ghost_cost / max(self.plan.ordinary_cost, 1.0)
         return f"<Explanation: {len(self.plan.leaves)} parameters, {ratio:.2f} times an ordinary gradient>"
 
@@ -109,14 +108,14 @@ def _size(count: float) -> str:
 
 
 def explain(
-    loss_fn: Callable,
-    params: Any,
-    example: Any,
+    loss_fn: LossFn,
+    params: PyTree,
+    example: Example,
     *,
     batch_size: int,
-    scale: Any = None,
+    scale: PyTree = None,
     has_aux: bool = False,
-    clip: Any = None,
+    clip: ClipFunction | None = None,
     memory: float | int = 1.25,
 ) -> Explanation:
     """Prints and returns how the ghost engine would clip this loss.
@@ -128,10 +127,10 @@ def explain(
       batch_size: examples in a batch.
       scale: the pre-clip diagonal, if there is one.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
-      clip: the clip, if it clips parameters or layers by themselves (`dpopt.GroupClip`, `dpopt.LayerwiseClip`).
+      clip: the clip function, if it clips parameters or layers separately (`dpopt.GroupClip`, `dpopt.LayerwiseClip`).
       memory: as for `dpopt.per_example_grads`.
 
-    *Privacy*: Looks at shapes only; nothing private is read.
+    *Privacy*: Uses shapes only; no private data is read.
 
     >>> import jax.numpy as jnp
     >>> plan = explain(lambda w, x: (x @ w).sum(), jnp.ones((3, 2)), jnp.ones(3), batch_size=8)
@@ -145,7 +144,7 @@ def explain(
     ghost in two passes  6.44        1.00
     vmap                 129.00      2.33
     <BLANKLINE>
-    engine='auto' takes vmap: it should be the fastest, and takes less than 64 MB, which is always allowed.
+    engine='auto' takes vmap: all gradients of the batch together take at most 64 kB, where both engines run in microseconds, whatever the table says, and vmap compiles faster.
     """  # noqa: E501
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
     plan = plan_example(loss_fn, params, example, batch_size, scale, None, has_aux)

@@ -1,4 +1,4 @@
-"""Contacts on the outputs of equations that a rule covers."""
+"""Contacts on the output of an equation that a rule covers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from dpopt.ghost import rules
 from dpopt.ghost.canonical import differentiated
@@ -15,8 +16,10 @@ from dpopt.ghost.program import Scope
 from dpopt.ghost.values import Contact, ContactOp, Value
 
 
-def factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int, scope: Scope) -> ContactOp | None:
-    """A contact on the equation's output, where a rule covers it."""
+def factored(
+    eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], position: int, scope: Scope
+) -> ContactOp | None:
+    """The equation with a contact on its output, or None where no rule covers it. Input ``position`` is the weight."""
     moving = [i for i, v in enumerate(inputs) if v.dynamic]
     if len(moving) != 1:
         return None
@@ -44,13 +47,13 @@ def factored(eqn: Any, inputs: list[Value], outputs: list[Value], position: int,
     return ContactOp(contact, differentiated(eqn, moving), inputs, outputs, moving[0])
 
 
-def _is_precise(eqn: Any) -> bool:
+def _is_precise(eqn: core.JaxprEqn) -> bool:
     precision = eqn.params.get("precision")
     highest = precision is not None and set(precision) == {lax.Precision.HIGHEST}
     return highest or jax.default_backend() == "cpu"  # accelerators multiply in fewer bits by default
 
 
-def _wide_apply(eqn: Any, position: int, moving: int, fixed: dict[int, Any]) -> Callable:
+def _wide_apply(eqn: core.JaxprEqn, position: int, moving: int, fixed: dict[int, Any]) -> Callable:
     """The equation as a linear function of its weight, computed in at least float32 and at full precision."""
 
     def apply(weight, x):
@@ -62,7 +65,7 @@ def _wide_apply(eqn: Any, position: int, moving: int, fixed: dict[int, Any]) -> 
         params = dict(eqn.params)
         if params.get("preferred_element_type") is not None:
             params["preferred_element_type"] = weight.dtype
-        if "precision" in params:  # as the norms are, whatever the model's own products are
+        if "precision" in params:  # like the norms, whatever precision the model uses
             params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
         return eqn.primitive.bind(*args, **params)
 

@@ -1,4 +1,4 @@
-"""What the ghost engine says where it cannot do a loss, so that another engine may."""
+"""The error that the ghost engine raises for a loss it cannot handle, so that another engine takes over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class CannotFollow(Exception):
-    """The ghost engine cannot trace this loss; ``primitive`` names the operation, or the error, that stopped it."""
+    """The ghost engine cannot trace this loss; ``primitive`` names the operation or the error that stopped it."""
 
     def __init__(self, primitive: str, reason: str, error: Exception | None = None):
         self.primitive = primitive
@@ -17,7 +17,7 @@ class CannotFollow(Exception):
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Where whatever fails is the engine's own affair: another one may do."""
+    """Turns every error raised inside into `CannotFollow`: the engine failed, not the loss, and another may succeed."""
     try:
         yield
     except CannotFollow:

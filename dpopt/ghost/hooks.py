@@ -1,8 +1,8 @@
-"""Hooks: what is computed at a contact where its cotangent comes by, so that nothing is recorded.
+"""Hooks: computations at a contact during the backward pass, so that nothing has to be recorded.
 
-A hook is an input that the forward pass ignores. What it asks for (the norms of the examples' gradients, or their
-weighted sum) leaves the backward pass as that input's cotangent, so autodiff carries it out of scans and rematerialised
-blocks by itself. The engine maps examples by ``vmap``, through which `batched` sees all of them at once.
+A hook has inputs, its slots, that the forward pass ignores. Its results (the norms of the examples' gradients, or their
+weighted sum) are the cotangents of the slots, so autodiff carries them out of scans and rematerialised blocks. The
+engine maps over examples by ``vmap``; `hook_vjp.batched` gives a hook all examples at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import math
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,18 @@ from dpopt.ghost.contacts import (
     transposed,
     weighs_input,
 )
+from dpopt.ghost.hook_vjp import batched, with_hook
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
 from dpopt.ghost.values import Contact
-from dpopt.ghost.watching import batched, watched
 
 _Class = TypeVar("_Class", bound=type)
 
 
 @typing.dataclass_transform(frozen_default=True)
 def _hook(*, static: Sequence[str] = ()) -> Callable[[_Class], _Class]:
-    """A frozen dataclass that is a pytree, all but its ``static`` fields."""
+    """A frozen dataclass that is a pytree, with ``static`` fields as metadata."""
 
     def register(cls: _Class) -> _Class:
         made = dataclasses.dataclass(frozen=True)(cls)
@@ -52,123 +52,127 @@ def _hook(*, static: Sequence[str] = ()) -> Callable[[_Class], _Class]:
 
 
 @_hook(static=("method", "chunk", "group"))
-class EitherHook:
-    """Takes the norms of a contact's gradients on the way, or adds them up: the cotangent of ``bounds``, or ``total``.
+class TwoPassHook:
+    """Computes the norms of a contact's gradients, the cotangent of ``bounds``, or their sum, that of ``total``.
 
-    Which of the two is known when the program runs, so that one program does both (two_passes.py)."""
+    The choice is made at run time, so that one program does both (streamed.py)."""
 
     # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
     bounds: jax.Array
-    total: sums.Sum  # zeros like the weight, at least float32: of the whole batch together
+    total: sums.Sum  # zeros like the weight, at least float32; the sum is over the whole batch
     adds_up: jax.Array | None  # () bool
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
     method: str
     chunk: int  # examples at a time
-    group: int  # which of the coefficients is this parameter's
-    coefficient: jax.Array | None = None  # (): this example's; 0 leaves it out, whatever it holds
+    group: int  # index of this parameter's coefficient
+    coefficient: jax.Array | None = None  # (): this example's; 0 excludes it, whatever it contains
 
-    asked_axes = (0, None)
+    slot_axes = (0, None)  # of the slots' cotangents: whether they have a batch axis
 
     @property
-    def asked(self) -> Any:
-        """The inputs whose cotangents are wanted; `asked_axes`: where those have the batch's axis."""
+    def slots(self) -> tuple[jax.Array, sums.Sum]:
+        """The inputs whose cotangents are the hook's results."""
         return self.bounds, self.total
 
-    def asking(self, asked: Any, keep: jax.Array, coefficients: Sequence[jax.Array]) -> EitherHook:
-        """With ``asked`` for its own, for an example that counts if ``keep`` is not 0."""
+    def filled(
+        self, slots: tuple[jax.Array, sums.Sum], keep: jax.Array, coefficients: Sequence[jax.Array]
+    ) -> TwoPassHook:
+        """The hook with these slots, for an example that counts unless ``keep`` is 0."""
         del keep
-        return dataclasses.replace(self, bounds=asked[0], total=asked[1], coefficient=coefficients[self.group])
+        return dataclasses.replace(self, bounds=slots[0], total=slots[1], coefficient=coefficients[self.group])
 
-    def split(self, is_mapped: bool) -> tuple[EitherHook, Callable]:
-        """What each step of a loop gets of it, and how its own is made of that.
+    def split(self, is_mapped: bool) -> tuple[TwoPassHook, Callable]:
+        """The part of the hook that is sliced for each step of a loop, and a function from a slice to the step's hook.
 
-        (The weight is each step's own, ``is_mapped``: else steps have cross terms, and the contact is recorded.)"""
+        (Each step has its own weight, ``is_mapped``: otherwise steps have cross terms, and the contact is recorded.)"""
         del is_mapped
         return dataclasses.replace(self, adds_up=None, coefficient=None), lambda own: dataclasses.replace(
             own, adds_up=self.adds_up, coefficient=self.coefficient
         )
 
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
-        """The contact's output, watched; see `watched`."""
+        """The contact's output, with the hook attached; see `with_hook`."""
 
-        def of_batch(x, y, c, shared):
+        def of_batch(x: jax.Array, y: jax.Array, c: jax.Array, shared: tuple) -> tuple[jax.Array, sums.Sum]:
             adds_up, diagonal = shared
 
-            def added():
+            def added() -> tuple[jax.Array, sums.Sum]:
                 total = _added(contact, self, selected(c != 0, x), selected(c != 0, y), c)
                 return jnp.zeros((len(c), *self.bounds.shape), self.bounds.dtype), total
 
-            def bounds():
+            def bounds() -> tuple[jax.Array, sums.Sum]:
                 return _bounds(contact, self, x, y, diagonal), jax.tree.map(jnp.zeros_like, self.total)
 
             return lax.cond(adds_up, added, bounds)
 
-        def of_one(x, y, c, shared):
+        def of_one(x: jax.Array, y: jax.Array, c: jax.Array, shared: tuple) -> tuple[jax.Array, sums.Sum]:
             x, y, c = jax.tree.map(lambda z: z[None], (x, y, c))
             bounds, total = of_batch(x, y, c, shared)
             return bounds[0], total
 
-        def backward(hook, x, y):
+        def backward(hook: TwoPassHook, x: jax.Array | None, y: jax.Array) -> TwoPassHook:
             both = batched(of_one, of_batch, (True, False))((x, y, hook.coefficient), (hook.adds_up, hook.diagonal))
             return dataclasses.replace(
                 hook, bounds=both[0], total=both[1], adds_up=None, diagonal=None, coefficient=None
             )
 
-        return watched(self, run, values, at, backward)
+        return with_hook(self, run, values, at, backward)
 
 
 @_hook(static=("method", "chunk"))
 class ClipHook:
-    """Takes the norms, clips by them and adds up, on the way: the cotangents of ``bounds`` and of ``total``.
+    """Computes the norms of a contact's gradients, clips by them and adds up: cotangents of ``bounds`` and ``total``.
 
-    For a parameter (each step's, in a loop) whose coefficient depends on its own norm alone."""
+    For a parameter, or a loop step's part of one, whose coefficient depends on its own norm alone."""
 
-    bounds: jax.Array  # (*steps, 3) zeros, as for `EitherHook`; a step more for layers that come together
-    total: sums.Sum  # zeros like the weight, at least float32, of the whole batch together
+    bounds: jax.Array  # (*steps, 3) zeros, as for `TwoPassHook`; layers of an unsliced weight count as steps
+    total: sums.Sum  # zeros like the weight, at least float32; the sum is over the whole batch
     limit: jax.Array  # (*steps,), like bounds: the clip norm
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
     method: str
     chunk: int
-    keep: jax.Array | None = None  # (): 0 leaves this example out, whatever it holds
+    keep: jax.Array | None = None  # (): 0 excludes this example, whatever it contains
 
-    asked_axes = (0, None)
+    slot_axes = (0, None)
 
     @property
-    def asked(self) -> Any:
+    def slots(self) -> tuple[jax.Array, sums.Sum]:
         return self.bounds, self.total
 
-    def asking(self, asked: Any, keep: jax.Array, coefficients: Sequence[jax.Array]) -> ClipHook:
+    def filled(self, slots: tuple[jax.Array, sums.Sum], keep: jax.Array, coefficients: Sequence[jax.Array]) -> ClipHook:
         del coefficients
-        return dataclasses.replace(self, bounds=asked[0], total=asked[1], keep=keep)
+        return dataclasses.replace(self, bounds=slots[0], total=slots[1], keep=keep)
 
     def split(self, is_mapped: bool) -> tuple[ClipHook, Callable]:
-        del is_mapped  # as for `EitherHook`
+        del is_mapped  # as for `TwoPassHook`
         return dataclasses.replace(self, keep=None), lambda own: dataclasses.replace(own, keep=self.keep)
 
     def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
-        """The contact's output, watched; see `watched`."""
+        """The contact's output, with the hook attached; see `with_hook`."""
 
-        def of_batch(x, y, keep, shared):
-            # A conditional has its inputs in memory: what is added up is what norms were taken of, to the last bit.
+        def of_batch(x: jax.Array, y: jax.Array, keep: jax.Array, shared: tuple) -> tuple[jax.Array, sums.Sum]:
+            # A conditional materialises its inputs: norms and sums use the same bits.
             nothing = (
                 jnp.zeros((len(keep), *self.bounds.shape), self.bounds.dtype),
                 jax.tree.map(jnp.zeros_like, self.total),
             )
             return lax.cond(jnp.any(keep > 0), lambda: _clipped(contact, self, (x, y, keep), *shared), lambda: nothing)
 
-        def of_one(x, y, keep, shared):
+        def of_one(x: jax.Array, y: jax.Array, keep: jax.Array, shared: tuple) -> tuple[jax.Array, sums.Sum]:
             x, y, keep = jax.tree.map(lambda z: z[None], (x, y, keep))
             bounds, total = of_batch(x, y, keep, shared)
             return bounds[0], total
 
-        def backward(hook, x, y):
+        def backward(hook: ClipHook, x: jax.Array | None, y: jax.Array) -> ClipHook:
             both = batched(of_one, of_batch, (True, False))((x, y, hook.keep), (hook.limit, hook.diagonal))
             return dataclasses.replace(hook, bounds=both[0], total=both[1], limit=None, diagonal=None, keep=None)
 
-        return watched(self, run, values, at, backward)
+        return with_hook(self, run, values, at, backward)
 
 
-def _clipped(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: Any) -> Any:
+def _clipped(
+    contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: jax.Array | None
+) -> tuple[jax.Array, sums.Sum]:
     """Bounds, ``[B, 3]``, and the clipped sum."""
     x, y, keep = rows
     if hook.method == "explicit" and contact.factors is not None and len(keep) <= sums.ROWS:
@@ -182,31 +186,33 @@ def _clipped(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, di
     return bounds, _added(contact, hook, selected(c != 0, x), selected(c != 0, y), c)
 
 
-def _added(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, c: jax.Array) -> sums.Sum:
+def _added(contact: Contact, hook: TwoPassHook | ClipHook, x: jax.Array | None, y: jax.Array, c: jax.Array) -> sums.Sum:
     """The sum of the examples' gradients, weighted by ``c``, like ``hook.total``."""
     total = sums.over_examples(
         lambda group: sums.in_blocks(lambda block: transposed(contact, *block), group), (x, y, c)
     )
-    total = total if hook.total.remainder is None else sums.paired(total)  # of one example alone it is not
+    total = total if hook.total.remainder is None else sums.paired(total)  # the sum of a single example is not
     return jax.tree.map(lambda x, like: x.astype(like.dtype), total, hook.total)
 
 
 def _gain(hook: ClipHook, contact: Contact, diagonal: jax.Array | None) -> jax.Array:
-    """How much entries of a gradient count in its norm, each step's."""
+    """The norm of the diagonal, for each step: a bound on how far an error of 1 in every entry moves the norm."""
     layers = hook.bounds.shape[:-1]
     if diagonal is None:
         return jnp.array((math.prod(contact.weight.shape) / math.prod(layers)) ** 0.5)
     return safe_norm(jnp.broadcast_to(diagonal, contact.weight.shape).reshape(*layers, -1), axis=-1)
 
 
-def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: Any) -> Any:
-    """Bounds, ``[B, 3]``, and the clipped sum of so few examples that floats do, from gradients that are formed once.
+def _clipped_as_formed(
+    contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: jax.Array | None
+) -> tuple[jax.Array, sums.Sum]:
+    """Bounds, ``[B, 3]``, and the clipped sum, from gradients formed once; for batches that floats can add up.
 
-    Norm and sum come from the same numbers, so what was lost in forming them matters to neither."""
+    Norm and sum are computed from the same numbers, so rounding errors of these do not matter."""
     size = len(rows[-1])
     diagonal = None if diagonal is None else cast(Factors, contact.factors).fold(diagonal)
 
-    def of_chunk(x, y, keep):
+    def of_chunk(x: jax.Array, y: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
         formed = jax.vmap(lambda x, y: form(contact, Seen(x, y)))(x, y)
         scaled = formed if diagonal is None else formed * diagonal[None]
         norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
@@ -223,7 +229,7 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
         bounds, total = of_chunk(*rows)
     else:
 
-        def step(total, rows):
+        def step(total: jax.Array, rows: tuple) -> tuple[jax.Array, jax.Array]:
             bounds, more = of_chunk(*rows)
             return total + more, bounds
 
@@ -234,30 +240,36 @@ def _clipped_as_formed(contact: Contact, hook: ClipHook, rows: tuple, limit: jax
     return bounds, sums.Sum(total, rest)
 
 
-def _bounds(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
-    """``[B, 3]``, some examples at a time."""
+def _bounds(
+    contact: Contact, hook: TwoPassHook | ClipHook, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
+) -> jax.Array:
+    """``[B, 3]``, computed for a chunk of examples at a time."""
     several = jax.vmap(lambda rows: _bounds_of_one(contact, hook, rows[0], rows[1], diagonal))
     return in_chunks(several, (x, y), y.shape[0], hook.chunk)
 
 
-def _bounds_of_one(contact: Contact, hook: EitherHook | ClipHook, x: Any, y: jax.Array, diagonal: Any) -> jax.Array:
-    def of_layer(y, diagonal):
+def _bounds_of_one(
+    contact: Contact, hook: TwoPassHook | ClipHook, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
+) -> jax.Array:
+    def of_layer(y: jax.Array, diagonal: jax.Array | None) -> jax.Array:
         bounds = _norm_of_one(contact, hook.method, x, y, diagonal)
         return jnp.stack(bounds).astype(hook.bounds.dtype)
 
-    # Of a weight that was not taken apart, the layers come together: then x is None.
+    # A weight that no loop slices has all its layers in one gradient; then x is None.
     return jax.vmap(of_layer)(y, diagonal) if hook.bounds.ndim > 1 else of_layer(y, diagonal)
 
 
-def _norm_of_one(contact: Contact, method: str, x: Any, y: jax.Array, diagonal: Any) -> tuple[jax.Array, ...]:
-    """Upper and lower bounds on the norm of one example's gradient at a contact, of one step; and `not_weighed`.
+def _norm_of_one(
+    contact: Contact, method: str, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Upper and lower bounds on the norm of one example's gradient at a contact, for one step; and `not_weighed`.
 
-    The factors are scaled to 1 first, since there is no second look at squares that vanish or overflow.
+    The factors are first scaled to about 1, since squares that underflow or overflow are not computed again.
     """
     (x, x_unit), (y, y_unit) = to_one(x), to_one(y)
     terms = 1 if contact.factors is None else contact.factors.positions
     lost, unit = terms * tiny(y.dtype), jnp.ones(())
-    if diagonal is not None:  # its entries are below 2 then
+    if diagonal is not None:  # its entries are below 2 once scaled
         (diagonal, unit), lost = to_one(diagonal), 2 * lost
     square = square_of_one(contact, method, x, y, diagonal, lost)
     upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))

@@ -1,16 +1,17 @@
-"""Norms of every example's gradient, parameter by parameter, from what the passes saw at the contacts."""
+"""Norms of every example's gradient, parameter by parameter, from the inputs and cotangents at the contacts."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from dpopt.engines.norms import safe_norm
-from dpopt.ghost import norms, terms
+from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import Formed, Seen, form, inner, is_sum, parts_of_one, unfold, with_terms
 from dpopt.ghost.plan import LeafPlan, is_direct, orientation
@@ -20,20 +21,21 @@ from dpopt.ghost.squares import Square, cancelled, cancelled_before, largest, of
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, wide_dtype
 
-Bounds = tuple[jax.Array, jax.Array]  # on norms, [B]: no smaller than they are; but for what squares.py adds
+# An upper bound on norms, and the same without what squares.py adds.
+Bounds: TypeAlias = tuple[Float[Array, " batch *layers"], Float[Array, " batch *layers"]]
 
 
 class LeafNorms(NamedTuple):
-    """Norms of ``S g + o`` per parameter, and what the sum is to be computed from."""
+    """Norms of ``S g + o`` per parameter, and the records that the sum is computed from."""
 
-    upper: list[jax.Array]  # [B] each, or [B, layers]: no smaller than they are
-    lower: list[jax.Array]  # the same without what is added for squares that vanished (squares.py)
+    upper: list[Float[Array, " batch *layers"]]  # upper bounds
+    lower: list[Float[Array, " batch *layers"]]  # without what is added for squares that underflow (squares.py)
     records: dict[Contact, Seen | Formed]
-    diagonals: dict[int, jax.Array]  # of some parameters: no smaller than entries of S at their contacts
+    diagonals: dict[int, Float[Array, ""]]  # for some parameters, an upper bound on entries of S at their contacts
 
 
 def leaf_norms(run: Run, seen: Mapping[Contact, Seen], known: Mapping[int, Bounds] | None = None) -> LeafNorms:
-    """Norms of all parameters; ``known`` ones are taken as they are."""
+    """Norms of all parameters, except ``known`` ones, which are returned unchanged."""
     records: dict[Contact, Seen | Formed] = {
         c: _kept(run, c, s) if c in run.plan.kept else s._replace(out=None) for c, s in seen.items()
     }
@@ -56,25 +58,27 @@ def _roots(square: Square) -> Bounds:
     return jnp.sqrt(square.value + square.missing), jnp.sqrt(square.value)
 
 
-def _root(x: jax.Array) -> jax.Array:
-    """The norm of an array, with what may be missing from its square (`safe_norm` reads the array twice)."""
+def _root(x: Float[Array, " ..."]) -> Float[Array, ""]:
+    """An upper bound on the norm of an array, underflow included (`safe_norm` would read the array twice)."""
     return jnp.sqrt(sum_squares(x) + x.size * tiny(wide_dtype(x.dtype)))
 
 
 def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
     several = jax.vmap(lambda seen: form(contact, seen))
     seen = seen._replace(out=None)
-    if contact.factors is None or contact.factors.shape[0] == 1:  # the input is read as it lies
+    if contact.factors is None or contact.factors.shape[0] == 1:  # the input is read in place
         return Formed(several(seen))
     return Formed(in_chunks(several, seen, run.plan.batch_size, run.plan.chunk([contact])))
 
 
-def _norm(run: Run, leaf_plan: LeafPlan, seen: Mapping, records: Mapping) -> tuple[Bounds, jax.Array | None]:
-    """Of one parameter whose contacts' gradients are not pulled back; and `Square.diagonal`."""
+def _norm(
+    run: Run, leaf_plan: LeafPlan, seen: Mapping[Contact, Seen], records: Mapping[Contact, Seen | Formed]
+) -> tuple[Bounds, Array | None]:
+    """The norms of one parameter whose contacts' gradients are not pulled back, and `Square.diagonal`."""
     leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
     scale, offset = run.scales[leaf], run.offsets[leaf]
     shape = run.trace.leaves[leaf].shape
-    number = run.number(leaf)
+    number = run.scalar_scale(leaf)
     if method == "none":
         zero = jnp.zeros(shape, run.wide[leaf].dtype)
         alone = jnp.broadcast_to(safe_norm(run.affine(leaf, zero).reshape(-1), axis=0), (run.plan.batch_size,))
@@ -85,10 +89,10 @@ def _norm(run: Run, leaf_plan: LeafPlan, seen: Mapping, records: Mapping) -> tup
         diagonal = None if number is not None else scale
         of_kind = _direct if leaf_plan.standardized is None else _standardized
         one, rest, inputs = of_kind(run, leaf_plan, diagonal, seen, records)
-        # Kept gradients too are squared in chunks: whole, a CNN took 1.11 ordinary gradients instead of 1.03.
+        # Kept gradients are squared in chunks, too: otherwise a CNN took 1.11 ordinary gradients instead of 1.03.
         chunk = run.plan.chunk(contacts) if method == "explicit" else run.plan.fitting(leaf_plan.bytes)
         found_in_chunks = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
-        square = jax.vmap(rest)(*found_in_chunks)  # of all examples, which share a diagonal
+        square = jax.vmap(rest)(*found_in_chunks)  # for all examples, which share a diagonal
     upper, lower = _roots(square)
     if number is not None:  # its square may be out of range
         upper, lower = (x * jnp.abs(number) for x in (upper, lower))
@@ -104,27 +108,33 @@ def _norm(run: Run, leaf_plan: LeafPlan, seen: Mapping, records: Mapping) -> tup
 
 
 def _shared(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Square:
-    """Of a matrix that several contacts use."""
+    """The squared norms of a matrix that several contacts use."""
     base = orientation(contacts[0])
     turned = [orientation(c) != base for c in contacts]
 
-    def one(xs, ys):
+    def one(xs: list[Array], ys: list[Array]) -> Square:
         uses = zip([cast(Factors, c.factors) for c in contacts], turned, xs, ys, strict=True)
         return norms.shared_gram(list(uses))
 
     return jax.vmap(one)([s.x for s in seen], [s.y for s in seen])
 
 
-Parts = tuple[Callable, Callable, Any]
-"""What is formed of one example, some at a time; the square from that, of all at once; what it all starts from."""
+Parts: TypeAlias = tuple[Callable, Callable, Any]
+"""A function of one example, mapped in chunks; one from its result to the square, mapped at once; the inputs."""
 
 
-def _direct(run: Run, leaf_plan: LeafPlan, scale: Any, seen: Mapping, records: Mapping) -> Parts:
-    """Of a weight whose entries stay apart on their way from the parameter."""
+def _direct(
+    run: Run,
+    leaf_plan: LeafPlan,
+    scale: Array | None,
+    seen: Mapping[Contact, Seen],
+    records: Mapping[Contact, Seen | Formed],
+) -> Parts:
+    """For a weight whose entries each depend on one entry of the parameter."""
     leaf, (contact,) = leaf_plan.leaf, leaf_plan.contacts
     diagonal, lost = run.diagonal(leaf, contact, scale), _lost(run, leaf, [contact])
 
-    def rest(square, columns):
+    def rest(square: Square, columns: term_sizes.Columns | None) -> Square:
         return with_terms(contact, square, columns, diagonal)
 
     if contact not in run.plan.kept:
@@ -133,38 +143,50 @@ def _direct(run: Run, leaf_plan: LeafPlan, scale: Any, seen: Mapping, records: M
     folded = diagonal
     if diagonal is not None and contact.factors is not None:
         folded = contact.factors.fold(diagonal)
-    formed = records[contact].gradient
+    formed = cast(Formed, records[contact]).gradient
     return lambda formed: (of_entries(formed if folded is None else formed * folded, lost), None), rest, formed
 
 
-def _standardized(run: Run, leaf_plan: LeafPlan, scale: Any, seen: Mapping, records: Mapping) -> Parts:
-    """Of a weight whose filters are normalised."""
+def _standardized(
+    run: Run,
+    leaf_plan: LeafPlan,
+    scale: Array | None,
+    seen: Mapping[Contact, Seen],
+    records: Mapping[Contact, Seen | Formed],
+) -> Parts:
+    """For a weight whose filters are normalised."""
     (contact,), found = leaf_plan.contacts, cast(Standardized, leaf_plan.standardized)
     factors, coefficients = cast(Factors, contact.factors), found.coefficients(run.wide[leaf_plan.leaf])
     if leaf_plan.method == "gram":
 
-        def from_gram(f):
-            return norms.standardized_gram(factors, f.x, f.y, f.out, coefficients), None
+        def from_gram(f: Seen) -> tuple[Square, None]:
+            return norms.standardized_gram(factors, f.x, f.y, cast(Array, f.out), coefficients), None
 
         return from_gram, lambda square, columns: square, seen[contact]
     deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
 
-    def explicit(record):
+    def explicit(record: Seen | Formed) -> tuple[Square, term_sizes.Columns | None]:
         square = norms.standardized_explicit(form(contact, record), deviation, diagonal, coefficients)
-        return square, terms.columns(factors, record.x, record.y) if is_sum(contact, record) else None
+        return square, term_sizes.columns(factors, record.x, record.y) if isinstance(record, Seen) and is_sum(
+            contact, record
+        ) else None
 
-    def rest(square, columns):
+    def rest(square: Square, columns: term_sizes.Columns | None) -> Square:
         if columns is None:
             return square
-        return cancelled_before(square, terms.standardized_square(factors, columns, deviation, diagonal, coefficients))
+        return cancelled_before(
+            square, term_sizes.standardized_square(factors, columns, deviation, diagonal, coefficients)
+        )
 
     return explicit, rest, records[contact]
 
 
-def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Mapping) -> list[Square]:
-    """Of gradients that are formed at their contacts and pulled back, some examples at a time."""
+def _pulled(
+    run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Mapping[Contact, Seen | Formed]
+) -> list[Square]:
+    """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time."""
 
-    def one(records):
+    def one(records: list[Seen | Formed]) -> list[Square]:
         formed = [unfold(c, form(c, r)) for c, r in zip(contacts, records, strict=True)]
         gradients = run.pull_back(contacts, formed, leaves)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
@@ -178,35 +200,35 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
     return in_chunks(jax.vmap(one), [records[c] for c in contacts], run.plan.batch_size, run.plan.chunk(contacts))
 
 
-def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> jax.Array | float:
-    """What an entry of ``S g`` may have lost to products that vanish when g is formed."""
+def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
+    """How much an entry of ``S g`` may have lost to products that underflow when g is formed."""
     count = sum(1 if c.factors is None else c.factors.positions for c in contacts)
     scale = run.scales[leaf]
     return count * tiny(run.wide[leaf].dtype) * (1.0 if scale is None else largest(scale))
 
 
 def roundings(
-    gains: Sequence[Mapping[int, jax.Array | None]], contacts: Sequence[Contact], formed: list[jax.Array],
-    records: Sequence[Seen | Formed], norm: Callable[[jax.Array], jax.Array], size_of_terms: Callable[..., jax.Array],
-) -> list[jax.Array]:  # fmt: skip
-    """Per parameter, how large the terms are that one example's ``S g`` was added up from.
+    gains: Sequence[Mapping[int, Array | None]], contacts: Sequence[Contact], formed: list[Array],
+    records: Sequence[Seen | Formed], norm: Callable[[Array], Array], size_of_terms: Callable[..., Array],
+) -> list[Array]:  # fmt: skip
+    """For each parameter, the size of the terms that one example's ``S g`` was added up from.
 
     Args:
         gains: from `Run.gains`.
-        formed: its gradients at the contacts.
+        formed: the example's gradients at the contacts.
         records: what they were formed from.
-        norm: of an array, no smaller than it is.
-        size_of_terms: of factors, x, y and a diagonal, as `terms.size`.
+        norm: an upper bound on the norm of an array.
+        size_of_terms: a function of factors, x, y and a diagonal, like `term_sizes.size`.
     """
 
-    def behind(i: int, gain: jax.Array | None) -> jax.Array:
+    def behind(i: int, gain: Array | None) -> Array:
         contact, record = contacts[i], records[i]
         if not is_sum(contact, record):
             return norm(formed[i] if gain is None else gain * jnp.abs(formed[i]))
         factors, record = cast(Factors, contact.factors), cast(Seen, record)
         return size_of_terms(factors, record.x, record.y, None if gain is None else factors.fold(gain))
 
-    def of_leaf(own: Mapping[int, jax.Array | None]) -> jax.Array:
+    def of_leaf(own: Mapping[int, Array | None]) -> Array:
         if len(own) == 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own):
             return jnp.zeros(())  # nothing was added up
         return functools.reduce(jnp.hypot, (behind(*of) for of in own.items()), jnp.zeros(()))
@@ -214,6 +236,6 @@ def roundings(
     return [of_leaf(own) for own in gains]
 
 
-def _root_of_terms(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
-    found = terms.square(factors, x, y, scale)
+def _root_of_terms(factors: Factors, x: Array, y: Array, scale: Array | None) -> Array:
+    found = term_sizes.square(factors, x, y, scale)
     return jnp.sqrt(found.value + found.missing)

@@ -1,29 +1,29 @@
-"""Through which equations a weighted sum of gradients may be pulled back.
+"""Decides which equations a weighted sum of gradients may be pulled back through.
 
 The engine pulls ``sum_i c_i G_i`` through the prologue once, where ``jax.grad`` pulls back every ``G_i``. The two agree
-only if the backward pass is linear in the cotangent, and a user may write one that is not: a ``custom_vjp`` that clips
-gradients, say. So what a sum may be pulled through is listed, by the primitive itself and not by its name. Anything
-else belongs to the body, which is differentiated example by example, and the contacts are what it reads.
+only if the backward pass is linear in the cotangent, and users may write one that is not, such as a ``custom_vjp`` that
+clips gradients. So the primitives that are known to be linear are listed (primitives.py), by identity and not by name.
+Any other equation goes to the body, which is differentiated example by example, and its inputs become contacts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from dpopt.engines.programs import equations
 from dpopt.ghost.primitives import HOLDING, ORDINARY, WIDENED
 from dpopt.ghost.values import Value, is_narrow
 
 
-def pulls_sums(eqn: Any, run: Callable, inputs: Sequence[Value], outputs: Sequence[Value]) -> bool:
+def may_pull_back_sums(eqn: core.JaxprEqn, run: Callable, inputs: Sequence[Value], outputs: Sequence[Value]) -> bool:
     """Whether an equation between parameters and contacts may stay in the prologue.
 
-    Complex values do not: contacts are real, so that norms are. Nor do operations in 16 bits that cannot be done in
-    more, since what a sum loses by rounding is not bounded by what one example adds to it.
+    Complex values may not: contacts have to be real for norms to be. Nor may 16-bit operations that cannot run in more
+    bits: the rounding error of a sum is not bounded by the contribution of one example.
     """
     if not any(jnp.issubdtype(v.dtype, jnp.inexact) for v in outputs):
         return True  # nothing to pull back
@@ -38,7 +38,7 @@ def pulls_sums(eqn: Any, run: Callable, inputs: Sequence[Value], outputs: Sequen
 
 
 def _is_linear(run: Callable, inputs: Sequence[Value]) -> bool:
-    """Whether an equation with equations inside has a derivative made of ordinary operations alone."""
+    """Whether the derivative of an equation that holds other equations consists of ordinary operations alone."""
     moving = [i for i, v in enumerate(inputs) if v.leaves]
 
     def push(values, tangents):
@@ -53,6 +53,6 @@ def _is_linear(run: Callable, inputs: Sequence[Value]) -> bool:
     values = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
     try:
         program = jax.make_jaxpr(push)(values, [values[i] for i in moving])
-    except Exception:  # no forward derivative, as of a `custom_vjp`
+    except Exception:  # no forward derivative, such as a `custom_vjp`
         return False
     return all(e.primitive in ORDINARY | HOLDING for e in equations(program.jaxpr))

@@ -1,71 +1,74 @@
 """Squared norms of per-example gradients from their factors, without the gradients where possible.
 
-With ``G = sum_t l_t (x) r_t`` (rules/) there are four ways, all exact, and the planner picks one:
+With ``G = sum_t l_t (x) r_t`` (rules/) there are four exact methods, of which the planner picks one:
 
 * ``rank_one``  T = 1:  ``|G|^2 = |l|^2 |r|^2``; with a diagonal S, ``(l^2) @ (S^2) . (r^2)``: one matmul.
 * ``gram``      ``|G|^2 = <l l', r r'>``, both T x T: ``T^2 (a + p)`` operations and no weight-sized buffer.
-* ``segments``  one-hot ``l`` (embeddings): add up the rows of equal index, then square.
-* ``explicit``  form G (``T a p``, what the weighted sum costs, which can then reuse it).
+* ``segments``  one-hot ``l`` (embeddings): add up the rows with equal index, then square.
+* ``explicit``  form G (``T a p`` operations, as many as the weighted sum, which can then reuse it).
 
 Every method is written for one group of one example; `over_groups` maps it over the groups, and the engine over the
-batch. What float32 cannot hold of a square is bounded in squares.py.
+batch. squares.py bounds what float32 loses of a square.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Shaped
 
+from dpopt.common.types import PyTree
 from dpopt.ghost import squares
 from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, join, wide
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square
 from dpopt.ghost.standardized import Coefficients, PerFilter
 
+_Folded: TypeAlias = Float[Array, "K N a p"]
+
 
 class Group(NamedTuple):
     """One group's factors: ``G[k] = sum_t left[k]_t (x) right_t``."""
 
     left: Sequence[Rows]  # K times [T, a]
-    right: jax.Array  # [T, p]
-    scale: jax.Array | None  # [K, a, p]: a diagonal that multiplies G
-    inner: jax.Array | None  # [T, T]: sum_k left[k] left[k]', where there is a cheaper way to it
+    right: Float[Array, "T p"]
+    scale: Float[Array, "K a p"] | None  # a diagonal that multiplies G
+    inner: Float[Array, "T T"] | None  # sum_k left[k] left[k]', if it can be computed more cheaply than from left
 
     def rows(self) -> Rows:
         """``[T, K a]``: the left factors side by side, so that G is one matrix ``[K a, p]``.
 
-        One product for all k is as fast as one for each, and takes a K-th of the kernels to compile."""
+        One product for all k is as fast as one for each, and needs a K-th of the kernels."""
         if len(self.left) == 1:
             return self.left[0]
         return Dense(jnp.concatenate([rows.x for rows in cast(Sequence[Dense], self.left)], axis=1))
 
-    def diagonal(self) -> jax.Array:
-        """The diagonal that there is, ``[K a, p]``."""
-        scale = cast(jax.Array, self.scale)
+    def diagonal(self) -> Float[Array, "Ka p"]:
+        """The diagonal of a group that has one."""
+        scale = cast(Array, self.scale)
         return scale.reshape(-1, scale.shape[-1])
 
     def table(self) -> OneHot | None:
-        """The rows that are looked up, if this is a look-up; it has one left factor."""
+        """The rows that are looked up, if this is a look-up, which has one left factor."""
         return self.left[0] if isinstance(self.left[0], OneHot) else None
 
-    def scaled(self) -> jax.Array:
+    def scaled(self) -> Float[Array, "T p"]:
         """``right`` times the rows of the diagonal that are looked up."""
         table = cast(OneHot, self.table())
         return self.right if self.scale is None else self.right * table.times(self.diagonal())
 
 
 def over_groups(
-    method: Callable, factors: Factors, x: jax.Array, y: jax.Array, scale: Any = None, more: Sequence[Any] = (),
-    grams: bool = False,
-) -> Any:  # fmt: skip
-    """``method`` of every group of one example, stacked.
+    method: Callable[..., PyTree], factors: Factors, x: Shaped[Array, " ..."], y: Float[Array, " ..."],
+    scale: _Folded | None = None, more: Sequence[PyTree] = (), grams: bool = False,
+) -> PyTree:  # fmt: skip
+    """``method`` for every group of one example, stacked.
 
     Args:
-      scale: ``[K, N, a, p]``, or None.
       more: further arguments of ``method``, ``[N, ...]``.
       grams: whether ``method`` reads `Group.inner`.
     """
@@ -73,7 +76,7 @@ def over_groups(
     inner = factors.inner(x, lambda z: einsum("nas,nat->nst", z, z)) if grams and factors.inner else None
     scale = None if scale is None else jnp.swapaxes(scale, 0, 1)
 
-    def one(left, right, scale, inner, *more):
+    def one(left: Sequence[Array], right: Array, scale: Array | None, inner: Array | None, *more: PyTree) -> PyTree:
         rows = [OneHot(z, factors.shape[2]) if factors.one_hot else Dense(z) for z in left]
         return method(Group(rows, right, scale, inner), *more)
 
@@ -81,14 +84,16 @@ def over_groups(
 
 
 def mapped(one: Callable, groups: int) -> Callable:
-    """``one`` of every group; a group that is the only one is not mapped: `_mixed` then sees the batch, which is."""
+    """``one`` for every group; a single group is not mapped, so that `_mixed` is mapped over the batch only."""
     if groups > 1:
         return jax.vmap(one)
     return lambda *only: jax.tree.map(lambda z: z[None], one(*jax.tree.map(lambda z: jnp.squeeze(z, 0), only)))
 
 
-def square(method: str, factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> Square:
-    """``|S * G|^2`` of one example; ``scale`` is folded to ``[K, N, a, p]``."""
+def square(
+    method: str, factors: Factors, x: Shaped[Array, " ..."], y: Float[Array, " ..."], scale: _Folded | None
+) -> Square:
+    """``|S * G|^2`` for one example; ``scale`` is S, folded."""
     groups = over_groups(_METHODS[method], factors, x, y, scale, grams=method == "gram")
     return jax.tree.map(jnp.sum, groups)
 
@@ -112,35 +117,35 @@ def rank_one(group: Group) -> Square:
     return Square(jnp.sum(mixed * right_squares), missing, most)
 
 
-# Terms that are added up one after the other: a product of one row with a matrix does so.
+# How many terms to add up one after another, as a product of a row with a matrix does.
 _BLOCK = 1024
 
 
 @jax.custom_batching.custom_vmap
-def _mixed(row: jax.Array, diagonal: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``row @ diagonal^2``, entry by entry squared, of non-negative numbers; and the sums of the squares' columns."""
+def _mixed(row: Float[Array, " a"], diagonal: Float[Array, "a p"]) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
+    """``row @ diagonal^2`` (elementwise square) for a non-negative row, and the column sums of ``diagonal^2``."""
     (mixed,) = _in_blocks(row[None], diagonal)
     return mixed, jnp.sum(jnp.square(wide(diagonal)), axis=0)
 
 
 @_mixed.def_vmap
-def _(size: int, are_mapped: Sequence[bool], rows: jax.Array, diagonal: jax.Array) -> tuple[Any, tuple[bool, bool]]:
+def _(size: int, are_mapped: Sequence[bool], rows: Array, diagonal: Array) -> tuple[Any, tuple[bool, bool]]:
     if are_mapped[1]:
         rows = rows if are_mapped[0] else jnp.broadcast_to(rows, (size, *rows.shape))
         return jax.vmap(_mixed.fun)(rows, diagonal), (True, True)
-    # A diagonal of all examples is read once: its columns are added up by a row of ones beside theirs.
+    # A diagonal shared by all examples is read once: an additional row of ones adds up its columns.
     rows = jnp.concatenate([rows, jnp.ones((1, rows.shape[1]), rows.dtype)])
     out = _in_blocks(rows, diagonal)
     return (out[:-1], out[-1]), (True, False)
 
 
-def _in_blocks(rows: jax.Array, diagonal: jax.Array) -> jax.Array:
-    """``rows @ diagonal^2``, long sums in blocks."""
+def _in_blocks(rows: Float[Array, "rows a"], diagonal: Float[Array, "a p"]) -> Float[Array, "rows p"]:
+    """``rows @ diagonal^2``, with long sums in blocks."""
     length = rows.shape[1]
     blocks = -(-length // _BLOCK)
     block = length // blocks
 
-    def part(start: Any, count: int) -> jax.Array:
+    def part(start: jax.typing.ArrayLike, count: int) -> Array:
         own = lax.dynamic_slice_in_dim(rows, start, count, axis=1)
         return einsum("ba,ap->bp", own, jnp.square(wide(lax.dynamic_slice_in_dim(diagonal, start, count))))
 
@@ -151,15 +156,15 @@ def _in_blocks(rows: jax.Array, diagonal: jax.Array) -> jax.Array:
 
 
 def gram(group: Group) -> Square:
-    """``<l l', r r'>``; with a diagonal only for one-hot ``l``, whose rows it multiplies."""
+    """``<l l', r r'>``; a diagonal is supported only for one-hot ``l``, where it multiplies the rows of ``r``."""
     right = Dense(group.right if group.table() is None else group.scaled())
     inner, outer = _left_gram(group), right.inner(right)
     sizes = right.x.shape[0], sum(_length(rows) for rows in group.left), right.x.shape[1]
     return squares.of_products(_diagonal(inner), _diagonal(outer), jnp.sum(inner * outer), sizes)
 
 
-def _diagonal(square: jax.Array) -> jax.Array:
-    """By a slice, which is fused with what reads it; `jnp.diagonal` is a look-up."""
+def _diagonal(square: Float[Array, "T T"]) -> Float[Array, " T"]:
+    """The diagonal by a slice, which XLA fuses with its uses; `jnp.diagonal` is a look-up."""
     return square.reshape(-1)[:: len(square) + 1]
 
 
@@ -167,14 +172,14 @@ def _length(rows: Rows) -> int:
     return 1 if isinstance(rows, OneHot) else rows.x.shape[1]  # an inner product of one-hot rows has one term
 
 
-def _left_gram(group: Group) -> jax.Array:
+def _left_gram(group: Group) -> Float[Array, "T T"]:
     """``sum_k left[k] left[k]'``."""
     rows = group.rows()
     return rows.inner(rows) if group.inner is None else group.inner
 
 
 def segments(group: Group) -> Square:
-    """One-hot ``l``: rows of equal index are added up first."""
+    """For one-hot ``l``: rows with equal index are added up first."""
     right = group.scaled()
     found = squares.of_entries(cast(OneHot, group.table()).merged(right))
     return found._replace(value=squares.cancelled(found.value, jnp.sum(jnp.sqrt(Dense(right).squares()))))
@@ -183,13 +188,12 @@ def segments(group: Group) -> Square:
 _METHODS: dict[str, Callable[[Group], Square]] = {"rank_one": rank_one, "gram": gram, "segments": segments}
 
 
-def explicit(factors: Factors, x: jax.Array, y: jax.Array) -> jax.Array:
-    """G itself, ``[K, N, a, p]`` in at least float32."""
+def explicit(factors: Factors, x: Shaped[Array, " ..."], y: Float[Array, " ..."]) -> _Folded:
+    """G itself, in at least float32."""
     return jnp.swapaxes(over_groups(_formed, factors, x, y), 0, 1)
 
 
-def _formed(group: Group) -> jax.Array:
-    """``[K, a, p]``."""
+def _formed(group: Group) -> Float[Array, "K a p"]:
     table, right = group.table(), group.right
     if table is not None:
         return table.added(right)[None]
@@ -199,21 +203,28 @@ def _formed(group: Group) -> jax.Array:
     return einsum("ta,tp->ap", cast(Dense, group.rows()).x, right).reshape(len(left), -1, p)
 
 
-def along_rows(factors: Factors, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """``<G, direction>`` for one example of a look-up; ``direction`` is shaped like the weight."""
+def along_rows(
+    factors: Factors, direction: Float[Array, " ..."], x: Shaped[Array, " ..."], y: Float[Array, " ..."]
+) -> Float[Array, ""]:
+    """``<G, direction>`` for one example of a look-up; ``direction`` has the shape of the weight."""
     groups = over_groups(lambda group: jnp.sum(wide(group.scaled())), factors, x, y, factors.fold(direction))
     return jnp.sum(groups)
 
 
-def with_offset(upper: jax.Array, lower: jax.Array, mixed: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+def with_offset(
+    upper: Float[Array, " batch"],
+    lower: Float[Array, " batch"],
+    mixed: Float[Array, " batch"],
+    offset: Float[Array, ""],
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
     """Bounds on ``|g + o|`` from bounds on ``|g|``, from ``<g, o>`` and ``|o|``.
 
-    Where the two cancel, rounding takes a large share of what is left: that counts as missing, so that it is computed
-    by the plain definition where it matters. (Rounding is relative to the largest terms, which sixteen are room for; of
-    ``<g, o>`` some millions of products may have vanished.)
+    Where the two cancel, rounding error is a large share of the result. It counts as missing, so that the norm is
+    computed from a formed gradient where it matters. (Rounding is relative to the largest terms, for which a factor of
+    sixteen suffices; some millions of the products in ``<g, o>`` may have underflowed.)
     """
     larger = jnp.maximum(upper, offset)
-    unit = jnp.where((larger > 0) & jnp.isfinite(larger), larger, 1)  # squares of what is left stay in range
+    unit = jnp.where((larger > 0) & jnp.isfinite(larger), larger, 1)  # squares of the quotients stay in range
     high, low, offset = upper / unit, lower / unit, offset / unit
     cross = 2 * mixed / unit / unit
     vanished = 2.0**24 * squares.tiny(upper.dtype) / unit / unit
@@ -223,13 +234,15 @@ def with_offset(upper: jax.Array, lower: jax.Array, mixed: jax.Array, offset: ja
     return unit * jnp.sqrt(highest), unit * jnp.sqrt(lowest)
 
 
-def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Array, c: Coefficients) -> Square:
-    """``|alpha G + p + q u|^2`` (standardized.py) from Gram matrices; ``out`` is what the standardised weight gave.
+def standardized_gram(
+    factors: Factors, x: Float[Array, " ..."], y: Float[Array, "*out"], out: Float[Array, "*out"], c: Coefficients
+) -> Square:
+    """``|alpha G + p + q u|^2`` (standardized.py) from Gram matrices; ``out`` is the output of the standardised weight.
 
     Per filter the square is ``|alpha G|^2 + 2 alpha (p <1, G> + q <u, G>) + p^2 n + 2 p q sum u + q^2 sum u^2``.
     """
 
-    def one(group: Group, out: jax.Array, c: PerFilter) -> Square:
+    def one(group: Group, out: Array, c: PerFilter) -> Square:
         inner, right = _left_gram(group), wide(group.right)
         scaled = Dense(right * c.slope[None])
         outer = scaled.inner(scaled)
@@ -242,7 +255,7 @@ def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Arr
         sizes = right.shape[0], sum(_length(rows) for rows in group.left), right.shape[1]
         value = jnp.sum(inner * outer) + sum(jnp.sum(t) for t in terms)
         found = squares.of_products(_diagonal(inner), _diagonal(outer), value, sizes)
-        # The terms cancel in part: what rounding may have taken from their sum counts as well.
+        # The terms may cancel in part, so the rounding error of their sum counts as well.
         of_terms = cast(jax.Array, sum(jnp.sum(jnp.abs(t)) for t in terms))
         return found._replace(value=squares.cancelled(found.value, jnp.sqrt(of_terms)))
 
@@ -251,8 +264,8 @@ def standardized_gram(factors: Factors, x: jax.Array, y: jax.Array, out: jax.Arr
     return jax.tree.map(jnp.sum, groups)
 
 
-def standardized_explicit(formed: jax.Array, deviation: jax.Array, scale: Any, c: Coefficients) -> Square:
-    """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but c's are folded to ``[K, N, a, p]``."""
+def standardized_explicit(formed: _Folded, deviation: _Folded, scale: _Folded | None, c: Coefficients) -> Square:
+    """``|S (alpha G + p + q u)|^2`` from G itself; all arrays but those of ``c`` are folded."""
     total, along = (jnp.sum(z, axis=(0, 2)) for z in (formed, formed * deviation))
     p, q = (z[None, :, None] for z in c.per_filter.pulled(along, total))
     parts = [formed * c.per_filter.slope[None, :, None], jnp.broadcast_to(p, formed.shape), q * deviation]
@@ -262,17 +275,16 @@ def standardized_explicit(formed: jax.Array, deviation: jax.Array, scale: Any, c
     return found._replace(value=squares.cancelled(found.value, total))
 
 
-def shared_gram(uses: Sequence[tuple[Factors, bool, jax.Array, jax.Array]]) -> Square:
+def shared_gram(uses: Sequence[tuple[Factors, bool, Array, Array]]) -> Square:
     """``|sum_k G_k|^2`` for several uses of one matrix (tied weights), cross terms included.
 
-    Each use is ``(factors, is it transposed?, x, y)``, relative to the parameter. Uses of one kind
-    are joined along T, so that an unrolled recurrent network is one Gram matrix, not one for each
-    pair of steps.
+    Each use is ``(factors, whether it is transposed relative to the parameter, x, y)``. Uses of one kind are joined
+    along T, so that an unrolled recurrent network has one Gram matrix instead of one for each pair of steps.
     """
     kinds: dict[tuple[type, type], list[tuple[Rows, Rows]]] = {}
     for factors, transposed, x, y in uses:
         (left,), right = factors.split(x, y)
-        # A plain matrix has one group, or `squeeze` raises.
+        # A plain matrix has one group; otherwise `squeeze` raises.
         left, right = jnp.squeeze(left, 0), jnp.squeeze(right, 0)
         pair = (OneHot(left, factors.shape[2]) if factors.one_hot else Dense(left), Dense(right))
         pair = pair[::-1] if transposed else pair

@@ -1,21 +1,21 @@
-"""Norms of single examples' gradients, formed from what the passes recorded: slow, and rare.
+"""Norms of gradients that are formed one example at a time from what the passes recorded: slow, and rare.
 
-For examples whose norm float32 could not tell otherwise.
+For examples whose norms float32 cannot compute otherwise.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.engines.norms import all_at_once, safe_norm
-from dpopt.engines.once import if_any
-from dpopt.ghost import terms
+from dpopt.engines.norms import Norm, all_at_once, safe_norm
+from dpopt.engines.rare_branch import if_any
+from dpopt.ghost import term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Seen, unfold, weighted
 from dpopt.ghost.leaf_norms import roundings
@@ -23,29 +23,30 @@ from dpopt.ghost.run import Run
 from dpopt.ghost.selection import distinct_arrays, finite, without_bad_entries
 from dpopt.ghost.squares import TOLERANCE, shifted_norm, with_roundings
 from dpopt.ghost.values import Contact
+from dpopt.ghost.weighted_sum import Weigh
 
 
 def certain(
     run: Run,
     upper: list[jax.Array],
     lower: list[jax.Array],
-    weigh: Callable[[list[jax.Array], jax.Array], list[jax.Array]],
+    weigh: Weigh,
     mask: jax.Array,
     records: Mapping[Contact, Seen | Formed],
     leaves: Sequence[int] | None = None,
 ) -> tuple[list[jax.Array], dict[Contact, Seen | Formed]]:
-    """The upper bounds of norms, but norms of the gradients themselves where the clip would tell; and the records.
+    """The upper bounds on norms, replaced by norms of formed gradients where the difference matters; and the records.
 
-    Of examples with a norm that is not finite, which contribute zero, what is not finite is zero there from then on:
-    zero times NaN would be NaN.
+    Examples with a norm that is not finite contribute zero. In their records, entries that are not finite are replaced
+    by zeros, since zero times NaN is NaN.
 
-    A gradient that is not finite (contributes zero) is told from one whose squares overflow (clipped as usual: its norm
-    is taken relative to its largest entry).
+    This distinguishes a gradient that is not finite, which contributes zero, from one whose squares overflow, which is
+    clipped as usual: its norm is computed relative to its largest entry.
 
     Args:
-        lower: the norms but for what may be missing from them (squares.py).
-        weigh: coefficients for norms and a mask.
-        records: what is known of the examples at the contacts of ``leaves`` (None: all), whose norms are looked at.
+        lower: the norms without what may be missing from them (squares.py).
+        weigh: maps norms and a mask to coefficients.
+        records: of the examples at the contacts of ``leaves`` (None: all), whose norms are checked.
     """
     leaves = range(len(upper)) if leaves is None else leaves
     if not leaves:
@@ -57,7 +58,7 @@ def certain(
     uncertain = mask & ~functools.reduce(jnp.logical_and, fine)
     arrays, rebuild = distinct_arrays(records)
 
-    def step(state):
+    def step(state: tuple[list[jax.Array], list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
         own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves)
         return own, without_bad_entries(~finite(own), state[1])
 
@@ -70,21 +71,21 @@ def _norms(
     run: Run, chosen: jax.Array, known: list[jax.Array], records: Mapping[Contact, Seen | Formed],
     leaves: Sequence[int],
 ) -> list[jax.Array]:  # fmt: skip
-    """Norms of ``leaves``; of the ``chosen`` examples those of the formed gradients, with what the sum may lose."""
+    """Norms of ``leaves``: for ``chosen`` examples of the formed gradients, plus the rounding error of their sum."""
     contacts = run.contacts_of(leaves)
     gains = run.gains(contacts, leaves)
     offsets = [0.0 if o is None else safe_norm(o.reshape(-1), axis=0) for o in (run.offsets[i] for i in leaves)]
 
-    def one(rows):
+    def one(rows: tuple) -> list[jax.Array]:
         records, is_chosen, known = rows
         formed = _formed(contacts, records)
         gradients = _gradient(run, contacts, formed, leaves)
 
-        def asked(norm):
-            size = functools.partial(terms.size, norm)
+        def wanted(norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
+            size = functools.partial(term_sizes.size, norm)
             return [norm(g) for g in gradients], roundings(gains, contacts, formed, records, norm, size)
 
-        own, totals = all_at_once(asked)
+        own, totals = all_at_once(wanted)
         own = [with_roundings(n, t) for n, t in zip(own, totals, strict=True)]
         own = [shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)]
         return [jnp.where(is_chosen, o.astype(n.dtype), n) for n, o in zip(known, own, strict=True)]
@@ -98,12 +99,12 @@ def _norms(
 
 
 def _together(run: Run) -> int:
-    """How many examples go together where one would do: each device visits its own share of a sharded batch."""
+    """How many examples to process at a time: one per device, so that each processes its share of a sharded batch."""
     return math.gcd(run.plan.batch_size, jax.device_count())
 
 
 def _formed(contacts: Sequence[Contact], records: Sequence[Seen | Formed]) -> list[jax.Array]:
-    """One example's gradients at the contacts: the primitives transposed, few operations, hence quick to compile."""
+    """One example's gradients at the contacts, by the transposed primitives: few operations, quick to compile."""
     batches_of_one = jax.tree.map(lambda x: x[None], records)
     return [
         unfold(c, r.gradient) if isinstance(r, Formed) else weighted(c, alone, jnp.ones(1))

@@ -1,6 +1,6 @@
-"""A plan: which norm for which parameter, what it should cost, and in how many parts a batch is best taken.
+"""A plan: the norm method of each parameter, what it should cost, and how many parts to split a batch into.
 
-planner.py makes it, for one example; whatever is said of a batch follows from that.
+planner.py makes the plan for one example; all figures for a batch follow from it.
 """
 
 from __future__ import annotations
@@ -14,46 +14,41 @@ from typing import cast
 import jax
 
 from dpopt.engines import sums
-from dpopt.ghost.costs import (
-    computed,
-    forming_bytes,
-    leaf_bytes,
-    norm_cost,
-)
+from dpopt.ghost.costs import forming_bytes, forward_work, leaf_bytes, norm_cost
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry
 
-# Ghost must not lose to vmap by more than 5%; the model is trusted to that and no further.
-_MARGIN = 1.05
-# Where all gradients of the batch are smaller than this, both engines take the same few microseconds, and vmap half as
-# long to compile (measured on networks of 300 to 70,000 parameters).
-_TINY_BYTES = 1 << 16
-# Formed gradients that are not kept live in a buffer of this size: it should fit a cache.
+# Ghost must not be slower than vmap by more than 5%: the cost model is not more accurate than that.
+MARGIN = 1.05
+# If all gradients of the batch take no more than this, both engines run in the same few microseconds, whatever the cost
+# model says, and vmap compiles in half the time (measured on networks of 300 to 70,000 parameters).
+TINY_BYTES = 1 << 16
+# Formed gradients that are not kept share a buffer of this size, which should fit a cache.
 _CHUNK_BYTES = 1 << 22
-# ... and in two passes of this size: a loop over chunks holds its inputs twice.
+# In two passes the buffer has this size, because a loop over chunks holds its inputs twice.
 _STREAMED_CHUNK_BYTES = 1 << 26
-# A batch whose forward pass computes less is taken whole: CPUs hold it, and allocators hand out the same memory again.
+# A batch whose forward pass computes less is not split: it fits the caches, and the allocator reuses the memory.
 _WHOLE_BYTES = 1 << 25
-# Bytes moved in the time that it takes to start one more operation.
+# Bytes moved in the time that it takes to start one operation.
 _START_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """How one parameter's per-example norms are found."""
+    """How the per-example norms of one parameter are computed."""
 
     leaf: int
     contacts: tuple[Contact, ...]
     method: str  # none, rank_one, gram, segments, shared_gram, explicit or pulled_back
     operations: float  # for one example's norm
-    bytes: float  # of buffers that an ordinary gradient does not have, for one example
-    standardized: Standardized | None = None  # its filters are normalised on the way to the contact
+    bytes: float  # of buffers that an ordinary gradient does not need, for one example
+    standardized: Standardized | None = None  # if its filters are normalised on the way to the contact
 
 
 @dataclass
 class Plan:
-    """The trace, a method for every parameter, and the contacts whose gradients are kept.
+    """The trace, the method of each parameter, and the contacts whose gradients are kept.
 
     Costs are in operations, for one example."""
 
@@ -64,7 +59,7 @@ class Plan:
     ordinary_cost: float
     ghost_cost: float
     vmap_cost: float
-    scaled: Sequence[bool]  # what it was made for: see `planner.make_plan`
+    scaled: Sequence[bool]  # as passed to `planner.make_plan`
     shifted: bool
     paths: Sequence[str] = ()
     streamed: Mapping[Contact, str] = dataclasses.field(default_factory=dict)  # contacts with hooks, and their methods
@@ -72,7 +67,7 @@ class Plan:
 
     @property
     def pulled_back(self) -> list[tuple[list[Contact], list[int]]]:
-        """Contacts and parameters whose norms are found together, since they are connected."""
+        """Groups of contacts and parameters that are connected and have their norms computed together."""
         groups: list[tuple[set[Contact], set[int]]] = []
         for leaf in self.leaves:
             if leaf.method != "pulled_back":
@@ -89,16 +84,16 @@ class Plan:
 
     @property
     def outputs(self) -> frozenset[Contact]:
-        """The contacts whose outputs norms are computed from."""
+        """The contacts whose outputs are needed for norms."""
         return frozenset(leaf.contacts[0] for leaf in self.leaves if leaf.standardized and leaf.method == "gram")
 
     def chunk(self, contacts: Sequence[Contact]) -> int:
-        """How many examples to form gradients for at a time."""
+        """How many examples' gradients to form at a time."""
         size = sum(forming_bytes(c) for c in contacts if c.factors)
         return self._divisor(self._chunk_bytes / max(size, 1))
 
     def fitting(self, size: float) -> int:
-        """How many examples to take at a time, if each needs buffers of this many bytes."""
+        """How many examples to process at a time if each needs buffers of ``size`` bytes."""
         return self._divisor(self._chunk_bytes / max(size, 1))
 
     @property
@@ -107,16 +102,16 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Into how many equal parts the batch is best taken, one after the other in the same memory.
+        """The number of equal parts to split the batch into, to be processed one after the other in the same memory.
 
-        On CPUs memory that is touched for the first time costs more than most of what is computed in it. Of A bytes of
-        activations k parts touch A / k; and k times they read the parameters and add up their sums, P bytes, and start
-        their operations. A / k + k P is least at k = sqrt(A / P). Elsewhere small parts leave processors idle, and
-        across devices a part has to be a part on each of them: there the batch is taken whole.
+        On CPUs, touching memory for the first time costs more than most computations in it. With A bytes of
+        activations, k parts touch A / k, but they read the parameters, add up their sums (P bytes in all) and start
+        their operations k times. A / k + k P is smallest at k = sqrt(A / P). On other backends small parts leave
+        processors idle, and on several devices a part would have to be a part on each: there the batch stays whole.
         """
         if jax.default_backend() != "cpu" or jax.device_count() > 1:
             return 1
-        activations, operations = computed(self.trace.body)
+        activations, operations = forward_work(self.trace.body)
         activations *= self.batch_size
         if activations < _WHOLE_BYTES:
             return 1
@@ -124,12 +119,12 @@ class Plan:
         return self._divisor(min(math.sqrt(activations / again), activations / _CHUNK_BYTES))
 
     def of(self, batch_size: int) -> Plan:
-        """The same for another batch size."""
+        """This plan for another batch size."""
         plan = dataclasses.replace(self, batch_size=batch_size)
         return plan.streaming(self.single) if self.streamed else plan
 
     def streaming(self, single: Collection[int] = ()) -> Plan:
-        """The same in two passes (streamed.py), or one for those of the ``single`` parameters that can be streamed."""
+        """This plan in two passes (streamed.py), or in one for those ``single`` parameters that can be streamed."""
         chosen = {}
         for leaf in self.leaves:
             if len(leaf.contacts) == 1 and not self.shifted and is_direct(leaf.contacts[0]):
@@ -137,7 +132,7 @@ class Plan:
                 scaling = self.scaled[leaf.leaf] or not cast(Entry, contact.weight.entry).copy
                 if all(is_mapped for _, is_mapped in contact.loops):
                     ways = methods(one, scaling)
-                    # What is formed in one pass is added up as well: then the norm costs next to nothing.
+                    # One pass has to form the gradient for the sum anyway, so its norm is almost free.
                     if leaf.leaf in single and self.batch_size <= sums.ROWS and jax.device_count() == 1:
                         ways = [m for m in ways if m in ("explicit", "rank_one", "segments")]
                     chosen[contact] = min(ways, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
@@ -161,14 +156,23 @@ class Plan:
         return max(n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0 and n <= max(1, most))
 
     @property
+    def all_formed_bytes(self) -> int:
+        """Bytes of the plain per-example gradients of the batch."""
+        return self.batch_size * sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether per-example gradients are so small that vmap is used whatever the costs are."""
+        return self.all_formed_bytes <= TINY_BYTES
+
+    @property
     def prefers_vmap(self) -> bool:
-        """True where plain per-example gradients should be faster by more than the margin, or are next to nothing."""
-        formed = self.batch_size * sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
-        return formed <= _TINY_BYTES or self.ghost_cost > _MARGIN * self.vmap_cost
+        """Whether plain per-example gradients should be faster by more than the margin, or are tiny."""
+        return self.is_tiny or self.ghost_cost > MARGIN * self.vmap_cost
 
 
 def methods(contact: Contact, scaled: bool) -> list[str]:
-    """The ways to the norm of one contact's gradient where its weight's entries stay apart, under a diagonal or not."""
+    """The norm methods of a contact whose weight keeps its entries apart, with a diagonal or without."""
     if contact.factors is None:
         return ["explicit"]
     if contact.factors.positions == 1:
@@ -184,7 +188,7 @@ def is_direct(contact: Contact) -> bool:
 
 
 def orientation(contact: Contact) -> tuple[int, int] | None:
-    """The parameter's axes that are a and p at this contact, if it is a matrix used as it is."""
+    """The parameter's axes that are a and p at this contact, if the parameter is a matrix that is used unchanged."""
     entry, factors = contact.weight.entry, contact.factors
     if not is_direct(contact) or entry is None or factors is None or factors.axes is None:
         return None

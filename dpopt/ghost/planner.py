@@ -1,12 +1,12 @@
-"""Planning: for every parameter the norm that should cost least.
+"""Planning: chooses the cheapest norm method for every parameter.
 
-A parameter whose only contact keeps its entries apart (reshaped, transposed, cast, multiplied by constants) can have
-its norm taken at the contact by any method of norms.py, and so can one whose filters are normalised on the way
-(standardized.py). For any other (a low-rank product, a learned gain on a filter, a bias added to a whole sequence) the
-contacts' per-example gradients are formed and *pulled back* through the prologue, example by example.
+If the only contact of a parameter keeps its entries apart (reshaped, transposed, cast, multiplied by constants), its
+norm can be computed at the contact by any method of norms.py. The same holds if its filters are normalised on the way
+(standardized.py). For all other parameters (a low-rank product, a learned gain on a filter, a bias added to a whole
+sequence) the per-example gradients of the contacts are formed and *pulled back* through the prologue, one at a time.
 
-A formed gradient is *kept* for the weighted sum, which then needs no matrix product of its own, as long as all that is
-kept stays smaller than the activations.
+A formed gradient is *kept* for the weighted sum, which then needs no matrix product, as long as all kept gradients
+together stay smaller than the activations.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 
+from dpopt.common.types import PyTree
 from dpopt.ghost.costs import (
     OPERATIONS_PER_BYTE,
     activation_bytes,
@@ -36,13 +37,12 @@ from dpopt.ghost.values import Contact, Entry, wide_dtype
 # XLA turns a vmapped filter gradient into a grouped convolution, which takes about three times as long
 # (924 ms against 304 on two cores for 128x32x32x64 to 64 channels).
 _VMAPPED_CONVOLUTION = 3
-# To form the gradients of all examples costs so many times a pass over them: the memory is fresh, batched products
-# write it slowly, norms and the sum read it again. (Measured: between 5 and 190 times for most models of the zoo.)
+# Forming the gradients of all examples costs as much as this many passes over them: the memory is fresh, batched
+# products write it slowly, and the norms and the sum read it again. (Measured on most models of the zoo: 5 to 190.)
 _ALL_FORMED = 24
-# Kept gradients may take this share of what the contacts' inputs and cotangents take.
+# Kept gradients may take this share of the memory of the contacts' inputs and cotangents.
 _KEPT_SHARE = 1.0
-# ... and one contact's gradients at most this many times its own input and cotangent, which they
-# replace in memory from then on.
+# The gradients of one contact may take at most this many times its own input and cotangent, which they replace.
 _KEPT_RATIO = 1.0
 
 
@@ -58,8 +58,8 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     """
     uses: list[list[Contact]] = [[c for c in trace.contacts if i in c.weight.leaves] for i in range(len(trace.leaves))]
     chosen = [_leaf_plan(trace, leaf, contacts, scaled[leaf], shifted) for leaf, contacts in enumerate(uses)]
-    kept, anew = _kept(trace, chosen, shifted)
-    leaves = [anew.get(plan.leaf, plan) for plan in chosen]
+    kept, replanned = _kept(trace, chosen, shifted)
+    leaves = [replanned.get(plan.leaf, plan) for plan in chosen]
 
     products = {c: product(c) for c in trace.contacts}
     passes = 2 * sum(products.values())  # forward, and backward to the inputs
@@ -68,36 +68,28 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     norms = sum(plan.operations for plan in leaves) - repeated
     weighted = sum(OPERATIONS_PER_BYTE * formed_bytes(c) if c in kept else products[c] for c in trace.contacts)
     vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive is CONVOLUTION else 1) for c, n in products.items())
-    per_example = (
-        _ALL_FORMED * OPERATIONS_PER_BYTE * sum(_written(trace, i, contacts) for i, contacts in enumerate(uses))
-    )
+    written = sum(_written(trace, i, contacts) for i, contacts in enumerate(uses))
+    per_example = _ALL_FORMED * OPERATIONS_PER_BYTE * written
     return Plan(
-        trace,
-        batch_size,
-        leaves,
-        kept,
-        ordinary_cost=passes + sum(products.values()),
-        ghost_cost=passes + norms + weighted,
-        vmap_cost=passes + vmapped + per_example,
-        scaled=scaled,
-        shifted=shifted,
-        paths=paths,
-    )
+        trace, batch_size, leaves, kept,
+        ordinary_cost=passes + sum(products.values()), ghost_cost=passes + norms + weighted,
+        vmap_cost=passes + vmapped + per_example, scaled=scaled, shifted=shifted, paths=paths,
+    )  # fmt: skip
 
 
 def _written(trace: Trace, leaf: int, contacts: Sequence[Contact]) -> float:
-    """Bytes of one example's gradient of a parameter, each time that vmap adds to it: at every use, in every step."""
+    """Bytes that vmap writes for one example's gradient of a parameter: all of it, at every use and in every step."""
     steps = (math.prod(length for length, is_mapped in c.loops if not is_mapped) for c in contacts)
     return leaf_bytes(trace, leaf) * max(1, sum(steps))
 
 
-def leaf_paths(params: Any) -> list[str]:
-    """The parameters' names, as ``jax.tree_util.keystr`` writes them."""
+def leaf_paths(params: PyTree) -> list[str]:
+    """The names of the parameters, as ``jax.tree_util.keystr`` writes them."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: bool, shifted: bool) -> LeafPlan:
-    """The cheapest norm, before any formed gradient is kept."""
+    """The cheapest norm method if no formed gradient is kept."""
     if not contacts:
         return LeafPlan(leaf, (), "none", 0, 0)
     if len(contacts) == 1:
@@ -120,19 +112,19 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
 
 
 def _standardized_methods(contact: Contact, scaled: bool) -> list[str]:
-    # The Gram matrices' way reads the contact's output, which must not have been rounded more than they are.
+    # The Gram method reads the contact's output, which must be as precise as the Gram matrices.
     reads_output = contact.is_precise and contact.tap_dtype == wide_dtype(contact.tap_dtype)
     return ["gram", "explicit"] if reads_output and not scaled else ["explicit"]
 
 
 def _forming(chosen: Iterable[LeafPlan]) -> list[Contact]:
-    """Contacts whose examples' gradients have to be formed."""
+    """Contacts whose per-example gradients have to be formed."""
     found = (c for plan in chosen if plan.method in ("explicit", "pulled_back") for c in plan.contacts)
     return list(dict.fromkeys(found))
 
 
 def _kept(trace: Trace, chosen: Sequence[LeafPlan], shifted: bool) -> tuple[frozenset[Contact], dict[int, LeafPlan]]:
-    """The contacts whose formed gradients are kept, and plans anew where forming them pays because they are."""
+    """The contacts whose formed gradients are kept, and new plans for parameters that are now cheaper to form."""
     budget = _KEPT_SHARE * sum(activation_bytes(c) for c in trace.contacts)
     kept: set[Contact] = set()
     for contact in sorted(_forming(chosen), key=formed_bytes):
@@ -140,19 +132,19 @@ def _kept(trace: Trace, chosen: Sequence[LeafPlan], shifted: bool) -> tuple[froz
         if size <= min(budget, _KEPT_RATIO * activation_bytes(contact)):
             kept.add(contact)
             budget -= size
-    anew = {}
+    replanned = {}
     savings = [] if shifted else [(*found, plan) for plan in chosen if (found := _saving(plan))]
     for _, contact, plan in sorted(savings, key=lambda s: formed_bytes(s[1]) / s[0]):
         if formed_bytes(contact) <= min(budget, _KEPT_RATIO * activation_bytes(contact)):
             kept.add(contact)
             budget -= formed_bytes(contact)
             operations, size = norm_cost(contact, "explicit", False)
-            anew[plan.leaf] = dataclasses.replace(plan, method="explicit", operations=operations, bytes=size)
-    return frozenset(kept), anew
+            replanned[plan.leaf] = dataclasses.replace(plan, method="explicit", operations=operations, bytes=size)
+    return frozenset(kept), replanned
 
 
 def _saving(plan: LeafPlan) -> tuple[float, Contact] | None:
-    """What it would save to form gradients for their norms and to keep them for the sum, and where."""
+    """Operations saved by forming a parameter's gradients for the norms and keeping them for the sum; its contact."""
     if plan.method not in ("gram", "segments"):
         return None
     (contact,) = plan.contacts

@@ -1,6 +1,6 @@
-"""What the engine knows about JAX's primitives, in one place.
+"""JAX's primitives and the properties of theirs that the engine relies on.
 
-A primitive is told by itself, not by its name, which one of somebody else's may have too.
+Primitives are compared by identity, not by name: somebody else's primitive may have the same name.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from jax import lax
+from jax.extend import core
 from jax.extend.core import primitives
 
 
 def primitive(name: str) -> Any:
-    """JAX's own primitive of that name, or None where this version of JAX has none."""
+    """JAX's own primitive of that name, or None if this version of JAX has none."""
     return next((found for place in (primitives, lax) if (found := getattr(place, f"{name}_p", None))), None)
 
 
-def _all(names: str) -> frozenset[Any]:
+def _all(names: str) -> frozenset[core.Primitive]:
     return frozenset(primitive(name) for name in names.split()) - {None}
 
 
@@ -30,24 +31,24 @@ TRANSPOSE, BROADCAST, CAST, ROUND_TO = (
 )
 STOP_GRADIENT, SCAN, WHILE, REMAT = (primitive(name) for name in ("stop_gradient", "scan", "while", "remat"))
 
-# Their equations are read as if they stood in the program that calls them; where those are.
+# Calls, whose equations are inlined, and the parameter that holds them.
 CALLS = {primitive("jit"): "jaxpr", primitive("closed_call"): "call_jaxpr"}
 # Linear in either operand.
 BILINEAR = _all("dot_general conv_general_dilated")
-# Every output entry copies one input entry and no input entry is copied twice.
+# Every output entry copies one input entry, and no input entry is copied twice.
 LAYOUT = _all("""
     reshape transpose squeeze rev copy slice split convert_element_type reduce_precision broadcast_in_dim dynamic_slice
 """)
-# ... in its place.
+# The same, and every entry stays in its place.
 CASTS = _all("convert_element_type reduce_precision copy")
-# Of one input, linear: equal cotangents of their outputs make equal cotangents of their inputs.
+# Linear in one input: equal cotangents of the outputs give equal cotangents of the input.
 SPLITTING = _all("split reshape squeeze transpose")
-# An output entry depends on the inputs' entries there alone.
+# An output entry depends only on the input entries in the same place.
 ENTRYWISE = _all("""
     neg exp exp2 log log1p expm1 tanh logistic sqrt rsqrt square abs sin cos integer_pow pow sign erf add sub mul div
     max min clamp select_n
 """)
-# Computed in float32 where the loss has fewer bits: they take operands of any floating type.
+# Computed in float32 where the loss uses fewer bits: they take operands of any floating type.
 WIDENED = (
     LAYOUT
     | ENTRYWISE
@@ -55,13 +56,13 @@ WIDENED = (
     add_jaxvals concatenate cumsum dot_general floor pad reduce_max reduce_min reduce_sum round
 """)
 )
-# Make one number per filter of such. (Those with several arguments broadcast axes of length 1 at most, which can mix no
-# two filters unless the result has more axes than it may have.)
+# Map numbers per filter to numbers per filter. (Those with several arguments broadcast at most axes of length 1, which
+# cannot mix two filters unless the result has more axes than allowed.)
 PER_FILTER = _all("""
     neg exp log log1p tanh logistic sqrt rsqrt cbrt square abs sign integer_pow pow add sub mul div max min select_n
     stop_gradient convert_element_type copy reshape squeeze broadcast_in_dim
 """)
-# JAX's own operations, whose derivatives are the mathematical ones: linear in the cotangent.
+# JAX's own operations, whose derivatives are the mathematical ones and so linear in the cotangent.
 ORDINARY = (
     WIDENED
     | PER_FILTER
@@ -76,5 +77,5 @@ ORDINARY = (
     not or population_count reduce_and reduce_or reduce_xor shift_left shift_right_arithmetic shift_right_logical xor
 """)
 )
-# Linear if all that they hold is, derivative rules included.
+# Linear if all equations that they hold are, including their derivative rules.
 HOLDING = _all("call closed_call cond custom_jvp_call jit remat scan")

@@ -1,8 +1,8 @@
-"""The traced loss as a program of two parts, and how it is run with taps.
+"""The traced loss as a program of two parts, which can be run with taps.
 
-The **prologue** computes what does not depend on the example; the **body** computes the rest, for one
-example, and is what the engine maps over the batch. A ``Scope`` is one level of the body. ``scan`` and
-``checkpoint`` have scopes of their own: taps become scanned inputs, recorded inputs become outputs.
+The **prologue** computes what does not depend on the example. The **body** computes the rest for one
+example, and the engine maps it over the batch. A ``Scope`` is one level of the body. ``scan`` and
+``checkpoint`` have their own scopes: taps become scanned inputs, recorded inputs become outputs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Scope:
 
     def __init__(self, parent: Scope | None, trace: Trace):
         self.parent, self.trace = parent, trace
-        self.ops: list[Any] = []
+        self.ops: list[Op | ContactOp | Block] = []
         self.results: list[Value] = []
         self.promoted: dict[Value, Value] = {}
 
-    def static(self, op: Op) -> None:
+    def hoist(self, op: Op) -> None:
         """Moves an equation that does not depend on the example to the prologue."""
         if self.parent is not None:
-            return self.parent.static(op)
+            return self.parent.hoist(op)
         self.trace.prologue.append(op)
 
     def locate(self, value: Value) -> tuple[Value, tuple[tuple[int, bool], ...]]:
-        """The prologue's own copy of a value, and per enclosing scan (length, is it scanned over?)."""
+        """The prologue's copy of a value, and for each enclosing scan its length and whether the value is scanned."""
         return (value, ()) if self.parent is None else self.parent.locate(value)
 
     def promote(self, value: Value) -> Value:
@@ -49,6 +49,7 @@ class Scope:
         return self.promoted[value]
 
     def contacts(self) -> list[Contact]:
+        """The contacts of this scope and of those within, in the order of the equations."""
         found = []
         for op in self.ops:
             if isinstance(op, ContactOp):
@@ -58,7 +59,7 @@ class Scope:
         return found
 
     def needs(self) -> set[Value]:
-        """Values that this scope's equations and results read, as this scope names them."""
+        """The values that this scope's equations and results read, as named in this scope."""
         found = set(self.results)
         for op in self.ops:
             found.update(op.inputs)
@@ -67,40 +68,40 @@ class Scope:
         return found
 
     def reads(self) -> set[Value]:
-        """``needs``, as the enclosing scope names them."""
+        """``needs``, as named in the enclosing scope."""
         return self.needs()
 
-    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
+    def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
         for op in self.ops:
             op.evaluate(env, taps, record)
 
 
 class LoopScope(Scope):
-    """The body of a scan. ``stacked`` maps a value of one step to all steps' values outside."""
+    """The body of a scan. ``stacked`` maps a value of one step to the stack of all steps' values outside."""
 
     parent: Scope
 
     def __init__(self, parent: Scope, trace: Trace, length: int):
         super().__init__(parent, trace)
         self.length = length
-        self.depth = 0  # how many loops are around this one
+        self.depth = 0  # how many loops enclose this one
         scope: Scope | None = parent
         while scope is not None:
             self.depth += isinstance(scope, LoopScope)
             scope = scope.parent
         self.stacked: dict[Value, Value] = {}
 
-    def static(self, op):
-        # Hoisted out of the loop: once if it is the same in every step, else for all steps by vmap.
+    def hoist(self, op: Op) -> None:
+        # Hoisted out of the loop: run once if it is the same in every step, else for all steps by vmap.
         mapped = [v in self.stacked for v in op.inputs]
         if not any(mapped):
-            return self.parent.static(op)
+            return self.parent.hoist(op)
         apart = all(m for m, v in zip(mapped, op.inputs, strict=True) if v.leaves)
         stacks = [self.stacked[v].entry for m, v in zip(mapped, op.inputs, strict=True) if m and v.leaves]
         by_layer = apart and all(e is not None and e.by_layer for e in stacks)
         outside = []
         for v in op.outputs:
-            # A parameter shared by all steps (and multiplied by what is not) is copied to each: its entries add up.
+            # A parameter that all steps share (multiplied by one they do not) is copied to each: its entries add up.
             v.entry = v.entry._replace(order=None) if v.entry and apart else None
             entry = v.entry and v.entry._replace(by_layer=by_layer)
             stack = Value((self.length, *v.shape), v.dtype, False, v.leaves, entry)
@@ -108,17 +109,17 @@ class LoopScope(Scope):
             outside.append(stack)
         axes = [0 if m else None for m in mapped]
         batched = jax.vmap(lambda *a: op.run(*a), in_axes=axes, axis_size=self.length)
-        self.parent.static(Op(batched, op.primitive, [self.stacked.get(v, v) for v in op.inputs], outside))
+        self.parent.hoist(Op(batched, op.primitive, [self.stacked.get(v, v) for v in op.inputs], outside))
 
-    def reads(self):
+    def reads(self) -> set[Value]:
         return {self.stacked.get(v, v) for v in self.needs()}
 
-    def locate(self, value):
+    def locate(self, value: Value) -> tuple[Value, tuple[tuple[int, bool], ...]]:
         mapped = value in self.stacked
         outer, loops = self.parent.locate(self.stacked[value] if mapped else value)
         return outer, (*loops, (self.length, mapped))
 
-    def promote(self, value):
+    def promote(self, value: Value) -> Value:
         if value in self.stacked and value not in self.promoted:
             inner = Value(value.shape, value.dtype, dynamic=True)
             self.stacked[inner] = self.parent.promote(self.stacked[value])
@@ -128,20 +129,23 @@ class LoopScope(Scope):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """An equation with a scope of its own, which also reads what that scope reads."""
+    """An equation with its own scope; it also reads what that scope reads."""
 
     scope: Scope
-    inputs: list[Value]  # beyond those: the carries' starts
+    inputs: list[Value]  # besides what the scope reads: initial carries
     outputs: list[Value]
+
+    def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
+        raise NotImplementedError
 
 
 @dataclass(eq=False, slots=True)
 class Remat(Block):
-    """``jax.checkpoint``: recorded inputs are outputs, the rest is recomputed as the user asked."""
+    """``jax.checkpoint``: recorded inputs are outputs, the rest is recomputed under the user's policy."""
 
-    options: dict
+    options: dict[str, Any]
 
-    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
+    def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
         contacts = self.scope.contacts()
         tapped = [c for c in contacts if c in taps]
         reads = [v for v in self.scope.reads() if v in env]
@@ -163,9 +167,9 @@ class Loop(Block):
 
     scope: LoopScope
     carries: list[Value]  # inside, at the start of a step
-    options: dict
+    options: dict[str, Any]
 
-    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
+    def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
         contacts = self.scope.contacts()
         tapped = [c for c in contacts if c in taps]
         needed = self.scope.needs()
@@ -192,7 +196,7 @@ class Loop(Block):
 
 
 def _own(record: Record | None) -> Record | None:
-    """A record of a scope's own, if there is to be one."""
+    """An empty record for a scope, if the program is recorded."""
     return None if record is None else Record(record.outputs)
 
 
@@ -201,7 +205,7 @@ def _found(record: Record | None, contacts: Sequence[Contact]) -> list[tuple]:
 
 
 def _split(given: Any, is_mapped: bool) -> tuple[Any, Callable]:
-    """A tap's part for each step of a loop, and how a step's tap is made of it."""
+    """The part of a tap that a loop scans over, and a function that makes one step's tap of its slice."""
     return given.split(is_mapped) if hasattr(given, "split") else (given, lambda own: own)
 
 
@@ -214,7 +218,7 @@ class Trace:
     prologue: list[Op] = field(default_factory=list)
     contacts: list[Contact] = field(default_factory=list)
     identities: list[tuple[Contact, Value]] = field(default_factory=list)
-    body: Scope = field(init=False)  # set right after: a scope knows its trace
+    body: Scope = field(init=False)  # set by trace.py: a scope refers to its trace
     results: list[Value] = field(default_factory=list)  # the loss, then the auxiliary leaves
     aux_tree: Any = None
 
@@ -223,7 +227,7 @@ class Trace:
         return self.contacts[-1]
 
     def run_prologue(self, leaves: Sequence[jax.Array], wide: bool = False) -> dict[Value, jax.Array]:
-        """All prologue values; ``wide`` ones from wide ``leaves``, so that pulling back loses nothing to 16 bits."""
+        """All prologue values. ``wide``: of wide ``leaves``, so that pulling back does not round to 16 bits."""
         env = dict(zip(self.leaves, leaves, strict=True))
         for op in self.prologue:
             values = read(env, op.inputs)
@@ -233,8 +237,8 @@ class Trace:
 
     def run_body(
         self, static: dict, example: Sequence[jax.Array], taps: dict[Contact, Any], record: Record | None = None
-    ) -> tuple[Any, list, list[tuple]]:
-        """Loss, auxiliary leaves, and each contact's input and output if they are recorded, for one example.
+    ) -> tuple[jax.Array, list, list[tuple]]:
+        """Loss, auxiliary leaves, and for each contact its recorded input and output, for one example.
 
         A tap is an array, added to the contact's output for differentiation, or a hook (hooks.py)."""
         env = {**static, **dict(zip(self.example, example, strict=True))}

@@ -1,6 +1,6 @@
 """From the contacts' weights back to the parameters that they are computed from.
 
-What lies between is linear in the cotangent and shared by all examples, so a weighted sum is taken through it once.
+This map is linear in the cotangent and the same for all examples, so a weighted sum is pulled back only once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PROBES = 4
 
 
 class PullBack:
-    """Between the parameters ``wide``, in at least float32, and what the loss makes of them before it sees data."""
+    """The map from the parameters ``wide``, in at least float32, to the contacts' weights, and its transpose."""
 
     def __init__(self, trace: Trace, wide: Sequence[jax.Array]):
         self.trace, self.wide = trace, wide
@@ -27,7 +27,7 @@ class PullBack:
     def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable:
         """The contacts' weights as a function of some of the parameters."""
 
-        def function(chosen):
+        def function(chosen: Sequence[jax.Array]) -> list[jax.Array]:
             wide = list(self.wide)
             for leaf, x in zip(leaves, chosen, strict=True):
                 wide[leaf] = x
@@ -36,26 +36,27 @@ class PullBack:
 
         return function
 
-    def __call__(self, contacts: Sequence[Contact], cotangents: list, leaves: Sequence[int]) -> list:
-        """Gradients with respect to the contacts' weights, taken to the parameters."""
+    def __call__(
+        self, contacts: Sequence[Contact], cotangents: Sequence[jax.Array], leaves: Sequence[int]
+    ) -> list[jax.Array]:
+        """Gradients with respect to the contacts' weights, pulled back to the parameters."""
         function = self._weights(contacts, leaves)
         values, pull = jax.vjp(function, [self.wide[i] for i in leaves])
         return pull([g.astype(v.dtype) for g, v in zip(cotangents, values, strict=True)])[0]
 
     def push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
-        """The other way: what a change of one parameter makes of the weights."""
+        """The other direction: the change of the weights for a change of one parameter."""
         function = self._weights(contacts, [leaf])
         return jax.jvp(function, ([self.wide[leaf]],), ([tangent],))[1]
 
     def gains(self, leaf: int, scale: jax.Array | None, contacts: Sequence[Contact]) -> list[jax.Array]:
-        """How much each entry of the contacts' weights counts in ``S g``, about: column norms of the map between them.
+        """The factor from each entry of the weights' gradients to ``S g``, estimated: column norms of the map between.
 
-        What S and the transpose make of random signs has them as its root mean square.
+        They are the root mean square of the transpose of that map, applied to random signs.
         """
-
         scaling = 1 if scale is None else scale
 
-        def probe(i: jax.Array, found: list) -> list:
+        def probe(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
             tangent = (_signs(self.wide[leaf].shape, i) * scaling).astype(self.wide[leaf].dtype)
             return [jnp.hypot(f, jnp.abs(p)) for f, p in zip(found, self.push(leaf, tangent, contacts), strict=True)]
 
@@ -65,7 +66,7 @@ class PullBack:
 
 
 def _signs(shape: Sequence[int], number: jax.Array) -> jax.Array:
-    """-1 and 1, as good as random: a bit of a hash of the index. (Random bits take XLA longer to compile.)"""
+    """Pseudorandom signs: one bit of a hash of the index. (Random bits take XLA longer to compile.)"""
     index = jnp.zeros(shape, jnp.uint32)
     for axis, length in enumerate(shape):
         index = index * np.uint32(length) + lax.broadcasted_iota(jnp.uint32, shape, axis)

@@ -1,7 +1,7 @@
-"""The rows of one factor: vectors, or one-hot vectors that are kept as indices.
+"""The rows of one factor: vectors, or one-hot vectors stored as indices.
 
-An index of the table's size or more stands for a row of zeros: what a look-up out of range leaves behind
-(rules/). Norms (norms.py) use one-hot rows through the functions here alone, so none can forget them.
+An index outside the table stands for a row of zeros, which is the gradient of a look-up out of range
+(rules/). Norms (norms.py) use one-hot rows only through the functions here, so none can overlook such an index.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Norms bound the sensitivity: they are taken at full float32 precision on accelerators, too.
+# Norms bound the sensitivity, so they are computed in full float32 precision on accelerators too.
 _PRECISION = lax.Precision.HIGHEST
 
 
 def wide(x: jax.Array) -> jax.Array:
+    """The array in at least float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def bounded(x: jax.Array, size: int) -> jax.Array:
-    """An index of any integer type, where all below 0 are -1 and all beyond the table are ``size``."""
+    """An index as int32: everything below 0 becomes -1, and everything beyond the table becomes ``size``."""
     bounds = jnp.iinfo(x.dtype)
     low, high = (jnp.asarray(i, x.dtype) for i in (max(-1, int(bounds.min)), min(size, int(bounds.max))))
     return jnp.clip(x, low, high).astype(jnp.int32)
 
 
 def einsum(spec: str, *operands: jax.Array) -> jax.Array:
-    """At full precision, in at least float32."""
+    """``jnp.einsum`` in full precision and at least float32."""
     dtype = jnp.promote_types(jnp.result_type(*operands), jnp.float32)
     return jnp.einsum(spec, *operands, precision=_PRECISION, preferred_element_type=dtype)
 
 
 class Dense(NamedTuple):
-    """Rows as they are."""
+    """Rows that are stored as vectors."""
 
     x: jax.Array  # [T, n]
 
@@ -68,17 +69,17 @@ class OneHot(NamedTuple):
         return ((self.ids[:, None] == other.ids[None, :]) & self._valid()[:, None]).astype(jnp.float32)
 
     def times(self, table: jax.Array) -> jax.Array:
-        """``[T, ...]``: the rows of ``table`` ``[size, ...]`` that are looked up, zeros out of range."""
+        """``[T, ...]``: the rows of ``table`` ``[size, ...]`` at the indices, zeros out of range."""
         found = table.at[self.ids].get(mode="clip")
         return jnp.where(self._valid().reshape(-1, *[1] * (found.ndim - 1)), found, 0)
 
     def added(self, rows: jax.Array) -> jax.Array:
-        """``[size, p]``: rows ``[T, p]`` added up where they were looked up."""
+        """``[size, p]``: the sum of the rows ``[T, p]`` at each index."""
         kept = jnp.where(self._valid()[:, None], wide(rows), 0)
         return jnp.zeros((self.size, rows.shape[1]), kept.dtype).at[self.ids].add(kept, mode="drop")
 
     def merged(self, rows: jax.Array) -> jax.Array:
-        """``[T, p]``: rows of equal index added up at the first of them, zeros elsewhere."""
+        """``[T, p]``: rows with equal indices summed in place of the first of them, zeros elsewhere."""
         kept = jnp.where(self._valid()[:, None], wide(rows), 0)
         positions = jnp.arange(self.ids.shape[0])
         equal = self.ids[:, None] == self.ids[None, :]
@@ -90,6 +91,6 @@ Rows = Dense | OneHot
 
 
 def join(several: Sequence[Rows]) -> Rows:
-    """Rows of one kind, one after the other."""
+    """Rows of one kind, concatenated."""
     first, all_rows = several[0], jnp.concatenate([rows[0] for rows in several])
     return OneHot(all_rows, first.size) if isinstance(first, OneHot) else Dense(all_rows)

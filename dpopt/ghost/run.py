@@ -1,31 +1,38 @@
-"""One batch through the plan: the passes with taps, and what norms and sums ask about parameters.
+"""One batch run through a plan: the passes with taps, and what norms and sums need of each parameter.
 
-Nothing here forms the gradients of single examples unless the plan says that it is cheap. Where a norm is not finite,
-or not certain, they are formed one at a time (one_by_one.py).
+Gradients of single examples are formed only if that is cheap according to the plan. Where a norm is not finite, or not
+certain, they are formed one at a time (one_by_one.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
+from dpopt.common.types import PyTree
 from dpopt.ghost.contacts import Seen, along
-from dpopt.ghost.hooks import ClipHook, EitherHook
+from dpopt.ghost.hooks import ClipHook, TwoPassHook
 from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
 
 
 class Run:
-    """One batch: the plan together with the arrays it is run on."""
+    """A plan together with the parameters, diagonals S and offsets o that it is run with, one per leaf."""
 
-    def __init__(self, plan: Plan, leaves: list, scales: list, offsets: list):
+    def __init__(
+        self,
+        plan: Plan,
+        leaves: list[jax.Array],
+        scales: Sequence[jax.Array | None],
+        offsets: Sequence[jax.Array | None],
+    ):
         self.plan, self.trace, self.leaves = plan, plan.trace, leaves
-        # Of a table S multiplies what is looked up in it: no pass over the whole table is needed.
-        # (Not in two passes: the second adds up gradients that are not scaled yet.)
+        # For a look-up table, S multiplies the rows that are looked up, which saves a pass over the whole table.
+        # (Not with hooks: the second pass adds up gradients that are not scaled yet.)
         self.row_scales = {i: s for i, s in enumerate(scales) if s is not None and s.size > 1 and self._is_table(i)}
         self.scales = [None if i in self.row_scales else s for i, s in enumerate(scales)]
         self.offsets = offsets
@@ -36,37 +43,37 @@ class Run:
     def passes(
         self,
         batch: Sequence[jax.Array],
-        hooks: Mapping[Contact, EitherHook | ClipHook] | None = None,
+        hooks: Mapping[Contact, TwoPassHook | ClipHook] | None = None,
         mask: jax.Array | None = None,
         coefficients: Sequence[jax.Array] = (),
-    ):
-        """Losses, aux, what was seen at each contact, all ``[B, ...]``, and what each hook was given.
+    ) -> tuple[jax.Array, list[jax.Array], dict[Contact, Seen], dict[Contact, Any]]:
+        """Losses, aux, what was seen at each contact, all ``[B, ...]``, and the results of each hook.
 
-        Cotangents of rows of a table come scaled. At contacts with hooks (hooks.py) nothing is seen."""
+        Cotangents of table rows are scaled. Contacts with hooks (hooks.py) are not among those seen."""
         static, hooks = self.trace.run_prologue(self.leaves), dict(hooks or {})
         keep = jnp.ones(self.plan.batch_size) if mask is None else jnp.where(mask, 1.0, 0.0)
         contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
 
-        def one(example, keep, coefficients):
-            def loss(taps, asked):
+        def one(example: PyTree, keep: jax.Array, coefficients: list[jax.Array]) -> tuple:
+            def loss(taps: list[jax.Array], slots: list) -> tuple:
                 given = dict(zip(tapped, taps, strict=True))
-                given |= {c: h.asking(a, keep, coefficients) for (c, h), a in zip(hooks.items(), asked, strict=True)}
+                given |= {c: h.filled(s, keep, coefficients) for (c, h), s in zip(hooks.items(), slots, strict=True)}
                 value, aux, recorded = self.trace.run_body(static, example, given, Record(self.plan.outputs))
                 return value, (aux, [recorded[c.index] for c in contacts])
 
-            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped], [h.asked for h in hooks.values()]
+            taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped], [h.slots for h in hooks.values()]
             (value, (aux, recorded)), cotangents = jax.value_and_grad(loss, (0, 1), has_aux=True)(*taps)
             return value, aux, recorded, cotangents
 
-        out_axes = 0, 0, 0, (0, [h.asked_axes for h in hooks.values()])
-        losses, aux, recorded, (cotangents, asked) = jax.vmap(one, out_axes=out_axes)(batch, keep, list(coefficients))
+        out_axes = 0, 0, 0, (0, [h.slot_axes for h in hooks.values()])
+        losses, aux, recorded, (cotangents, hooked) = jax.vmap(one, out_axes=out_axes)(batch, keep, list(coefficients))
         own = dict(zip(tapped, cotangents, strict=True))
         seen = {
             c: Seen(x, self._with_row_scale(c, x, own[c.shares or c]), out)
             for c, (x, out) in zip(contacts, recorded, strict=True)
         }
-        return losses, aux, seen, dict(zip(hooks, asked, strict=True))
+        return losses, aux, seen, dict(zip(hooks, hooked, strict=True))
 
     def _is_table(self, leaf: int) -> bool:
         contacts = self.plan.leaves[leaf].contacts
@@ -90,11 +97,11 @@ class Run:
         return gradient if offset is None else gradient + offset
 
     def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[dict[int, jax.Array | None]]:
-        """Per parameter and contact of its own: how much entries of the contact's gradient count in ``S g``.
+        """For each parameter and each of its contacts, the factor from the contact's gradient to ``S g``, by entry.
 
-        None: as they are. About, where the contact's weight mixes entries."""
+        None stands for 1. Approximate where the contact's weight mixes entries."""
 
-        def of_leaf(leaf) -> dict[int, jax.Array | None]:
+        def of_leaf(leaf: int) -> dict[int, jax.Array | None]:
             own, scale = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}, self.scales[leaf]
             if all(is_direct(c) for c in own.values()):
                 diagonals = {i: self.diagonal(leaf, c, scale) for i, c in own.items()}
@@ -104,18 +111,18 @@ class Run:
 
         return [of_leaf(leaf) for leaf in leaves]
 
-    def number(self, leaf: int) -> jax.Array | None:
-        """The diagonal of a parameter, if it is a mere number."""
+    def scalar_scale(self, leaf: int) -> jax.Array | None:
+        """The diagonal of a parameter if it is a single number, else None."""
         scale = self.scales[leaf]
         return scale.reshape(()) if scale is not None and scale.size == 1 else None
 
     def diagonal(self, leaf: int, contact: Contact, scale: jax.Array | None) -> jax.Array | None:
-        """What multiplies the gradient at a contact, like its weight, where the weight's entries stay apart."""
+        """S at a contact, of the shape of its weight, each of whose entries depends on one entry of the parameter."""
         if scale is None and cast(Entry, contact.weight.entry).copy:
             return None
         tangent = jnp.ones(self.trace.leaves[leaf].shape, self.wide[leaf].dtype)
         return self.pull_back.push(leaf, tangent if scale is None else tangent * scale, [contact])[0]
 
     def contacts_of(self, leaves: Sequence[int] | None) -> list[Contact]:
-        """The contacts that some parameters (None: any) take part in."""
+        """The contacts whose weights depend on some of ``leaves`` (None: on any)."""
         return [k for k in self.trace.contacts if leaves is None or k.weight.leaves & set(leaves)]

@@ -1,4 +1,4 @@
-"""Which rows count, and zeros for those that do not: zero times NaN would be NaN."""
+"""Which rows count, and zeros for those that do not, since zero times NaN is NaN."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.common.trees import at_once, per_example
-from dpopt.engines.once import if_any
+from dpopt.engines.rare_branch import if_any
 
 _Key = TypeVar("_Key")
 
 
 def finite(leaf_norms: Sequence[jax.Array]) -> jax.Array:
-    """``[B]``: whose norms, ``[B]`` or ``[B, layers]``, are all finite."""
+    """``[B]``: the examples whose norms, ``[B]`` or ``[B, layers]``, are all finite."""
     flags = at_once(jnp.isfinite, [*leaf_norms])
     return jnp.all(jnp.concatenate([f.reshape(len(f), -1) for f in flags], axis=1), axis=1)
 
 
 def selected(chosen: jax.Array, x: Any) -> Any:
-    """x, ``[B, ...]``, with zeros where not ``chosen``, ``[B]`` or ``[B, layers]``; integers and None as they are."""
+    """x, ``[B, ...]``, with zeros where not ``chosen``, ``[B]`` or ``[B, layers]``; integers and None unchanged."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     return jnp.where(per_example(chosen, x), x, 0)
 
 
 def settled(bad: jax.Array, seen: Mapping[_Key, Any]) -> dict[_Key, Any]:
-    """What was ``seen`` at each contact, arrays ``[B, ...]``, as all that follows is to see it.
+    """What was ``seen`` at each contact, arrays ``[B, ...]``, materialised, so that it is computed only once.
 
-    Where a loss has lost its digits, the cotangent that is added up would not be the one whose norm was taken, were it
-    computed twice; `if_any` sees to that. The step there is, where rows are ``bad``, makes infinities of theirs NaN,
-    which means the same.
+    If a loss has lost its digits to rounding and a cotangent were computed twice, the one that is added up would not be
+    the one whose norm was taken. `if_any` prevents that. Its step, taken if rows are ``bad``, replaces their infinities
+    by NaN, which is treated the same.
     """
     arrays, rebuild = distinct_arrays(seen)
 
@@ -49,10 +49,10 @@ def _without_infinities(x: jax.Array) -> jax.Array:
 
 
 def without_bad_entries(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-    """The arrays, ``[B, ...]``, with zeros for those entries of ``bad`` examples that are not finite.
+    """The arrays, ``[B, ...]``, with zeros for entries of ``bad`` examples that are not finite.
 
-    Others stay as they are: what of theirs is not finite a weight drops on its way back, and it must do so whether or
-    not there are bad ones beside them."""
+    Other examples may have entries that are not finite if the pull-back drops them. They stay unchanged, since what an
+    example adds must not depend on whether another is bad."""
 
     def cleaned(x: jax.Array) -> jax.Array:
         return jnp.where(per_example(bad, x) & ~jnp.isfinite(x), 0, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
@@ -61,9 +61,9 @@ def without_bad_entries(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Arr
 
 
 def distinct_arrays(trees: Mapping[_Key, Any]) -> tuple[list[jax.Array], Callable[[list], dict[_Key, Any]]]:
-    """The arrays of some trees, each once, and how to put others in their places.
+    """The distinct arrays of some trees, and a function that rebuilds the trees from arrays in their places.
 
-    Layers share their cotangent with their bias, and their input: what a loop held twice would be copied."""
+    A layer shares its cotangent with its bias, and layers may share an input: a loop would copy arrays held twice."""
     leaves, structure = jax.tree.flatten(list(trees.values()))
     place: dict[int, int] = {}
     for x in leaves:

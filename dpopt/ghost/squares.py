@@ -1,24 +1,24 @@
-"""Squared norms, with a bound on what float32 cannot hold of them.
+"""Squared norms, with a bound on what float32 loses of them.
 
-A norm bounds a sensitivity, so it must not come out too small. Squares and products below the smallest normal number
-*tiny* (1.2e-38 in float32) vanish: hardware replaces them by zero. So a `Square` carries, beside its value, what may be
-missing from it:
+A norm bounds a sensitivity, so it must not be underestimated. Squares and products below the smallest normal number
+*tiny* (1.2e-38 in float32) underflow: hardware replaces them by zero. So a `Square` has, besides its value, a bound on
+what may be missing from it:
 
-* a square that vanishes takes less than tiny, so ``n`` of them take less than ``n tiny``;
-* an inner product of n terms is off by less than ``n tiny``. In ``sum_ts <l_t, l_s> <r_t, r_s>`` with rows of lengths
-  a and p that makes less than ``tiny (p (sum |l_t|)^2 + a (sum |r_t|)^2 + T^2)``, where ``(sum |l_t|)^2`` is at most
+* a square that underflows loses less than tiny, so ``n`` of them lose less than ``n tiny``;
+* an inner product of n terms is off by less than ``n tiny``. For ``sum_ts <l_t, l_s> <r_t, r_s>`` with rows of lengths
+  a and p that is less than ``tiny (p (sum |l_t|)^2 + a (sum |r_t|)^2 + T^2)``, where ``(sum |l_t|)^2`` is at most
   ``T sum |l_t|^2``;
 * an entry of a formed gradient is a sum of T products, so it is off by less than ``T tiny``, which a diagonal S
   enlarges at most ``max |S|`` times: ``n (T tiny max |S|)^2`` of the square.
 
-The engine takes coefficients from ``value + missing``; where those from ``value`` alone would be larger by more than
-`TOLERANCE`, what is missing matters, and that example's gradient is formed, whose norm is scaled before it is squared.
-Under a clip norm of 1 and in a parameter of a million entries that takes a factor of 1e16.
+The engine computes coefficients from ``value + missing``. Where those from ``value`` alone would be larger by more than
+`TOLERANCE`, what is missing matters: that example's gradient is formed and scaled before it is squared. With a clip
+norm of 1 and a parameter of a million entries that takes a factor of 1e16.
 
-Sums of squares cannot cancel, and XLA adds long ones up in a tree: they are off by 2^-20 at most, by 2^-15 in JAX
-0.10.0 (measured for up to 2^24 terms, tests/faults/test_norms.py). Products of matrices are added up in some registers
-side by side and off by 2^-14 of the product of the rows' norms, at most. Where terms cancel that is more of the result,
-hence `cancelled`.
+Sums of squares cannot cancel, and XLA adds up long ones in a tree: they are off by 2^-20 at most, or 2^-15 in JAX
+0.10.0 (measured for up to 2^24 terms, tests/faults/test_norms.py). Matrix products are accumulated in several registers
+and are off by at most 2^-14 of the product of the rows' norms. Where terms cancel, that is a larger share of the
+result, hence `cancelled`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from jax import lax
 
 from dpopt.ghost.rows import wide
 
-# By how much coefficients may exceed their bound on account of what is missing from a norm.
+# The fraction by which coefficients may exceed their bound because of what is missing from a norm.
 TOLERANCE = 2.0**-14
-# Roundings of a sum of products, relative to the sum of their sizes.
+# The rounding error of a sum of products, in units of eps times the sum of their absolute values.
 _ROUNDINGS = 4
 
 
@@ -42,7 +42,7 @@ class Square(NamedTuple):
 
     value: jax.Array
     missing: jax.Array
-    # no smaller than a diagonal's entries squared, where the method comes by it: to look for it takes a tenth of a step
+    # An upper bound on the squared entries of S, if the method computes one anyway: the search takes a tenth of a step.
     diagonal: jax.Array | None = None
 
     def times(self, number: jax.Array) -> Square:
@@ -54,9 +54,9 @@ def tiny(dtype: jax.typing.DTypeLike) -> float:
 
 
 def to_one(x: Any) -> tuple[Any, jax.Array]:
-    """x in at least float32 with its largest entry between 1 and 2, and the power of two that takes it back.
+    """x divided by a power of two, in at least float32, so that its largest entry is in [1, 2); and that power of two.
 
-    None and integers stay as they are."""
+    None and integers are returned unchanged."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x, jnp.ones(())
     x = wide(x)
@@ -71,22 +71,22 @@ def sum_squares(x: jax.Array) -> jax.Array:
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """``max |x|``. (The barrier keeps XLA from working it out while it compiles, which takes it seconds.)"""
+    """``max |x|``. (The barrier prevents constant folding, which takes XLA seconds.)"""
     return jnp.max(jnp.abs(lax.optimization_barrier(x)))
 
 
 def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:
-    """``|x|^2`` of an array whose entries may have lost ``lost`` each."""
+    """``|x|^2`` for an array whose entries may each have lost up to ``lost``."""
     value = sum_squares(x)
-    # The bound, whose square is infinite, keeps XLA from squaring the factors of what is lost one by one: 0 * inf.
+    # The bound, whose square is infinite, keeps XLA from squaring the factors of ``lost`` separately (0 * inf).
     lost = jnp.minimum(jnp.asarray(lost, value.dtype), 2.0 ** (jnp.finfo(value.dtype).maxexp // 2))
     return Square(value, x.size * (tiny(value.dtype) + jnp.square(lost)))
 
 
 def shifted(square: Square, offset: jax.Array | float) -> Square:
-    """The square of ``g + o``, uncertain where the weighted sum, which adds g and o up apart, would be.
+    """The square of ``g + o``, uncertain where the weighted sum would be, which sums g and o separately.
 
-    It is from about ``|g| + |o| = 256 |g + o|`` on: then roundings of the sum are 2^-15 of the clip norm.
+    That is from about ``|g| + |o| = 256 |g + o|`` on, where the rounding error of the sum is 2^-15 of the clip norm.
     """
     size = jnp.sqrt(square.value) + 2 * offset  # at least |g| + |o|
     lost = 0 if isinstance(offset, float) else jnp.finfo(square.value.dtype).eps / 64 * jnp.square(size)
@@ -94,14 +94,14 @@ def shifted(square: Square, offset: jax.Array | float) -> Square:
 
 
 def shifted_norm(norm: jax.Array, offset: jax.Array | float) -> jax.Array:
-    """``|g + o|``, no less than what makes `shifted` uncertain: the sum adds g and o up apart."""
+    """``|g + o|``, or the smallest norm that `shifted` counts as certain: the sum adds up g and o separately."""
     if isinstance(offset, float):
         return norm
     return jnp.maximum(norm, (jnp.finfo(norm.dtype).eps / (128 * TOLERANCE)) ** 0.5 * (norm + 2 * offset))
 
 
 def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int]) -> Square:
-    """A sum over ``T x T`` of products of inner products; ``left`` and ``right`` hold squared norms of rows, [T]."""
+    """A sum over ``T x T`` of products of inner products; ``left`` and ``right`` are squared norms of rows, [T]."""
     T, a, p = sizes
     smallest = tiny(value.dtype)
     missing = (p * T * smallest) * jnp.sum(left) + (a * T * smallest) * jnp.sum(right) + (T * T + 3) * smallest
@@ -114,16 +114,16 @@ def mass(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def cancelled(value: jax.Array, total: jax.Array) -> jax.Array:
-    """Adds what rounding may have taken from the square of a sum of terms whose norms add up to ``total``.
+    """Adds the possible rounding error of the square of a sum of terms whose norms add up to ``total``.
 
-    It keeps the weighted sum within bounds as well, which adds the same terms up in another order: an example's
+    This also bounds the rounding of the weighted sum, which adds up the same terms in another order: an example's
     coefficient times its ``total`` is at most 1 / sqrt(4 eps) = 1,400 clip norms, one rounding of which is 2^-13.
     """
     return jnp.maximum(value, 0) + _ROUNDINGS * jnp.finfo(value.dtype).eps * jnp.square(total)
 
 
 def cancelled_before(square: Square, terms: Square) -> Square:
-    """The same for terms that were added up before a linear map; ``terms`` is the square of their size behind it."""
+    """`cancelled` for terms added up before a linear map; ``terms`` is the square of their size after the map."""
     share = _ROUNDINGS * jnp.finfo(square.value.dtype).eps
     return square._replace(
         value=jnp.maximum(square.value, 0) + share * terms.value, missing=square.missing + share * terms.missing

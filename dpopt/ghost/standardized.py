@@ -1,16 +1,16 @@
 """Weights that are normalised filter by filter (weight standardisation), and gradient norms through them.
 
-A filter ``w`` becomes ``v = alpha w + beta``, where the numbers alpha and beta depend on w through the sum and the sum
-of squares of its n entries alone. With ``w = mean + u``, ``first = sum u`` and ``second = sum u^2``, a gradient G by v
-is pulled back to
+A filter ``w`` becomes ``v = alpha w + beta``, where the numbers alpha and beta depend on w only through the sum and the
+sum of squares of its n entries. With ``w = mean + u``, ``first = sum u`` and ``second = sum u^2``, a gradient G with
+respect to v is pulled back to
 
     ``alpha G + p + q u``,   p = alpha_1 <u, G> + beta_1 <1, G>,   q = 2 alpha_2 <u, G> + 2 beta_2 <1, G>
 
-where alpha_1 is alpha's derivative by first, alpha_2 by second. So the norm needs of every filter's G two inner
-products and a norm, which the factors give without G (norms.py).
+where alpha_1 is the derivative of alpha by first, and alpha_2 by second. So the norm needs two inner products and the
+norm of each filter's G, and the factors give these without forming G (norms.py).
 
-Whether a weight is of this kind is read off the equations between it and its parameter: they are run on the pairs
-(alpha, beta) instead of on arrays, and whatever does not fit says so.
+A weight is recognised by running the equations between it and its parameter on pairs (alpha, beta) instead of arrays.
+An equation that cannot be run on pairs raises `_NotStandardized`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from dpopt.ghost.primitives import (
     ADD,
@@ -41,11 +42,11 @@ from dpopt.ghost.values import Contact, Op, Value, wide_dtype
 
 
 class PerFilter(NamedTuple):
-    """One parameter's numbers, each ``[N, p]``."""
+    """The numbers of one parameter's filters, each ``[N, p]``."""
 
     slope: jax.Array  # alpha
     level: jax.Array  # beta, for entries counted from the mean: v = slope u + level
-    slopes: tuple[jax.Array, jax.Array]  # its derivatives by first and second
+    slopes: tuple[jax.Array, jax.Array]  # derivatives of the slope by first and second
     levels: tuple[jax.Array, jax.Array]
     sums: tuple[jax.Array, jax.Array]  # first and second
 
@@ -57,7 +58,7 @@ class PerFilter(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What a gradient's way through the normalisation takes."""
+    """What is needed to pull a gradient back through the normalisation."""
 
     deviation: jax.Array  # u, like the parameter
     per_filter: PerFilter
@@ -75,6 +76,7 @@ class Standardized(NamedTuple):
     groups: int  # N
 
     def coefficients(self, w: jax.Array) -> Coefficients:
+        """The coefficients at the parameter's value ``w``."""
         mean = jnp.mean(w, self.axes, keepdims=True)
         u = w - mean
         sums = jnp.sum(u, self.axes, keepdims=True), jnp.sum(u * u, self.axes, keepdims=True)
@@ -95,10 +97,11 @@ class Standardized(NamedTuple):
         n = math.prod(w.shape[i] for i in self.axes)
         return Coefficients(u, PerFilter(fold(slope), fold(level), slopes, levels, (fold(sums[0]), fold(sums[1]))), n)
 
-    def _run(self, mean, first, second, shape) -> _Affine:
-        per_filter = _PerFilter(mean, first, second, shape, self.axes)
+    def _run(self, mean: jax.Array, first: jax.Array, second: jax.Array, shape: tuple[int, ...]) -> _Affine:
+        """The weight as an affine function of ``u``."""
+        per_filter = _FilterAlgebra(mean, first, second, shape, self.axes)
         env: dict[Value, Any] = {self.source: _Affine(1.0, mean)}
-        fixed: set[Value] = set()  # values that no parameter enters
+        fixed: set[Value] = set()  # values that do not depend on the parameter
 
         def read(v):
             return v.constant if v.constant is not None else env[v]
@@ -112,12 +115,12 @@ class Standardized(NamedTuple):
                 fixed.add(out)
         found = env[self.target]
         if not isinstance(found, _Affine):
-            raise _Unlike(self.target)
+            raise _NotStandardized(self.target)
         return found
 
 
 def standardized(trace: Trace, contact: Contact) -> Standardized | None:
-    """The weight's description if it is one parameter, normalised filter by filter; else None."""
+    """The description of a weight that is one parameter normalised filter by filter; None for any other weight."""
     factors = contact.factors
     if factors is None or factors.filters is None or len(contact.weight.leaves) != 1:
         return None
@@ -133,49 +136,58 @@ def standardized(trace: Trace, contact: Contact) -> Standardized | None:
     if contact.weight.shape != source.shape or len(outputs) != len(ops):
         return None
     if any(v.dtype != wide_dtype(source.dtype) for v in outputs if v.leaves and v is not contact.weight):
-        return None  # half precision rounds on the way, and the numbers here would not
+        return None  # half precision rounds on the way, which the closed form does not
     found = Standardized(ops[::-1], source, contact.weight, axes, filters, factors.shape[1])
     parameter = jax.ShapeDtypeStruct(source.shape, wide_dtype(source.dtype))
     try:
         jax.eval_shape(found.coefficients, parameter)
-    except _Unlike:
+    except _NotStandardized:
         return None
     return found
 
 
-class _Unlike(Exception):
-    """The equations are not of this kind."""
+class _NotStandardized(Exception):
+    """The equations do not normalise a weight filter by filter."""
+
+
+_Number = jax.Array | float
 
 
 class _Affine(NamedTuple):
-    """``slope u + level`` entry by entry; numbers per filter, which keep the filter's axes as ones. None is zero."""
+    """``slope u + level`` entry by entry, with one number per filter (its axes have length 1). None is zero."""
 
-    slope: Any
-    level: Any
+    slope: _Number | None
+    level: _Number | None
 
 
 class _Quadratic(NamedTuple):
     """``two u^2 + one u + zero`` entry by entry."""
 
-    two: Any
-    one: Any
-    zero: Any
+    two: _Number | None
+    one: _Number | None
+    zero: _Number | None
 
 
-class _PerFilter:
-    """Equations on affine functions of a filter's entries."""
+_Operand = _Affine | _Quadratic | _Number
 
-    def __init__(self, mean, first, second, shape, axes):
+
+class _FilterAlgebra:
+    """Runs equations on affine functions of a filter's entries."""
+
+    def __init__(
+        self, mean: jax.Array, first: jax.Array, second: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]
+    ):
         self.first, self.second, self.shape, self.axes = first, second, shape, axes
         self.size, self.kept = math.prod(shape[i] for i in axes), mean.shape
 
-    def step(self, op: Op, args: Sequence[Any]) -> Any:
-        whole = [isinstance(x, _Affine | _Quadratic) for x in args]
+    def step(self, op: Op, args: Sequence[Any]) -> _Operand:
+        """The output of one equation: an affine or quadratic function, or numbers per filter."""
+        are_entries = [isinstance(x, _Affine | _Quadratic) for x in args]
         if op.params is None:  # inside a loop
-            raise _Unlike(op)
-        if not any(whole):
+            raise _NotStandardized(op)
+        if not any(are_entries):
             if op.primitive not in PER_FILTER:
-                raise _Unlike(op)
+                raise _NotStandardized(op)
             if op.primitive is BROADCAST and op.outputs[0].shape == self.shape != self.kept:
                 return self._spread(op, *args)
             return op.run(*args)[0]
@@ -187,46 +199,48 @@ class _PerFilter:
             return self._combined(_product, args[0], args[0])
         if op.primitive is NEG:
             return self._combined(_product, args[0], -1.0)
-        if op.primitive not in _WHOLE:
-            raise _Unlike(op)
-        return self._combined(_WHOLE[op.primitive], *args)
+        if op.primitive not in _AFFINE_RULES:
+            raise _NotStandardized(op)
+        return self._combined(_AFFINE_RULES[op.primitive], *args)
 
-    def _combined(self, function: Callable, *args: Any) -> Any:
-        if any(isinstance(x, _Quadratic) for x in args):
-            raise _Unlike(args)
-        return function(*(x if isinstance(x, _Affine) else _Affine(None, self._keep(x)) for x in args))
+    def _combined(self, function: Callable[..., _Affine | _Quadratic], *args: _Operand) -> _Affine | _Quadratic:
+        return function(*(self._affine(x) for x in args))
 
-    def _keep(self, x: Any) -> Any:
-        """A number, or one per filter in the parameter's axes."""
+    def _affine(self, x: _Operand) -> _Affine:
+        if isinstance(x, _Quadratic):
+            raise _NotStandardized(x)
+        return x if isinstance(x, _Affine) else _Affine(None, self._keep(x))
+
+    def _keep(self, x: _Number) -> _Number:
+        """Checks that ``x`` is one number, or one per filter in the parameter's axes."""
         shape = jnp.shape(x)
         if shape and (len(shape) != len(self.kept) or any(shape[i] != 1 for i in self.axes)):
-            raise _Unlike(x)
+            raise _NotStandardized(x)
         return x
 
-    def _spread(self, op: Op, x: Any) -> _Affine:
+    def _spread(self, op: Op, x: jax.Array) -> _Affine:
         kept, axes = [1] * len(self.shape), cast(dict, op.params)["broadcast_dimensions"]
         for size, axis in zip(jnp.shape(x), axes, strict=True):
             kept[axis] = size
         return _Affine(None, self._keep(jnp.reshape(x, kept)))
 
-    def _total(self, x: Any) -> jax.Array:
-        if isinstance(x, _Affine):
-            x = _Quadratic(None, *x)
+    def _total(self, x: _Affine | _Quadratic) -> jax.Array:
+        x = _Quadratic(None, *x) if isinstance(x, _Affine) else x
         total = jnp.zeros(self.kept, self.first.dtype)
         for factor, value in zip(x, (self.second, self.first, self.size), strict=True):
             total = total if factor is None else total + factor * value
         return total
 
 
-def _plus(x: Any, y: Any) -> Any:
+def _plus(x: _Number | None, y: _Number | None) -> _Number | None:
     return y if x is None else x if y is None else x + y
 
 
-def _times(x: Any, y: Any) -> Any:
+def _times(x: _Number | None, y: _Number | None) -> _Number | None:
     return None if x is None or y is None else x * y
 
 
-def _product(x: _Affine, y: _Affine) -> Any:
+def _product(x: _Affine, y: _Affine) -> _Affine | _Quadratic:
     one, zero = _plus(_times(x.slope, y.level), _times(x.level, y.slope)), _times(x.level, y.level)
     if x.slope is None or y.slope is None:
         return _Affine(one, zero)
@@ -234,8 +248,8 @@ def _product(x: _Affine, y: _Affine) -> Any:
 
 
 def _quotient(x: _Affine, y: _Affine) -> _Affine:
-    if y.slope is not None:
-        raise _Unlike(y)
+    if y.slope is not None or y.level is None:
+        raise _NotStandardized(y)
     return _Affine(None if x.slope is None else x.slope / y.level, None if x.level is None else x.level / y.level)
 
 
@@ -247,7 +261,7 @@ def _sum(x: _Affine, y: _Affine) -> _Affine:
     return _Affine(_plus(x.slope, y.slope), _plus(x.level, y.level))
 
 
-_WHOLE: dict[Any, Callable[[_Affine, _Affine], Any]] = {
+_AFFINE_RULES: dict[core.Primitive, Callable[[_Affine, _Affine], _Affine | _Quadratic]] = {
     ADD: _sum,
     ADD_ANY: _sum,
     SUB: lambda x, y: _sum(x, _negative(y)),

@@ -1,66 +1,69 @@
-"""The clipped sum with nothing recorded at the contacts that are streamed, in one pass over the batch or in two.
+"""The clipped sum without recording anything at streamed contacts, in one or two passes over the batch.
 
 A recorded contact keeps its input and its cotangent until the clip coefficients are known, for every step of a scan
-and through every rematerialised block: what was saved by rematerialising is spent again. A streamed one has hooks
-(hooks.py): in the first pass for the norms and, the coefficients being known, in a second for the weighted sum. That
-costs an ordinary gradient once more; the memory stays that of an ordinary one. Where a parameter's coefficient depends
-on its own norm alone, the first pass clips and adds up as well, and if all parameters are such there is no second.
+and through every rematerialised block, so the memory saved by rematerialisation is spent again. A streamed contact has
+hooks instead (hooks.py): in the first pass for the norms and, once the coefficients are known, in a second pass for the
+weighted sum. That costs one more ordinary gradient; the memory stays that of an ordinary gradient. Where a parameter's
+coefficient depends on its own norm alone, the first pass also clips and adds up; if that holds for all parameters,
+there is no second pass.
 
-What the second pass adds up has to be what the first took norms of. Two programs of the same arithmetic may be rounded
-in two ways, which is all there is of a gradient that is what rounding has left of larger terms. So both passes are the
-steps of one loop, whose hooks do the one thing or the other.
+The second pass has to add up exactly the gradients whose norms the first pass took. Two programs with the same
+arithmetic may round differently, which matters if a gradient consists of little but the rounding error of larger terms.
+So both passes are steps of one loop, whose hooks do either.
 
-A parameter with several contacts has cross terms, which no contact sees alone, as has one that the steps of a scan
-share: those are recorded, as ever.
+A parameter with several contacts, or one shared by the steps of a scan, has cross terms that no single contact can
+compute: such contacts are recorded.
 
-What is not finite is left out by selection, contact by contact. Squares neither vanish nor overflow, since hooks scale
-their factors first.
+Gradients that are not finite are replaced by zeros, contact by contact. Squares neither underflow nor overflow, since
+hooks scale their factors first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.common.types import PyTree
 from dpopt.engines import sums
 from dpopt.engines.blocks import Blocks
 from dpopt.engines.norms import safe_norm
+from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one
 from dpopt.ghost.contacts import Formed, Seen
-from dpopt.ghost.hooks import ClipHook, EitherHook
+from dpopt.ghost.hooks import ClipHook, TwoPassHook
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected, settled
+from dpopt.ghost.underflow import without_underflowing
 from dpopt.ghost.values import Contact, Entry, wide_dtype
-from dpopt.ghost.weighing import without_too_large
-from dpopt.ghost.weighted_sum import grouped, to_leaf, to_leaves, weighted_sum
+from dpopt.ghost.weighted_sum import Weigh, grouped, to_leaf, to_leaves, weighted_sum
 
 
 class Streamed(NamedTuple):
-    """What the passes give."""
+    """The result of the passes."""
 
-    sum: sums.Sum
-    leaf_norms: list[jax.Array]  # [B], or [B, layers]; no smaller than they are
+    sum: Sum
+    leaf_norms: list[jax.Array]  # [B], or [B, layers]: upper bounds
     losses: jax.Array
     aux: list[jax.Array]
     ok: jax.Array  # [B] bool: unmasked, with a finite gradient
 
 
 def clipped_sum(
-    run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array, limits: Sequence[Any],
+    run: Run, batch: Sequence[jax.Array], weigh: Weigh, mask: jax.Array, limits: Sequence[Any],
     layer_axes: Sequence[int],
 ) -> Streamed:  # fmt: skip
     """``sum_i c_i (S g_i + o)`` for the parameters' leaves.
 
     Args:
-        weigh: maps leaf norms, and a mask, to coefficients.
-        limits: what the parameters of ``plan.single`` are scaled down to, each by its own norm.
-        layer_axes: how many axes of each parameter number layers, which are clipped one by one.
+        weigh: maps leaf norms and a mask to coefficients.
+        limits: the clip norms of the parameters in ``plan.single``, each clipped by its own norm.
+        layer_axes: how many axes of each parameter index layers that are clipped separately.
     """
     if {leaf for c in run.plan.streamed for leaf in c.weight.leaves} <= run.plan.single:
         return _one_pass(run, batch, weigh, mask, limits, layer_axes)
@@ -69,16 +72,16 @@ def clipped_sum(
         return _two_passes(run, batch, weigh, mask, limits, layer_axes)
     if len(mask) // devices <= sums.ROWS and _adds_up_exactly(run):
         return _two_passes(run, batch, weigh, mask, limits, layer_axes, whole=True)
-    # Each device takes its own share of a sharded batch, and has a sum of its own.
+    # Each device has its own share of a sharded batch, and its own sum.
     blocks = Blocks(len(mask), len(mask) // devices)
     found = jax.vmap(lambda b, m: _two_passes(run, b, weigh, m, limits, layer_axes))(*blocks.split(batch, mask))
     return Streamed(sums.fold(found.sum, blocks.rows), *blocks.join(tuple(found[1:])))
 
 
 def _adds_up_exactly(run: Run) -> bool:
-    """Whether a sum of the whole batch at a contact is as exact as one of blocks.
+    """Whether summing the whole batch at a contact is as exact as summing blocks.
 
-    What a float sum has lost is not multiplied: that would round it as a whole. Nor is there any of offsets."""
+    It is not if the sum is multiplied afterwards: that would round all of it. Offsets have no sum at a contact."""
     if any(o is not None for o in run.offsets):
         return False
     entries = (cast(Entry, c.weight.entry) for c in run.plan.streamed)
@@ -86,55 +89,56 @@ def _adds_up_exactly(run: Run) -> bool:
 
 
 def _one_pass(
-    run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array, limits: Sequence[Any],
+    run: Run, batch: Sequence[jax.Array], weigh: Weigh, mask: jax.Array, limits: Sequence[Any],
     layer_axes: Sequence[int],
 ) -> Streamed:  # fmt: skip
-    losses, aux, seen, asked = run.passes(batch, _hooks(run, limits, layer_axes, {}, None), mask)
-    found = _looked_at(run, asked, seen, losses, weigh, mask)
-    of_leaf = found.sums
-    if found.weights:
-        of_leaf |= dict(zip(found.weights, _each(_recorded_sum(run, found.weights, found.records)), strict=True))
-    return Streamed(_listed(_joined(of_leaf)), found.norms, losses, aux, mask & finite([*found.norms, mask]))
+    losses, aux, seen, hooked = run.passes(batch, _hooks(run, limits, layer_axes, {}, None), mask)
+    first = _first_pass(run, hooked, seen, losses, weigh, mask)
+    totals = first.totals
+    if first.weights:
+        totals |= dict(zip(first.weights, _each(_recorded_sum(run, first.weights, first.records)), strict=True))
+    return Streamed(_listed(_joined(totals)), first.norms, losses, aux, mask & finite([*first.norms, mask]))
 
 
-class _Looked(NamedTuple):
-    """What a first pass tells."""
+class _FirstPass(NamedTuple):
+    """The result of a first pass."""
 
     norms: list[jax.Array]
-    weights: dict[int, jax.Array]  # of the parameters that are still to be added up
-    sums: dict[int, sums.Sum]  # of those that were clipped as they came
+    weights: dict[int, jax.Array]  # coefficients of the parameters that are still to be added up
+    totals: dict[int, Sum]  # sums of the parameters that were clipped in this pass
     records: dict[Contact, Seen | Formed]
 
 
-def _looked_at(
-    run: Run, asked: Mapping, seen: Mapping[Contact, Seen], losses: jax.Array, weigh: Callable, mask: jax.Array
-) -> _Looked:
-    """The norms of all parameters, and coefficients."""
-    known, of_leaf, largest = {}, {}, {}
-    for contact, (bounds, total) in asked.items():
+def _first_pass(
+    run: Run, hooked: Mapping, seen: Mapping[Contact, Seen], losses: jax.Array, weigh: Weigh, mask: jax.Array
+) -> _FirstPass:
+    """The norms of all parameters, and coefficients, from the results of `Run.passes`."""
+    known, totals, largest = {}, {}, {}
+    for contact, (bounds, total) in hooked.items():
         (leaf,) = contact.weight.leaves
         if leaf in run.plan.single:
-            of_leaf[leaf] = sums.Sum(*(None if t is None else to_leaf(run, contact, t) for t in total))
+            totals[leaf] = Sum(*(None if t is None else to_leaf(run, contact, t) for t in total))
         else:  # all steps together
             largest[contact] = jnp.max(bounds[..., 2].reshape(len(mask), -1), axis=1)
             bounds = jnp.stack([safe_norm(b.reshape(len(mask), -1), axis=1) for b in _both(bounds)], axis=1)
-        number = run.number(leaf)
+        number = run.scalar_scale(leaf)
         known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
     found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen), known)
-    # What is streamed is scaled before it is squared: there is no need of a second look.
+    # Streamed gradients are scaled before they are squared, so their norms are certain.
     leaves = [i for i in range(len(found.upper)) if i not in known]
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, leaves)
-    weights = {leaf: c for leaf, c in enumerate(weigh(norms, mask)) if leaf not in of_leaf}
+    weights = {leaf: c for leaf, c in enumerate(weigh(norms, mask)) if leaf not in totals}
     if weights:
-        weights = without_too_large(run, weights, dict(enumerate(norms)), records, largest, found.diagonals)
-    return _Looked(norms, weights, of_leaf, records)
+        weights = without_underflowing(run, weights, dict(enumerate(norms)), records, largest, found.diagonals)
+    return _FirstPass(norms, weights, totals, records)
 
 
 def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The upper and the lower bounds."""
     return bounds[..., 0], bounds[..., 1]
 
 
-def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> sums.Sum:
+def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> Sum:
     """The sums of some parameters, all of whose contacts were recorded."""
     chosen = {}
     for contact in run.contacts_of(list(weights)):
@@ -143,56 +147,55 @@ def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[C
     return weighted_sum(run, weights, chosen)
 
 
-class _Found(NamedTuple):
-    """What the first pass leaves of all blocks: arrays ``[blocks, rows, ...]``."""
+class _PerBlock(NamedTuple):
+    """The results of the first pass for all blocks: arrays ``[blocks, rows, ...]``."""
 
     norms: list[jax.Array]
-    weights: list[jax.Array]  # the distinct ones
+    weights: list[jax.Array]  # the distinct coefficients
     losses: jax.Array
     aux: list[jax.Array]
 
 
 def _two_passes(
-    run: Run, batch: Sequence[jax.Array], weigh: Callable, mask: jax.Array, limits: Sequence[Any],
+    run: Run, batch: Sequence[jax.Array], weigh: Weigh, mask: jax.Array, limits: Sequence[Any],
     layer_axes: Sequence[int], whole: bool = False,
 ) -> Streamed:  # fmt: skip
-    """Blocks of rows one after the other, and then all of them again, in one loop; or the ``whole`` batch."""
+    """Both passes, each over blocks of rows one after another, or over the ``whole`` batch, in one loop."""
     blocks = Blocks(len(mask), len(mask) if whole else -(-len(mask) // -(-len(mask) // sums.ROWS)))
     batch, mask = blocks.split(batch, mask)
     run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
     single, zeros = run.plan.single, {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
     axes = [n if leaf in single else 0 for leaf, n in enumerate(layer_axes)]
     norms = [jnp.zeros((blocks.rows, *x.shape[:n]), x.dtype) for x, n in zip(run.wide, axes, strict=True)]
-    # Only which parameters share a coefficient matters here, and of what dtype.
+    # Only which parameters share a coefficient, and its dtype, matter here.
     shared, groups = grouped({leaf: c for leaf, c in enumerate(weigh(norms, mask[0])) if leaf not in single})
     streamed = {leaf: groups[leaf] for c in run.plan.streamed for leaf in c.weight.leaves - single}
     rest = [leaf for leaf in zeros if leaf not in streamed]
     pairs = sums.needs_remainder(blocks.rows)
+    nothing = {leaf: Sum(z, z if pairs else None) for leaf, z in zeros.items()}
 
-    nothing = {leaf: sums.Sum(z, z if pairs else None) for leaf, z in zeros.items()}
-
-    def step(i: jax.Array, state: tuple[_Found, sums.Sum]) -> tuple[_Found, sums.Sum]:
+    def step(i: jax.Array, state: tuple[_PerBlock, Sum]) -> tuple[_PerBlock, Sum]:
         found, before = state
         adds_up, block = i >= blocks.count, i % blocks.count
 
-        def own(tree: Any) -> Any:
+        def own(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, block, keepdims=False), tree)
 
-        # The step has a hand in it: XLA would take what is the same in all out of the loop, and keep what it recorded.
+        # These depend on the step: otherwise XLA moves what is the same in both passes out of the loop, and records it.
         examples = jax.tree.map(lambda x: jnp.where(i < 0, jnp.zeros_like(x), x), own(batch))
         counts, coefficients = own(mask), own(found.weights)
         hooks = _hooks(run, limits, layer_axes, streamed, adds_up)
-        losses, aux, seen, asked = run.passes(examples, hooks, counts, coefficients)
+        losses, aux, seen, hooked = run.passes(examples, hooks, counts, coefficients)
 
-        # What hooks have added up, nothing in the first pass. Through `cond` it would be copied.
-        parts = [to_leaves(run, streamed, coefficients, lambda k, _, i=i: asked[k][1][i]) for i in range(1 + pairs)]
-        sums = {leaf: sums.Sum(*pair) for leaf, *pair in zip(streamed, *parts, strict=True)}
+        # What hooks have added up; zeros in the first pass. A `cond` would copy it.
+        parts = [to_leaves(run, streamed, coefficients, lambda k, _, i=i: hooked[k][1][i]) for i in range(1 + pairs)]
+        streamed_totals = {leaf: Sum(*pair) for leaf, *pair in zip(streamed, *parts, strict=True)}
 
         def first() -> tuple:
-            looked = _looked_at(run, asked, seen, losses, weigh, counts)
-            weights = {group: looked.weights[leaf] for leaf, group in groups.items()}
-            others = {leaf: looked.sums[leaf] if leaf in single else nothing[leaf] for leaf in rest}
-            return looked.norms, [weights[group] for group in range(len(shared))], others
+            found = _first_pass(run, hooked, seen, losses, weigh, counts)
+            weights = {group: found.weights[leaf] for leaf, group in groups.items()}
+            others = {leaf: found.totals[leaf] if leaf in single else nothing[leaf] for leaf in rest}
+            return found.norms, [weights[group] for group in range(len(shared))], others
 
         def second() -> tuple:
             recorded = {leaf: coefficients[groups[leaf]] for leaf in rest if leaf not in single}
@@ -202,16 +205,16 @@ def _two_passes(
             return own(found.norms), coefficients, others
 
         norms, weights, others = lax.cond(adds_up, second, first)
-        here = {leaf: jax.tree.map(lambda s: jnp.where(adds_up, s, 0), total) for leaf, total in sums.items()} | others
-        total = sums.add(before, _joined(here))
-        if blocks.count == 1:  # nothing was there before: the memory of the parameters once less
-            parts = (part and {**part, **{k: s[i] for k, s in sums.items()}} for i, part in enumerate(total))
-            total = sums.Sum(*parts)
-        now = _Found(norms, weights, losses, aux)
+        added = {k: jax.tree.map(lambda s: jnp.where(adds_up, s, 0), t) for k, t in streamed_totals.items()}
+        total = sums.add(before, _joined(added | others))
+        if blocks.count == 1:  # the sum before is zero: this saves memory of the size of the parameters
+            parts = (part and {**part, **{k: s[i] for k, s in streamed_totals.items()}} for i, part in enumerate(total))
+            total = Sum(*parts)
+        now = _PerBlock(norms, weights, losses, aux)
         return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0), found, now), total
 
     of_block = [jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results]
-    empty = _Found(norms, [jnp.zeros_like(c) for c in shared], of_block[0], of_block[1:])
+    empty = _PerBlock(norms, [jnp.zeros_like(c) for c in shared], of_block[0], of_block[1:])
     empty = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), empty)
     start = _joined(nothing) if whole else sums.zero(zeros, blocks.rows, blocks.count)
     found, total = lax.fori_loop(0, 2 * blocks.count, step, (empty, start))
@@ -220,32 +223,32 @@ def _two_passes(
     return Streamed(_listed(total), norms, losses, aux, counts & finite([*norms, counts]))
 
 
-def _each(total: sums.Sum) -> list[sums.Sum]:
-    """The sums of a list of parameters, one by one."""
+def _each(total: Sum) -> list[Sum]:
+    """The sum of each of a list of parameters."""
     rests = [None] * len(total.value) if total.remainder is None else total.remainder
-    return [sums.Sum(*pair) for pair in zip(total.value, rests, strict=True)]
+    return [Sum(*pair) for pair in zip(total.value, rests, strict=True)]
 
 
-def _joined(sums: Mapping[int, sums.Sum]) -> sums.Sum:
-    """One sum of all; in pairs of floats if any of them is."""
-    if any(s.remainder is not None for s in sums.values()):
-        sums = {leaf: sums.paired(s) for leaf, s in sums.items()}
-        return sums.Sum(*({leaf: s[i] for leaf, s in sums.items()} for i in range(2)))
-    return sums.Sum({leaf: s.value for leaf, s in sums.items()})
+def _joined(totals: Mapping[int, Sum]) -> Sum:
+    """One sum for all parameters, in pairs of floats if any of them is."""
+    if any(s.remainder is not None for s in totals.values()):
+        totals = {leaf: sums.paired(s) for leaf, s in totals.items()}
+        return Sum(*({leaf: s[i] for leaf, s in totals.items()} for i in range(2)))
+    return Sum({leaf: s.value for leaf, s in totals.items()})
 
 
-def _listed(total: sums.Sum) -> sums.Sum:
-    """A sum of all in the parameters' order."""
-    return sums.Sum(*(part and [part[leaf] for leaf in sorted(part)] for part in total))
+def _listed(total: Sum) -> Sum:
+    """The same with lists in the parameters' order for dicts."""
+    return Sum(*(part and [part[leaf] for leaf in sorted(part)] for part in total))
 
 
 def _hooks(
     run: Run, limits: Sequence[Any], layer_axes: Sequence[int], groups: Mapping[int, int], adds_up: jax.Array | None
-) -> dict[Contact, EitherHook | ClipHook]:
+) -> dict[Contact, TwoPassHook | ClipHook]:
     hooks = {}
     for contact, method in run.plan.streamed.items():
         (leaf,) = contact.weight.leaves
-        number = run.number(leaf)
+        number = run.scalar_scale(leaf)
         diagonal = run.diagonal(leaf, contact, None if number is not None else run.scales[leaf])
         steps = [length for length, _ in contact.loops]
         if leaf in run.plan.single and layer_axes[leaf] > len(steps):  # the weight itself, with all its layers
@@ -253,11 +256,11 @@ def _hooks(
         dtype = wide_dtype(contact.tap_dtype)
         bounds, chunk = jnp.zeros((*steps, 3), dtype), run.plan.streamed_chunk(contact)
         zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
-        total = sums.Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None)
+        total = Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None)
         if leaf not in run.plan.single:
-            hooks[contact] = EitherHook(bounds, total, adds_up, diagonal, method, chunk, groups[leaf])
+            hooks[contact] = TwoPassHook(bounds, total, adds_up, diagonal, method, chunk, groups[leaf])
             continue
-        # A gradient that is multiplied by a number later is clipped to as much less.
+        # A gradient that is multiplied by a number later is clipped to C divided by that number.
         limit = limits[leaf] if number is None else limits[leaf] / jnp.abs(number)
         hooks[contact] = ClipHook(bounds, total, jnp.full(steps, limit, dtype), diagonal, method, chunk)
     return hooks

@@ -1,42 +1,41 @@
-"""Tracing: find where parameters meet the example, and put a tap there.
+"""Tracing: finds where parameters meet the example, and puts a tap there.
 
 The loss of **one example** is traced to a jaxpr and its equations are sorted into two programs:
 
 * the **prologue**: everything that does not depend on the example. What it computes from
-  parameters (casts, transposes, weight standardisation, LoRA products) is still "the weights",
-  and the gradient with respect to it is pulled back to the parameters at the end;
-* the **body**: everything that depends on the example, and whatever the gradient of a sum may not
-  be pulled through (linear.py: a ``custom_vjp`` of the user's, complex values).
+  parameters (casts, transposes, weight standardisation, LoRA products) still counts as weights;
+  the gradient with respect to it is pulled back to the parameters at the end;
+* the **body**: everything that depends on the example, and equations that the gradient of a sum
+  must not be pulled back through (linear.py: a user's ``custom_vjp``, complex values).
 
-A **contact** is where a value of the prologue that depends on parameters enters the body. If a rule
-covers the equation (rules/), the contact sits on its *output*: the tap's cotangent together with
-the other input gives the weight's gradient without forming it. Otherwise it sits on the *weight
-itself*, and the tap's cotangent is that weight's per-example gradient, whatever consumes it
-(``cond``, ``custom_vjp``, an addition): exact, by JAX's own differentiation.
+A **contact** is where a prologue value that depends on parameters enters the body. If a rule
+covers the equation (rules/), the contact sits on its *output*: the tap's cotangent and the other
+input determine the weight's gradient, which need not be formed. Otherwise it sits on the *weight
+itself*, and the tap's cotangent is the per-example gradient of that weight, whatever reads it
+(``cond``, ``custom_vjp``, an addition). That is exact, by JAX's own differentiation.
 
-Calls are inlined. In a ``scan``, what does not depend on the example moves out to the prologue (over
-the steps by ``vmap``), taps become scanned inputs, and the recorded inputs become scanned outputs.
+Calls are inlined. In a ``scan``, equations that do not depend on the example move out to the prologue
+(``vmap`` maps them over the steps), taps become scanned inputs, and recorded inputs scanned outputs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines.programs import equations, scan_arguments
 from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost.canonical import as_gather, binder, differentiated
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
-from dpopt.ghost.linear import pulls_sums
+from dpopt.ghost.linear import may_pull_back_sums
 from dpopt.ghost.primitives import (
     CALLS,
     CASTS,
@@ -53,12 +52,12 @@ from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
 from dpopt.ghost.values import Entry, Op, Value
 
 
-def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = False) -> Trace:
-    """Traces ``loss_fn(params, example)``; arrays or ShapeDtypeStructs, only shapes matter.
+def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool = False) -> Trace:
+    """Traces ``loss_fn(params, example)``. Arguments are arrays or ShapeDtypeStructs; only shapes matter.
 
     Raises:
-      CannotFollow: a parameter flows into an operation that has no reverse-mode derivative, some operation does more
-        than compute a value (a mutable reference, a callback), or anything else fails that is no error of the loss.
+      CannotFollow: a parameter flows into an operation without a reverse-mode derivative, an operation has side effects
+        (a mutable reference, a callback), or anything else fails although the loss itself does not.
     """
     closed, shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
     loss_shape = shape[0] if has_aux else shape
@@ -66,8 +65,8 @@ def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = Fal
         raise TypeError(f"loss_fn must return a real scalar for one example, got {loss_shape}")
     for eqn in equations(closed.jaxpr):
         if eqn.effects and not eqn.primitive.name.startswith("debug_"):
-            raise CannotFollow(eqn.primitive.name, "it does more than compute a value")
-    # What nobody needs is no contact either: `nnx.scan` hands the layers' state back, and every weight with it.
+            raise CannotFollow(eqn.primitive.name, "it has side effects")
+    # Unused outputs would make contacts: `nnx.scan` returns the state of the layers, and with it every weight.
     needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     trace = Trace(aux_tree=jax.tree.structure(shape[1]) if has_aux else None)
     with planning():
@@ -75,18 +74,18 @@ def trace_loss(loss_fn: Callable, params: Any, example: Any, has_aux: bool = Fal
     return trace
 
 
-def _sort(jaxpr: Any, consts: Sequence, count: int, trace: Trace) -> None:
+def _sort(jaxpr: core.Jaxpr, consts: Sequence, count: int, trace: Trace) -> None:
     """Sorts the equations of a loss, whose first ``count`` inputs are the parameters, into prologue and body."""
     trace.body = Scope(None, trace)
     for i, var in enumerate(jaxpr.invars):
-        aval, is_leaf = var.aval, i < count
-        value = Value(aval.shape, aval.dtype, dynamic=not is_leaf)
+        is_leaf = i < count
+        value = Value.of(var, dynamic=not is_leaf)
         if is_leaf:
-            if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            if jnp.issubdtype(value.dtype, jnp.complexfloating):
                 raise CannotFollow("complex", "complex parameters are not supported")
-            if jnp.issubdtype(aval.dtype, jnp.floating):
+            if jnp.issubdtype(value.dtype, jnp.floating):
                 value.leaves = frozenset([i])
-                value.entry = Entry(True, tuple(range(len(aval.shape))), bool(aval.shape))
+                value.entry = Entry(True, tuple(range(len(value.shape))), bool(value.shape))
         (trace.leaves if is_leaf else trace.example).append(value)
     outs = _walk(jaxpr, consts, trace.leaves + trace.example, trace.body)
     # A loss that does not depend on the example still has a gradient.
@@ -94,16 +93,14 @@ def _sort(jaxpr: Any, consts: Sequence, count: int, trace: Trace) -> None:
     share_taps(trace.body, trace.results)
 
 
-def _walk(jaxpr: Any, consts: Sequence, args: Sequence[Value], scope: Scope) -> list[Value]:
+def _walk(jaxpr: core.Jaxpr, consts: Sequence, args: Sequence[Value], scope: Scope) -> list[Value]:
+    """Adds the equations of a jaxpr to the scope and its prologue, and returns the outputs."""
     env = dict(zip(jaxpr.invars, args, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
-        env[var] = Value(var.aval.shape, var.aval.dtype, constant=const)
+        env[var] = Value.of(var, constant=const)
 
     def read(var):
-        if isinstance(var, core.Literal):
-            aval = cast(ShapedArray, var.aval)
-            return Value(aval.shape, aval.dtype, constant=var.val)
-        return env[var]
+        return Value.of(var, constant=var.val) if isinstance(var, core.Literal) else env[var]
 
     for eqn in jaxpr.eqns:
         outs = _visit(eqn, [read(v) for v in eqn.invars], scope)
@@ -111,7 +108,7 @@ def _walk(jaxpr: Any, consts: Sequence, args: Sequence[Value], scope: Scope) -> 
     return [read(v) for v in jaxpr.outvars]
 
 
-def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
+def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]:
     """Adds one equation to the prologue or the body and returns its outputs."""
     primitive = eqn.primitive
     weights = [i for i, v in enumerate(inputs) if v.leaves]
@@ -119,7 +116,7 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
         inner = eqn.params[CALLS[primitive]]
         return _walk(inner.jaxpr, inner.consts, inputs, scope)
     dynamic = any(v.dynamic for v in inputs)
-    outputs = [Value(v.aval.shape, v.aval.dtype, dynamic) for v in eqn.outvars]
+    outputs = [Value.of(v, dynamic) for v in eqn.outvars]
     if not dynamic and _belongs_to_body(eqn, inputs, outputs, scope):
         dynamic = True
         outputs = [Value(v.shape, v.dtype, dynamic) for v in outputs]
@@ -131,7 +128,7 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
                 out.constant = value
             return outputs
         _describe(eqn, inputs, outputs)
-        scope.static(Op(binder(eqn), primitive, inputs, outputs, eqn.params))
+        scope.hoist(Op(binder(eqn), primitive, inputs, outputs, eqn.params))
         return outputs
     if weights and primitive is REMAT:
         return _visit_remat(eqn, inputs, outputs, scope)
@@ -140,7 +137,7 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     if weights == [0] and primitive is DYNAMIC_SLICE:
         look_up = as_gather(eqn)
         if look_up is not None:
-            return _walk(look_up.jaxpr, look_up.consts, inputs, scope)
+            return _walk(*look_up, inputs, scope)
     if len(weights) == 1 and len(outputs) == 1:
         contact_op = factored(eqn, inputs, outputs, weights[0], scope)
         if contact_op is not None:
@@ -154,23 +151,23 @@ def _visit(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     return outputs
 
 
-def _belongs_to_body(eqn: Any, inputs: list[Value], outputs: list[Value], scope: Scope) -> bool:
-    """Whether an equation that no example enters is computed beside those of the examples all the same."""
+def _belongs_to_body(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], scope: Scope) -> bool:
+    """Whether an equation has to be in the body although it does not depend on the example."""
     if any(v.leaves for v in inputs):
-        return not pulls_sums(eqn, binder(eqn), inputs, outputs)
-    # Hoisted out of a loop it would run for all steps by vmap.
+        return not may_pull_back_sums(eqn, binder(eqn), inputs, outputs)
+    # Outside the loop, vmap would run it for all steps.
     return isinstance(scope, LoopScope) and draws_otherwise_in_rows(eqn)
 
 
 def _is_index_arithmetic(inputs: list[Value], outputs: list[Value]) -> bool:
-    """Constant integer scalars, as indexing makes them: rules want to see their values."""
+    """Whether these are constant integer scalars, as indexing makes them. Rules need their values."""
     return all(v.constant is not None for v in inputs) and all(
         v.shape == () and not jnp.issubdtype(v.dtype, jnp.inexact) for v in outputs
     )
 
 
-def _describe(eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
-    """How the outputs of a prologue equation depend on parameters."""
+def _describe(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value]) -> None:
+    """Sets how the outputs of a prologue equation depend on parameters."""
     primitive = eqn.primitive
     sources = [v for v in inputs if v.leaves]
     leaves = frozenset().union(*(v.leaves for v in inputs))
@@ -196,7 +193,7 @@ def _describe(eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
             out.entry = Entry(False, *source.entry[1:])
 
 
-def _visit_remat(eqn: Any, inputs: list[Value], outputs: list[Value], scope: Scope) -> list[Value]:
+def _visit_remat(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], scope: Scope) -> list[Value]:
     inner = Scope(scope, scope.trace)
     results = _walk(eqn.params["jaxpr"], (), inputs, inner)
     inner.results = [inner.promote(v) if v.leaves else v for v in results]
@@ -205,7 +202,7 @@ def _visit_remat(eqn: Any, inputs: list[Value], outputs: list[Value], scope: Sco
     return outputs
 
 
-def _visit_scan(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
+def _visit_scan(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]:
     params = eqn.params
     num_consts, num_carry = scan_arguments(eqn)
     jaxpr, length = params["jaxpr"].jaxpr, params["length"]
@@ -214,13 +211,13 @@ def _visit_scan(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     starts, carries, unchanged = [], [], {}
     for i in range(num_consts, num_consts + num_carry):
         var = jaxpr.invars[i]
-        if jaxpr.outvars[i - num_consts] is var:  # handed on unchanged: a constant of the loop
+        if jaxpr.outvars[i - num_consts] is var:  # passed on unchanged: a constant of the loop
             unchanged[i - num_consts] = inputs[i]
             args.append(inputs[i])
             continue
         start = scope.promote(inputs[i]) if inputs[i].leaves else inputs[i]
         starts.append(start)
-        carries.append(Value(var.aval.shape, var.aval.dtype, dynamic=True))
+        carries.append(Value.of(var, dynamic=True))
         args.append(carries[-1])
     for stack in inputs[num_consts + num_carry :]:
         entry = stack.entry and stack.entry._replace(order=None, by_layer=False)
@@ -230,7 +227,7 @@ def _visit_scan(eqn: Any, inputs: list[Value], scope: Scope) -> list[Value]:
     results = _walk(jaxpr, params["jaxpr"].consts, args, inner)
     kept = [v for i, v in enumerate(results) if i not in unchanged]
     inner.results = [inner.promote(v) if v.leaves else v for v in kept]
-    outs = [Value(v.aval.shape, v.aval.dtype, dynamic=True) for v in eqn.outvars]
+    outs = [Value.of(v, dynamic=True) for v in eqn.outvars]
     options = {"length": length, "reverse": params["reverse"], "unroll": params["unroll"]}
     produced = [v for i, v in enumerate(outs) if i not in unchanged]
     scope.ops.append(Loop(inner, starts, produced, carries, options))

@@ -1,7 +1,7 @@
 """The parts of a traced loss: values, equations, and contacts, which carry taps.
 
 * a ``Value`` is a variable, an ``Op`` an equation;
-* a ``Contact`` is where a value that depends on parameters enters the body, and carries a tap.
+* a ``Contact`` is where a value that depends on parameters enters the body; it carries a tap.
 
 trace.py builds them from a jaxpr; program.py puts them together.
 """
@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend import core
+from jax.typing import DTypeLike
 
 from dpopt.ghost import rules
 from dpopt.ghost.primitives import CAST, LAYOUT, ROUND_TO
 
 
 class Entry(NamedTuple):
-    """A value whose every entry depends on exactly one entry of one parameter, none used twice."""
+    """A value whose every entry depends on exactly one entry of one parameter, each of which is used at most once."""
 
-    copy: bool  # entries are plain copies, so the gradient's norm is the same on both sides
+    copy: bool  # entries are plain copies, so the gradient has the same norm on both sides
     order: tuple[int, ...] | None  # axis i of the value is axis order[i] of the parameter
-    by_layer: bool = False  # the first axis is the parameter's first: each layer's slice depends on that layer's
+    by_layer: bool = False  # the first axis is the parameter's first: each slice depends on the slice of one layer
 
 
 @dataclass(eq=False, slots=True)
@@ -32,31 +36,41 @@ class Value:
     """A variable of the traced loss."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: Any  # a NumPy dtype, or JAX's dtype of random keys
     dynamic: bool = False  # depends on the example
     leaves: frozenset[int] = frozenset()  # parameters that a prologue value is computed from
     entry: Entry | None = None
     constant: Any = None
+
+    @classmethod
+    def of(cls, var: core.Var | core.Literal, dynamic: bool = False, constant: Any = None) -> Value:
+        """A value with the shape and the type of a jaxpr's variable."""
+        return cls(aval(var).shape, aval(var).dtype, dynamic, constant=constant)
+
+
+def aval(var: core.Var | core.Literal) -> ShapedArray:
+    """The shape and the type of a jaxpr's variable: an array, since losses with other values are refused."""
+    return cast(ShapedArray, var.aval)
 
 
 @dataclass(eq=False, slots=True)
 class Op:
     """An equation: ``run`` maps input arrays to a list of output arrays."""
 
-    run: Callable
-    primitive: Any
+    run: Callable[..., list[jax.Array]]
+    primitive: core.Primitive
     inputs: list[Value]
     outputs: list[Value]
-    params: dict[str, Any] | None = None  # the equation's, unless a loop made it one for all steps
+    params: dict[str, Any] | None = None  # of the equation; None where a loop made it one equation for all steps
 
-    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
+    def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
         del taps, record
         env.update(zip(self.outputs, self.run(*read(env, self.inputs)), strict=True))
 
     def wide(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """The outputs from wide inputs: the values are rounded as the loss rounds them, their cotangents are not.
+        """The outputs from wide inputs: values are rounded as the loss rounds them, but their cotangents are not.
 
-        A sum that is rounded to 16 bits is wrong by more than one example adds to it.
+        A sum that is rounded to 16 bits can be off by more than one example contributes.
         """
         if self.primitive is ROUND_TO and self.inputs[0].leaves:
             return [_straight_through(lambda x: self.run(x)[0], values[0])]
@@ -73,13 +87,14 @@ class Op:
         return [_rounded(x, v.dtype) for x, v in zip(outs, self.outputs, strict=True)]
 
 
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     if not is_narrow(dtype):
         return x.astype(dtype)
     return _straight_through(lambda x: x.astype(dtype).astype(x.dtype), x.astype(wide_dtype(dtype)))
 
 
-def _straight_through(rounding: Callable, x: jax.Array) -> jax.Array:
+def _straight_through(rounding: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """``rounding(x)``, differentiated as if nothing were rounded."""
     function = jax.custom_jvp(rounding)
     function.defjvp(lambda primals, tangents: (rounding(*primals), *tangents))
     return function(x)
@@ -90,24 +105,23 @@ class Contact:
     """A place where a weight (a prologue value) enters the body."""
 
     index: int
-    weight: Value  # as the prologue holds it: scanned weights have a leading axis of steps
-    primitive: Any  # None: the weight itself
+    weight: Value  # as in the prologue: scanned weights have a leading axis of steps
+    primitive: core.Primitive | None  # None: the weight itself
     tap_shape: tuple[int, ...]
     tap_dtype: Any
     factors: rules.Factors | None = None  # None: the tap sits on the weight itself
-    apply: Callable | None = None  # (weight, x) -> output for one example, steps included; None without factors
+    apply: Callable[..., jax.Array] | None = None  # (weight, x) -> output for one example, all steps; None: no factors
     input_shape: tuple[int, ...] = ()
     input_dtype: Any = None
-    is_precise: bool = False  # the output is computed in its own dtype's full precision
+    is_precise: bool = False  # the output is computed in the full precision of its own dtype
     shares: Contact | None = None  # another contact whose output has the same cotangent: this one needs no tap
-    loops: tuple[
-        tuple[int, bool], ...
-    ] = ()  # around it, from outside: length, and whether each step has its own weight
-    of_step: Contact | None = None  # the same in one step
+    # The loops around it, outermost first: length, and whether each step has its own weight.
+    loops: tuple[tuple[int, bool], ...] = ()
+    of_step: Contact | None = None  # the same contact within one step
 
 
 class Record(dict[Contact, tuple]):
-    """What contacts saw while the body ran: each one's input, and its output if it is among ``outputs``."""
+    """For each contact its input as the body ran, and its output if the contact is among ``outputs``."""
 
     def __init__(self, outputs: Collection[Contact] = ()):
         super().__init__()
@@ -116,13 +130,15 @@ class Record(dict[Contact, tuple]):
 
 @dataclass(eq=False, slots=True)
 class ContactOp:
+    """An equation with a contact on its output."""
+
     contact: Contact
-    run: Callable
+    run: Callable[..., list[jax.Array]]
     inputs: list[Value]
     outputs: list[Value]
     input_position: int
 
-    def evaluate(self, env: dict, taps: dict, record: Record | None) -> None:
+    def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
         contact, values = self.contact, read(env, self.inputs)
         given: Any = taps.get(contact)
         if hasattr(given, "attach"):
@@ -136,8 +152,8 @@ class ContactOp:
 
 
 @jax.custom_jvp
-def tap(value, zero):
-    """``value + zero`` for differentiation; it is always zero and so never read."""
+def tap(value: jax.Array, zero: jax.Array) -> jax.Array:
+    """``value + zero`` to differentiation; ``zero`` is always zero and therefore never read."""
     del zero
     return value
 
@@ -147,16 +163,16 @@ def _tap_jvp(primals, tangents):
     return primals[0], tangents[0] + tangents[1]
 
 
-def read(env: dict, values: Sequence[Value]) -> list:
+def read(env: dict[Value, Any], values: Sequence[Value]) -> list:
     """The arrays of ``values``."""
     return [env[v] if v.constant is None else v.constant for v in values]
 
 
-def is_narrow(dtype: Any) -> bool:
-    """Whether a floating type has fewer than 32 bits."""
+def is_narrow(dtype: DTypeLike) -> bool:
+    """Whether a dtype is floating-point with fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def wide_dtype(dtype: Any) -> Any:
-    """The type in which gradients add up: at least float32."""
+def wide_dtype(dtype: DTypeLike) -> np.dtype:
+    """The type in which gradients are summed: at least float32."""
     return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.promote_types(dtype, jnp.float32)

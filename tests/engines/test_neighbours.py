@@ -8,7 +8,7 @@ import pytest
 import dpopt
 
 PAIRS, BATCH = 10_000, 6
-# A sum of B float32 terms of norm C is off by at most about B eps C, a norm of d squares by d eps / 2.
+# A sum of B float32 terms of norm C is off by at most about B eps C, and a norm of d squares by d eps / 2.
 ROUNDING = 2e-5
 
 
@@ -40,7 +40,7 @@ CLIPS = [
 
 
 def pairs(seed, count):
-    """Batches with examples of all sizes, from 1e-30 to 1e30, some of them not finite; and a row to leave out."""
+    """Batches with examples of all sizes, from 1e-30 to 1e30, some of them not finite, and a row to leave out."""
     rng = np.random.default_rng(seed)
     scale = 10.0 ** rng.choice([-30, -20, -3, 0, 0, 0, 3, 15, 30], size=(count, BATCH, 1))
     x = rng.normal(size=(count, BATCH, 4)) * scale
@@ -58,7 +58,7 @@ def pairs(seed, count):
 
 
 def distances(loss, clip, engine, scale, seed, count):
-    """Float64 distances of the two clipped sums of each pair."""
+    """Distances between the two clipped sums of each pair, and norms of the first, in float64."""
 
     def clipped(params, batch, mask):
         grads = dpopt.per_example_grads(loss, engine=engine)(params, batch, mask=mask)
@@ -84,7 +84,7 @@ def test_no_neighbour_is_further_than_the_sensitivity(engine):
     for seed, (loss, clip, scale) in enumerate(CASES):
         moved, size = distances(loss, clip, engine, scale, seed, count)
         assert np.isfinite(moved).all(), (loss.__name__, clip)
-        # The sums themselves are rounded, and their difference is off by what they are.
+        # The sums themselves are rounded, and so is their difference.
         allowed = clip.sensitivity * (1 + ROUNDING) + ROUNDING * size / 10
         assert (moved <= allowed).all(), (loss.__name__, clip, (moved / clip.sensitivity).max())
         furthest.append((moved / clip.sensitivity).max())

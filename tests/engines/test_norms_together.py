@@ -1,4 +1,4 @@
-"""Norms that are taken together are those that are taken one by one, whatever the arrays hold."""
+"""Norms computed together equal norms computed one by one, whatever the arrays contain."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -28,7 +28,7 @@ def arrays(shapes, seed):
     return found
 
 
-@pytest.mark.parametrize("copied", [0, 1_500, 6_000, 2**22])  # none together, the small ones, all
+@pytest.mark.parametrize("copied", [0, 1_500, 6_000, 2**22])  # no arrays together, the small ones, all
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(shapes=SHAPES, seed=st.integers(0, 10_000))
 def test_all_at_once_is_one_by_one(copied, shapes, seed):
@@ -38,5 +38,5 @@ def test_all_at_once_is_one_by_one(copied, shapes, seed):
         together = norms.all_at_once(lambda norm: [norm(x) for x in given])
     alone = [norms.safe_norm(x.reshape(-1), axis=0) for x in given]
     assert [x.dtype for x in together] == [x.dtype for x in alone]
-    # A norm near the least number is a few of its steps long.
+    # A norm near the smallest float is only a few of its steps.
     np.testing.assert_allclose(together, alone, rtol=3e-6, atol=1e-43)

@@ -1,4 +1,4 @@
-"""Faults of the accounts: memory and time of the accountant, events guessed at, deltas and runs that go unnoticed."""
+"""Faults of accounting: memory and time of the accountant, guessed events, deltas and runs without a warning."""
 
 import math
 import resource
@@ -33,7 +33,7 @@ def at_least(sigma, q, steps, delta):
 
 
 def test_accountant_memory():
-    """The smallest spends asked for 10 to 109 GiB; one GiB over what the imports take must be plenty, for all."""
+    """The smallest epsilons once took 10 to 109 GiB. One GiB beyond the imports must suffice for all."""
     script = """
         import resource
         import numpy as np
@@ -52,7 +52,7 @@ def test_accountant_memory():
     assert run.returncode == 0, run.stderr
     zero, tight, small, large = map(float, run.stdout.split())
     assert zero == 0  # an example is in the batch with less than this delta
-    assert tight == pytest.approx(at_least(paid(0.7), 1e-5, 1, 1e-7), rel=3e-3)  # there is a formula
+    assert tight == pytest.approx(at_least(paid(0.7), 1e-5, 1, 1e-7), rel=3e-3)  # known in closed form
     assert 0 < small < 1 and large >= get_epsilon_gaussian(0.3e-3, 1e-12) * (1 - 1e-6)
 
 
@@ -79,7 +79,7 @@ def test_an_epsilon_of_thousands_does_not_overflow():
 
 def test_pld_is_never_looser_than_rdp():
     """At a small epsilon over many steps, the grid of privacy losses costs more than Renyi's orders do."""
-    run = dict(noise_multiplier=300.0, sampling_prob=0.001, steps=10**6, delta=1e-5)  # 0.030 by the grid of before
+    run = dict(noise_multiplier=300.0, sampling_prob=0.001, steps=10**6, delta=1e-5)  # 0.030 by the earlier grid
     assert dpopt.epsilon(**run) <= dpopt.epsilon(**run, accountant="rdp")
 
 
@@ -99,7 +99,7 @@ def test_the_rounding_of_long_compositions_is_paid_for():
     composed = bounds._composed(*next(iter(steps.items())), interval=1e-4)
     error = np.abs(composed.get_delta_for_epsilon(np.linspace(8, 12, 9))).max()  # where the truth is below 1e-14
     assert 1e-12 < error < count * np.finfo(float).eps
-    assert bounds.privacy_loss(steps, 1e-11, bound=10.0) == math.inf  # nothing is said about such a delta
+    assert bounds.privacy_loss(steps, 1e-11, bound=10.0) == math.inf  # there is no bound at such a delta
     assert bounds.privacy_loss(steps, 1e-8, bound=10.0) >= get_epsilon_gaussian(1.0, 1e-8) - 1e-6
 
 
@@ -155,7 +155,7 @@ def test_calibrating_a_schedule():
 
 
 class RandomAllocationDpEvent(dp.DpEvent):
-    """What a later dp_accounting may describe."""
+    """An event that a later dp_accounting may have."""
 
     def __init__(self, event):
         object.__setattr__(self, "event", event)
@@ -181,25 +181,27 @@ class Better(dp.GaussianDpEvent):
 )
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_unknown_events_are_refused_never_guessed(event, accountant):
-    with pytest.raises(ValueError, match=r"not accounted for here; known are NoOpDpEvent.*PoissonSampledDpEvent"):
+    with pytest.raises(
+        ValueError, match=r"not account for events of kind .* but for NoOpDpEvent.*PoissonSampledDpEvent"
+    ):
         dpopt.epsilon_of_event(event, delta=1e-5, accountant=accountant)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_samples_of_samples_are_refused(accountant):
     event = dp.PoissonSampledDpEvent(0.1, dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(1.0)))
-    with pytest.raises(ValueError, match="must be Gaussian queries"):
+    with pytest.raises(ValueError, match="only Gaussian queries"):
         dpopt.epsilon_of_event(event, delta=1e-5, accountant=accountant)
 
 
 def test_what_is_no_event_is_refused():
-    with pytest.raises(TypeError, match="events of dp_accounting; got 5 of type int"):
+    with pytest.raises(TypeError, match="event of dp_accounting; got 5 of type int"):
         dpopt.epsilon_of_event(5, delta=1e-5)
 
 
 def test_a_delta_of_one_example_in_n_is_warned_of():
     builder = dpopt.Builder(num_examples=100, expected_batch_size=4, steps=5, key=jax.random.key(0)).clip(1.0)
-    with pytest.warns(UserWarning, match=r"delta 0.01 is not below 1/n = 0.01, for the 100 examples"):
+    with pytest.warns(UserWarning, match=r"delta 0.01 is not below 1/n = 0.01 for n = 100 examples"):
         builder.budget(epsilon=1.0, delta=0.01)
     plan = builder.noise(2.0).then(optax.sgd(0.1)).build()
     with pytest.warns(UserWarning, match="delta 0.02"):
@@ -223,12 +225,12 @@ def test_a_sampler_that_did_not_feed_the_run_is_warned_of():
         warnings.simplefilter("error")
         dpopt.privacy_event(optimizer, sampling=sampler, steps=10)  # planning
     optimizer.update(np.ones((4, 2), np.float32), optimizer.init(params), params)
-    with pytest.warns(UserWarning, match="the sampler that is to account for its batches has drawn none"):
+    with pytest.warns(UserWarning, match="this sampler has drawn no batches"):
         dpopt.privacy_event(optimizer, sampling=sampler, steps=10)  # its batches came from elsewhere
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dpopt.privacy_event(optimizer, sampling=sampler.scheme, steps=10)  # said on purpose
+        dpopt.privacy_event(optimizer, sampling=sampler.scheme, steps=10)  # a scheme: no sampler to check
         sampler.reseeded(1).batch(9)  # as a run does for each of its segments
         dpopt.privacy_event(optimizer, sampling=sampler, steps=10)
-    with pytest.warns(UserWarning, match="drawn the batches of 10 steps, and 9 are to be accounted for"):
+    with pytest.warns(UserWarning, match="drawn the batches of 10 steps, but only 9 are accounted for"):
         dpopt.privacy_event(optimizer, sampling=sampler, steps=9)

@@ -1,4 +1,4 @@
-"""Faults of what is called by hand: masks that were forgotten, means that passed for rows, keys by row."""
+"""Faults of direct calls: forgotten masks, means taken for rows, keys by row."""
 
 import functools
 import inspect
@@ -84,7 +84,7 @@ TAKE_ROWS = {
 
 @pytest.mark.parametrize("make", TAKE_ROWS.values(), ids=TAKE_ROWS)
 def test_noparams(make):
-    """The rows of an ordinary mean gradient are no examples, whatever the gradient's shape."""
+    """The rows of an ordinary mean gradient are not examples, whatever the shape of the gradient."""
     opt, w = make(), jnp.zeros((6, 4))
     with pytest.raises(ValueError, match=r"parameters are missing: call update\(gradients, state, params\)"):
         opt.update(jnp.ones((6, 4)), opt.init(w))
@@ -94,7 +94,7 @@ def test_noparams(make):
 
 
 class MedianClip:
-    """Looks at the whole batch, as far as it is shown one: weights an example by the batch's median norm."""
+    """Uses the whole batch, if it is given one: weights an example by the median norm of the batch."""
 
     sensitivity = 1.0
 
@@ -105,7 +105,7 @@ class MedianClip:
 
 
 class MedianFlatClip(dpopt.FlatClip):
-    """A subclass of a clip that dpopt knows may do as it likes too."""
+    """A subclass of a built-in clip may also use the whole batch."""
 
     def coefficients(self, leaf_norms):
         return MedianClip().coefficients(leaf_norms)
@@ -131,7 +131,7 @@ def test_a_clip_sees_one_row(engine, clip):
         return made.clipped_sum(clip).sum
 
     alone = [norm(total(np.arange(5) == i)) for i in range(5)]
-    np.testing.assert_allclose(alone, 1, rtol=1e-5)  # by its own median, everybody has norm 1
+    np.testing.assert_allclose(alone, 1, rtol=1e-5)  # by its own median, every example has norm 1
     moved = distance(total(np.ones(5, bool)), total(np.arange(5) != 0))
     assert moved <= 1 + 1e-5
 
@@ -151,7 +151,7 @@ def dropout_loss(w, example):
 
 
 def test_dropoutrow():
-    """Whoever is left out, reordered, padded or cut into microbatches: nobody else's mask changes."""
+    """If examples are left out, reordered, padded or split into microbatches, no other example's mask changes."""
     x = np.random.default_rng(0).normal(size=(65, 8)).astype(np.float32)
 
     def total(rows, mask=None, by_row=False, **options):
@@ -174,12 +174,12 @@ def test_keys_follow_from_step_and_example():
     key = jax.random.key(5)
     data = [jax.random.key_data(dpopt.example_keys(key, step, np.arange(50))) for step in range(4)]
     assert len({tuple(k) for k in np.concatenate(data).tolist()}) == 200
-    with pytest.raises(TypeError, match="indices must be a row of integers"):
+    with pytest.raises(TypeError, match="indices must be a vector of integers"):
         dpopt.example_keys(key, 0, np.ones(3))
 
 
 def test_a_run_hands_the_loss_a_key_by_step_and_example():
-    """Against a loop by hand; a run that stops half way goes on as if it had not."""
+    """Equals a loop written by hand; a run stopped half way continues as if it had not been stopped."""
     x, key, noise_key = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32), jax.random.key(5), 201
 
     def plan():
@@ -201,15 +201,15 @@ def test_a_run_hands_the_loss_a_key_by_step_and_example():
 
 
 def test_multisteps():
-    """Wrappers that would hide from the clip what they hold back."""
+    """Wrappers that would withhold gradients from the clip."""
     w, rows = {"a": jnp.zeros(3), "b": jnp.zeros(3)}, {"a": jnp.ones((4, 3)), "b": jnp.ones((4, 3))}
     masked = optax.masked(OPT, {"a": True, "b": False})
-    with pytest.raises(ValueError, match="would go past the clip and the noise"):
+    with pytest.raises(ValueError, match="would bypass the clip and the noise"):
         masked.update(rows, masked.init(w), w)
-    with pytest.raises(TypeError, match="does not know whose they are"):
+    with pytest.raises(TypeError, match="not marked as clients"):
         dpopt.federated.client_level(OPT).update(rows["a"], OPT.init(w["a"]), w["a"])
     several = optax.MultiSteps(OPT, 2)
-    with pytest.raises(ValueError, match="averaged or clipped before"):
+    with pytest.raises(ValueError, match="already averaged or clipped"):
         several.update(rows["a"], several.init(w["a"]), w["a"])
     with pytest.raises(ValueError, match="parameters are missing"):
         several.update(rows["a"], several.init(w["a"]))

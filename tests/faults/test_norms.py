@@ -1,4 +1,4 @@
-"""Norms that came out too small: of several groups, of look-ups out of range, of what vanishes in float32."""
+"""Norms that were too small: of several groups, of look-ups out of range, of numbers that underflow in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ SLACK = 2.0**-12
 
 
 def contribution(loss, params, example, clip, engine="ghost", scale=None, offset=None):
-    """Norm of what one example adds, in sensitivities, in float64."""
+    """The norm of one example's contribution in units of the sensitivity, in float64."""
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
     promise = dpopt.per_example_grads(loss, engine=engine)(params, batch, mask=None)
     promise = promise if scale is None else promise.scale(scale)
@@ -30,7 +30,7 @@ def contribution(loss, params, example, clip, engine="ghost", scale=None, offset
 
 
 def test_scanned_tables():
-    """A table per layer, read inside `scan`: one group a layer, of which only the first was counted."""
+    """A table per layer, read inside `scan`: one group per layer, of which only the first was counted."""
 
     def loss(w, ids):
         h, _ = lax.scan(lambda h, table: (jnp.tanh(h + table[ids]), None), jnp.zeros((200, 16)), w)
@@ -87,7 +87,7 @@ def test_tied_oov(look_up, index):
     rng = np.random.default_rng(0)
     v = rng.normal(size=(T, d)).astype(np.float32)
     v /= np.linalg.norm(v[0])
-    for row in range(V):  # the row that a wrong index would be taken for cancels the read-out's gradient
+    for row in range(V):  # the row that a wrong index would stand for cancels the gradient of the read-out
         w, u = np.zeros((T, V), np.float32), np.zeros((T, d), np.float32)
         w[0, row], u[0] = large, -large * v[0]
         e = {"ids": np.array([index] + [0] * (T - 1), np.int32), "u": u, "v": v, "w": w}
@@ -105,7 +105,7 @@ def test_indices_of_small_types(dtype):
     np.testing.assert_allclose(contribution(loss, jnp.zeros((300, 2)), e, dpopt.FlatClip(1.0)), 1, rtol=1e-5)
 
 
-# --- what vanishes in float32
+# --- underflow in float32
 
 
 def _dense(w, e):
@@ -157,7 +157,7 @@ def test_clip_norms_that_float32_cannot_keep_are_refused(clip, value):
 
 
 def test_ordinary_small_gradients_are_not_computed_one_by_one(monkeypatch):
-    """Zero and tiny gradients are no reason for the slow path, under an ordinary clip."""
+    """Zero and tiny gradients do not take the slow path, under an ordinary clip."""
     monkeypatch.setattr(one_by_one, "_norms", lambda *_: pytest.fail("computed one by one"))
     w, sizes = jnp.zeros((100, 80)), jnp.asarray([0, 1e-30, 1e-18, 1e-12, 1, 1e3])[:, None]
     for positions in (1, 3):
@@ -167,7 +167,7 @@ def test_ordinary_small_gradients_are_not_computed_one_by_one(monkeypatch):
 
 
 def test_an_offset_that_cancels_the_gradient():
-    """``|g + o|`` is far smaller than either, and must not drown in their rounding."""
+    """``|g + o|`` is far smaller than either, and must not be lost in their rounding error."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(50,)).astype(np.float32)
     for size in (1e-2, 1e-4, 1e-6):
@@ -178,7 +178,7 @@ def test_an_offset_that_cancels_the_gradient():
 
 @pytest.mark.parametrize("size", [1e21, 1e-30, 1e37])
 def test_norms_of_constants(size):
-    """XLA squared a constant and its unit apart while it compiled: 0 * inf."""
+    """XLA squared a constant and its unit separately at compile time: 0 * inf."""
     x = np.float32(size) * np.random.default_rng(0).uniform(0.5, 1, (4, 6)).astype(np.float32)
     found = jax.jit(lambda y: safe_norm(x + 0 * y, axis=1))(0.0)
     np.testing.assert_allclose(found, np.linalg.norm(x.astype(np.float64), axis=1), rtol=1e-6)
@@ -186,7 +186,7 @@ def test_norms_of_constants(size):
 
 @pytest.mark.parametrize("row", [[np.inf], [-np.inf], [np.inf, 1.0], [np.nan], [np.nan, 1.0], [np.nan, np.inf]])
 def test_norms_show_what_is_not_finite(row):
-    """The root of a single square is the number itself to XLA, which bounds would make finite."""
+    """XLA replaces the root of a single square by the number itself, which clipping would make finite."""
     x = np.array([row], np.float32)
     for found in (safe_norm(jnp.asarray(x), axis=1), jax.jit(lambda x: safe_norm(x, axis=1))(x)):
         assert not np.isfinite(found).any()
@@ -196,14 +196,14 @@ def test_norms_show_what_is_not_finite(row):
 
 
 def test_long_sums_of_squares():
-    """One entry of 1 and millions whose squares it would swallow: added up in a row, the norm is 1 instead of 1.1."""
+    """One entry of 1 and millions whose squares it absorbs: added up in sequence, the norm is 1 instead of 1.1."""
     n = 2**23
     x = np.full(n, 2.0**-12.5, np.float32)
     x[0] = 1
     exact = np.sum(np.square(x, dtype=np.float64))
     np.testing.assert_allclose(jax.jit(sum_squares)(x), exact, rtol=2.0**-16)
     np.testing.assert_allclose(jax.jit(lambda x: safe_norm(x[None], axis=1))(x)[0], exact**0.5, rtol=2.0**-16)
-    # 2^-20 in newer versions than JAX 0.10.0; half of the slack that `_sums.ROUNDING` leaves to squares is 2^-14.
+    # 2^-20 in versions newer than JAX 0.10.0; half of the slack of `sums.ROUNDING` for squares is 2^-14.
     np.testing.assert_allclose(jax.jit(jax.vmap(sum_squares))(x.reshape(1, -1, 32))[0], exact, rtol=2.0**-15)
 
 
@@ -218,7 +218,7 @@ def test_a_long_row_with_a_diagonal(diagonal):
 
 
 def test_positions_that_cancel():
-    """Terms far larger than their sum are rounded in the sum over the batch: the clip must leave room for that."""
+    """Terms far larger than their sum are rounded in the sum over the batch: the clip must allow for that."""
     B, T, V, d = 32, 12, 40, 8
     rng = np.random.default_rng(0)
     batch = {"i": rng.integers(0, V, (B, T)).astype(np.int32), "y": rng.normal(size=(B, T, d)).astype(np.float32)}
@@ -250,7 +250,7 @@ def test_plans_of_scanned_tables_count_every_group():
 
 @pytest.mark.parametrize("spoiled_by", [np.nan, 1e-30])
 def test_a_bad_example_leaves_the_coefficients_of_others_alone(spoiled_by):
-    """Found by the fuzzer: with it the batch was added up one by one, and all norms were taken in another way."""
+    """Found by the fuzzer: with it the batch was added up one by one, and all norms were computed differently."""
     rng = np.random.default_rng(0)
     x, v = rng.normal(size=(2, 8, 2, 5)).astype(np.float32)
     x[:, 0] *= 1e7
@@ -287,7 +287,7 @@ def _of_length_one(w):
 )
 def test_what_a_weight_drops_is_dropped_beside_a_bad_example(weight, is_group, memory):
     """Found by the fuzzer: an example whose gradient is NaN only where the weight is masked counted, but not where
-    another example was bad, which so moved the sum by 1.3 C."""
+    another example was bad, which moved the sum by 1.3 C."""
 
     def loss(params, example):
         return jnp.sum(example["x"] @ (weight(params["w"]) * example["s"])) + jnp.sum(params["v"] * example["x"])
@@ -332,7 +332,7 @@ def test_gradients_that_the_weight_takes_away(weight, ratio, memory):
     whole = np.float64(clipped(np.ones(64, bool)))
     moved = max(np.linalg.norm(whole - np.float64(clipped(np.arange(64) != i))) for i in range(0, 64, 8))
     assert moved <= 1 + SLACK
-    assert moved > 0.99 or ratio > 1e3  # what is sure is not clipped for it
+    assert moved > 0.99 or ratio > 1e3  # norms that are certain are not enlarged
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])

@@ -1,4 +1,4 @@
-"""Faults of runs: noise that two results shared, steps that no ledger held, secrets in the open."""
+"""Faults of runs: noise shared by two results, steps missing from the ledger, secrets revealed."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ from dpopt.run.identity import TrainState, run_identity
 from dpopt.run.journal import Journal, JournalError
 from dpopt.run.results import ReplayError
 
-# All examples lie along the first coordinate: in the others a step adds noise and nothing else.
+# All examples lie along the first coordinate: in the others a step adds noise alone.
 ALONG = np.zeros((64, 3), np.float32)
 ALONG[:, 0] = 1e6
 
@@ -44,7 +44,7 @@ class Killed(BaseException):
 
 
 def go(directory, plan=None, loss=toward, dies=None, every=5, **options):
-    """Trains in a directory as a new process would; returns the result and what was released, by step."""
+    """Trains in a directory as in a new process; returns the result and what was released, by step."""
     entropy._runs.clear()
     released, drawn = [], []
 
@@ -67,7 +67,7 @@ def go(directory, plan=None, loss=toward, dies=None, every=5, **options):
 
 
 def noises(before, released):
-    """The noise of every step that was released, rounded so that a draw is known again."""
+    """The noise of every released step, rounded so that equal draws can be recognised."""
     path = [before, *(params for _, params, _ in released)]
     return [tuple(np.round(after[1:] - was[1:], 3) + 0.0) for was, after in itertools.pairwise(path)]
 
@@ -81,7 +81,7 @@ def assert_nothing_is_shared(before, first, second):
 
 @pytest.mark.parametrize("way", ["put back", "copied"])
 def test_restored(tmp_path, way):
-    """A backup was put back (or a copy went on beside it) after more steps; with another loss, noise cancelled."""
+    """A backup was restored (or a copy continued) after more steps; with another loss, the noise cancelled."""
     run, backup = tmp_path / "run", tmp_path / "backup"
     p5 = np.array(go(run, steps=5)[0].params)
     shutil.copytree(run, backup)
@@ -92,7 +92,7 @@ def test_restored(tmp_path, way):
     result, second = go(run if way == "put back" else backup, loss=away, steps=7)
     assert [t for t, _, _ in first] == [t for t, _, _ in second] == [6, 7]
     assert_nothing_is_shared(p5, first, second)
-    assert result.ledger.steps == 7, "what a directory forgot by being rolled back it cannot know"
+    assert result.ledger.steps == 7, "a directory that was rolled back has no record of later steps"
 
 
 def test_droppedline(tmp_path):
@@ -119,7 +119,7 @@ def test_one_process_refuses_a_key_in_two_plans(tmp_path):
         with pytest.raises(ValueError, match=r"another run with the same key.*secure_key"):
             dpopt.train(other, loss_fn, start(), fetch)
         assert other.journal.ledger.steps == 0
-    for steps in (1, 2):  # a run that is resumed is one run, whatever plan it is resumed by
+    for steps in (1, 2):  # a resumed run is the same run, whichever plan resumes it
         with Checkpointer(tmp_path) as c:
             dpopt.train(tiny_plan(steps=2, seed=5), loss_fn, start(), fetch, steps=steps, checkpointer=c)
     with Checkpointer(tmp_path / "other") as c, pytest.raises(ValueError, match="another run with the same key"):
@@ -129,7 +129,7 @@ def test_one_process_refuses_a_key_in_two_plans(tmp_path):
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_otherplan(tmp_path, replay):
-    """The state of an earlier result, given to another plan: the first steps vanished from the books."""
+    """The state of an earlier result, passed to another plan: the first steps vanished from the ledger."""
     earlier = dpopt.train(tiny_plan(steps=3), loss_fn, start(), fetch, replay=replay)
     plan = tiny_plan(steps=3, seed=1)
     unknown = "3 steps, which are not in this plan's journal.*pass them alone"
@@ -137,7 +137,7 @@ def test_otherplan(tmp_path, replay):
         dpopt.train(plan, loss_fn, earlier.state, fetch, steps=6, replay=replay)
     with Checkpointer(tmp_path) as c, pytest.raises(ValueError, match=unknown):
         dpopt.train(tiny_plan(steps=3, seed=2), loss_fn, earlier.state, fetch, steps=6, checkpointer=c, replay=replay)
-    own = dpopt.train(plan, loss_fn, start(), fetch, replay=replay)  # with a journal of its own
+    own = dpopt.train(plan, loss_fn, start(), fetch, replay=replay)  # with its own journal
     for state in (earlier.state, earlier.state._replace(segment=None)):
         with pytest.raises(ValueError, match=unknown):
             dpopt.train(plan, loss_fn, state, fetch, steps=6, replay=replay)
@@ -154,7 +154,7 @@ def test_otherplan(tmp_path, replay):
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_secure_key_no_resume(tmp_path, replay):
-    """The key that SECURITY.md recommends could not be resumed from its own checkpoint."""
+    """A run with the key that SECURITY.md recommends could not be resumed from its own checkpoint."""
 
     def secure_plan():
         builder = dpopt.Builder(num_examples=64, expected_batch_size=8, steps=6, key=dpopt.secure_key(), pad_to=32)
@@ -166,7 +166,7 @@ def test_secure_key_no_resume(tmp_path, replay):
 
 
 def test_planepsilon(tmp_path):
-    """`plan.epsilon(step)` passed for what was spent in a run that had lost steps."""
+    """`plan.epsilon(step)` was taken for what a run with lost steps had spent."""
     make = lambda: tiny_plan(steps=8, budget=8.0)  # noqa: E731
     go(tmp_path, make(), dies=3)
     plan, shown = make(), []
@@ -199,13 +199,13 @@ def test_looking_kills_the_run(tmp_path):
         dpopt.train(tiny_plan(steps=4), loss_fn, start(), fetch, checkpointer=c, on_step=look)
     assert seen == [[1], [1], [1, 3], [1, 3]]
     assert Checkpointer(tmp_path / "nothing").positions() == [] and not (tmp_path / "nothing").exists()
-    with Checkpointer(tmp_path / "run") as c:  # who may write cleans up
+    with Checkpointer(tmp_path / "run") as c:  # the writer cleans up
         dpopt.train(tiny_plan(steps=5), loss_fn, start(), fetch, checkpointer=c)
     assert not half.exists()
 
 
 def test_seedhash(tmp_path):
-    """The sampler's seed was found by brute force from its hash in the journal: nothing there is made of secrets."""
+    """The sampler's seed was found by brute force from a hash in the journal, where nothing may derive from secrets."""
     texts = []
     for name, seed in (("a", 271828), ("b", 3)):
         plan = tiny_plan(steps=2, seed=seed)
@@ -249,7 +249,7 @@ def test_repr_shows_no_secret():
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_on_step_lost(tmp_path, monkeypatch, replay):
-    """Killed between a step's journal line and its callback: it was charged, and `on_step` never heard of it."""
+    """Killed between a step's journal line and its callback: it was charged, and `on_step` was never called."""
     real = Journal.append
 
     def dies(self, entry):

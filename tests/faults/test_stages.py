@@ -174,8 +174,8 @@ def remembered(update, promise, state, params):
     return jax.lax.fori_loop(0, 3, lambda _, u: jax.tree.map(lambda x: 0.9 * x, u), up), state
 
 
-BETWEEN, CHANGED = "changes the clipped sum", "scaled or shifted on their way to the clip"
-AROUND, MASKED, OWN_ROWS = "cannot be followed|cannot stand", "masked out", "other gradients than the caller's"
+BETWEEN, CHANGED = "changes the clipped sum", "scaled or shifted before the clip"
+AROUND, MASKED, OWN_ROWS = "cannot be followed|cannot wrap", "masked out", "gradients that are not the caller's"
 LEAKS, OFTEN, STALE = "depends on", "inside a loop or a branch", "count of noise draws|noise's count"
 
 # name: the optimizer, and None where it is sound, or what the refusal says
@@ -184,7 +184,7 @@ CASES = {
     "partition": (lambda: optax.partition({"x": opt(), "y": optax.sgd(1.0)}, LABELS), MASKED),
     "partition, both private": (lambda: optax.partition({"x": opt(), "y": opt()}, LABELS), MASKED),
     "masked": (lambda: optax.masked(opt(), {"a": True, "b": False}), MASKED),
-    "masked, all of it": (lambda: optax.masked(opt(), True), "cannot stand around it"),
+    "masked, all of it": (lambda: optax.masked(opt(), True), "cannot wrap it"),
     "masked, none of it": (lambda: optax.masked(opt(), False), MASKED),
     "named_chain": (lambda: optax.named_chain(("c", CLIPPED), ("n", NOISE), ("s", optax.sgd(1.0))), None),
     "named_chain, between": (lambda: optax.named_chain(("c", CLIPPED), ("x", optax.scale(2.0)), ("n", NOISE)), BETWEEN),
@@ -393,7 +393,7 @@ RULES = {
 def test_polyak(name):
     """Rules that read the loss: refused when a chain is built, and where Optax hides them, at the first update."""
     rule = RULES[name]()
-    with pytest.raises(ValueError, match=r"must be told .*value.*loss of a private batch"):
+    with pytest.raises(ValueError, match=r"requires the argument .*value.*loss of a private batch"):
         dpopt.chain(dpopt.privatize(**FOUR), rule)
     tx = optax.chain(dpopt.privatize(**FOUR), rule)
     told = {"value": jnp.float32(1.0), "grad": PARAMS, "value_fn": lambda p: 0.0}
@@ -452,7 +452,7 @@ def test_an_optimizer_is_inspected_once_a_structure():
     step = dpopt.make_train_step(loss, tx, engine="vmap")
     for _ in range(2):
         step(PARAMS, tx.init(PARAMS), BATCH, None)
-    assert calls == ["_Shown", "Loss", "Loss"]
+    assert calls == ["StandIn", "Loss", "Loss"]
 
 
 def test_a_hand_made_private_optimizer_is_inspected():

@@ -1,4 +1,4 @@
-"""A weight that all steps of a loop share, changed by something that each step has for itself."""
+"""A weight shared by all steps of a loop, modified by a value that differs between steps."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ import dpopt
 D, STEPS, ROWS = 3, 4, 4
 NUMBERS = jnp.array([1.0, 2.0, 3.0, -1.0])
 MATRICES = jax.random.normal(jax.random.key(9), (STEPS, D, D))
-TWICE = jnp.array([0, 0, 1, 1])  # which part of the weight a step reads
+TWICE = jnp.array([0, 0, 1, 1])  # the part of the weight that a step reads
 
 
 def over(steps, step):
-    """A loss that runs ``step(state, weight, step's own, example)`` over the steps."""
+    """A loss that scans ``step(state, weight, value of the step, example)`` over the steps."""
 
     def loss(w, e):
         return jnp.sum(lax.scan(lambda h, s: (jnp.tanh(step(h, w, s, e)), None), jnp.ones(D), steps)[0] ** 2)
@@ -24,7 +24,7 @@ def over(steps, step):
     return loss
 
 
-def nested(w, e):  # the outer loop takes the weight apart, the inner one multiplies its part by numbers
+def nested(w, e):  # the outer loop slices the weight, the inner one multiplies its slice by numbers
     def outer(h, part):
         return lax.scan(lambda h, s: (jnp.tanh(h @ (part * s) + e), None), h, NUMBERS)[0], None
 

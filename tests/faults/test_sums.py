@@ -1,8 +1,8 @@
 """Sums in float32 of many clipped gradients in an adverse order: one example moves them by C and the stated rounding.
 
-Scripts: sumorder, sumorder2, autosum, shuffled. The rows (Casacuberta et al. 2022) are ones up to a power of two, and
-then numbers a little above half of that sum's last place: added one after another each counts for a whole place, and
-for nothing once a row is left out.
+Scripts: sumorder, sumorder2, autosum, shuffled. The rows (Casacuberta et al. 2022) are ones up to a power of two, then
+numbers a little above half a unit in the last place of that sum. Added one after another each is rounded up to a whole
+unit, and down to zero once a row is left out.
 """
 
 import pathlib
@@ -33,7 +33,7 @@ def rows(levels, k0=12):
 
 
 def exact(found):
-    """A clipped sum in float64, what rounding has lost included."""
+    """A clipped sum in float64, with its remainder."""
     leaves = [np.float64(x) for x in jax.tree.leaves(found.sum)]
     lost = [np.float64(x) for x in jax.tree.leaves(found.remainder)] or [0.0] * len(leaves)
     return np.concatenate([(x + r).ravel() for x, r in zip(leaves, lost, strict=True)])
@@ -59,7 +59,7 @@ def value(found):
 
 
 def first_of(numbers, *shape):
-    """Rows of this shape, zero but for the first entry."""
+    """Rows of this shape, zero except for the first entry."""
     x = np.zeros((len(numbers), *shape), np.float32)
     x.reshape(len(numbers), -1)[:, 0] = numbers
     return x
@@ -84,7 +84,7 @@ def test_sumorder2(engine, shape, microbatch_size):
 
 
 def test_autosum():
-    """The default engine through ``dp_sgd``: what is released moves by C (the noise is the same, and cancels)."""
+    """The default engine through ``dp_sgd``: the release moves by C (the noise is the same, and cancels)."""
     x = first_of(rows(3), 64)
     params, everyone = jnp.zeros(64), np.ones(len(x), bool)
     options = dict(noise_multiplier=8.0, expected_batch_size=1, key=jax.random.key(0))
@@ -95,7 +95,7 @@ def test_autosum():
 
 
 def test_shuffled():
-    """The same rows in the sampler's own order."""
+    """The same rows in the order of the sampler."""
     numbers = rows(3)
     for seed in range(2):
         order = dpopt.PoissonSampler(len(numbers), len(numbers), seed=seed).drawn(0)
@@ -141,13 +141,13 @@ def test_every_kind_of_contact(case, engine, microbatch_size):
 
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_two_passes_on_many_devices(diagonal, monkeypatch):
-    """Devices of 64 rows each add up at the contact, all together, unless there is a diagonal."""
+    """Devices with 64 rows each add up at the contact, all together, unless there is a diagonal."""
     whole = []
     passes = streamed._two_passes
     monkeypatch.setattr(streamed, "_two_passes", lambda *a, **k: whole.append("whole" in k) or passes(*a, **k))
     monkeypatch.setattr(jax, "device_count", lambda: 256)
     monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
-    # 2^13 C, and then devices that have a little more than the last place of that.
+    # 2^13 C, and then devices with a little more than the last place of that.
     batch = first_of(np.r_[np.ones(2**13), np.full(2**13, 1.02 * 2.0**-10 / 64)] / 4, 3)
     scale = jnp.full((3, 1), 0.7).at[0, 0].set(1) if diagonal else None
     batch = np.stack([batch] * 4, 1)
@@ -164,7 +164,7 @@ def test_diagonals_and_offsets(engine):
 
 @pytest.mark.parametrize("microbatch_size", [None, 100])
 def test_one_gradient_that_is_not_finite(microbatch_size):
-    """Sends the ghost engine's whole (micro)batch the slow way, one example at a time."""
+    """The ghost engine then computes the norms of the whole (micro)batch one example at a time."""
     batch = first_of(rows(1), 8)
     batch[17] = np.nan
     assert moved(lambda w, e: w @ e, jnp.zeros(8), batch, engine="ghost", microbatch_size=microbatch_size) <= LIMIT
@@ -221,7 +221,7 @@ def test_an_infinite_sum_stays_infinite():
 
 
 def test_pairs_of_floats_lose_next_to_nothing():
-    """Against float64, in a loop as compiled: a compiler that simplified what is lost to zero would show here."""
+    """Against float64, in a compiled loop: fails if the compiler simplifies the remainder to zero."""
     numbers = rows(3)
     run = jax.jit(
         lambda x: jax.lax.scan(
@@ -235,7 +235,7 @@ def test_pairs_of_floats_lose_next_to_nothing():
 
 
 def test_what_is_lost_reaches_the_noise():
-    """``hi + (lo + noise)``: noise that cancels the sum leaves what the sum alone had lost."""
+    """``hi + (lo + noise)``: noise that cancels the sum leaves its remainder."""
     noise = dpopt.add_gaussian_noise(1.0, jax.random.key(0))
     total, state = jnp.zeros(3), noise.init(jnp.zeros(3))
     z, _ = noise.update(total, state)
@@ -250,7 +250,7 @@ def test_rounding_is_paid_for():
 
 
 def test_floats_are_used_where_the_bound_holds():
-    """Neighbours differ by a row of one block, and in every sum of blocks after it; both may be rounded either way."""
+    """Neighbours differ in a row of one block, and in every sum of blocks after it; both may be rounded either way."""
     paid_for = sums.ROUNDING * 2**24 - 1024 - 188
     floats = [
         (rows, blocks)
@@ -267,7 +267,7 @@ def test_floats_are_used_where_the_bound_holds():
 
 
 def test_devices_share_rows_as_the_bound_allows(monkeypatch):
-    """Sums of as many devices as floats can add up, or of few rows: those are sent to all."""
+    """One share per device if floats can add them up; otherwise few shares, whose sums are sent to all devices."""
     for devices in (1, 2, 3, 8, 64, 256):
         monkeypatch.setattr(jax, "device_count", lambda n=devices: n)
         for size in [*range(1, 1100, 7), 64, 86, 128, 176, 512, 704, 4096]:
@@ -277,7 +277,7 @@ def test_devices_share_rows_as_the_bound_allows(monkeypatch):
             if count not in (1, common):
                 assert sums.zero(jnp.zeros(()), size // common, common).remainder is not None
                 assert all(size // n > sums.ROWS for n in range(1, count) if common % n == 0)
-    assert sums.shares(512) == 8  # of two rows on each of 256 devices
+    assert sums.shares(512) == 8  # two rows on each of 256 devices
 
 
 def test_pages_state_what_is_lost():
@@ -291,7 +291,7 @@ def test_pages_state_what_is_lost():
 
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])
 def test_the_weighted_sum_is_taken_at_full_precision_on_accelerators(precision):
-    """The model's own products may be what they are: here two forward, and one back to the hidden layer."""
+    """The model's own products may have any precision: here two forward, and one back to the hidden layer."""
 
     def loss(params, e):
         hidden = jax.lax.conv_general_dilated(e[None], params["k"], (1, 1), "SAME")

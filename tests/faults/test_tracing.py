@@ -1,4 +1,4 @@
-"""Faults of what is traced: what a sum is pulled back through, values of any dtype, rows that read each other."""
+"""Faults of tracing: equations that sums are pulled back through, values of any dtype, rows that read each other."""
 
 import warnings
 
@@ -56,7 +56,7 @@ def clipped(loss, params, batch, clip_norm=1.0, engine="ghost", mask=None, jit=T
 
 
 def assert_as_one_by_one(loss, w=W, batch=X, rtol=1e-12, jit=True):
-    """The ghost engine's norms and sum, against gradients that NumPy adds up in float64."""
+    """Compares the ghost engine's norms and sum with gradients that NumPy sums in float64."""
     dtype = w.dtype
     w, batch = jnp.asarray(w), jnp.asarray(batch)
     rows = range(len(batch))
@@ -118,7 +118,7 @@ CONTACTS = {
 
 
 def programs(count):
-    """Every step at least once, with others before it, and contacts in turn."""
+    """Combinations with every step at least once, some after other steps, and the contacts in turn."""
     rng, names, contacts = np.random.default_rng(1), list(STEPS), list(CONTACTS)
     for i in range(count):
         steps = [*rng.choice(names, rng.integers(0, 2)), names[i % len(names)]]
@@ -150,7 +150,7 @@ def test_customvjp(engine):
 
 
 def test_customvjp_with_hidden_transpose(x64):
-    """A custom_jvp may hide a linear operation whose transpose is the user's, and which vmap does not know."""
+    """A custom_jvp may hide a linear operation that has the user's transpose and no batching rule."""
     linear_call = jax.custom_derivatives.linear_call
 
     @jax.custom_jvp
@@ -189,7 +189,7 @@ def test_f64_params_f32_compute(x64):
     assert_as_one_by_one(lambda w, x: jnp.sum((x.astype(jnp.float32) @ w.astype(jnp.float32)) ** 2), rtol=1e-6)
 
 
-LOW = {  # and how far the engine, which does not round cotangents, may be from JAX, which does
+LOW = {  # and the tolerance: JAX rounds cotangents, the engine does not
     "float8 fake": (lambda w, x: jnp.sum(x @ w.astype(jnp.float8_e4m3fn).astype(w.dtype)), 0.05),
     "int4": (
         lambda w, x: jnp.sum(x @ (w + lax.stop_gradient(jnp.round(w).astype(jnp.int4).astype(w.dtype) - w))),
@@ -214,7 +214,7 @@ def test_fp8_products_fall_back():
 
 
 def test_sixteen_bits_lose_nothing_of_a_sum():
-    """The prologue computes in bfloat16; pulled back in it, a sum of 512 loses ones."""
+    """The prologue computes in bfloat16, and a sum of 512 that is pulled back in bfloat16 loses ones."""
     batch = np.ones((513, 2), np.float32)
 
     def loss(w, x):
@@ -241,7 +241,7 @@ def ragged(w, x):
 
 
 def one_at_a_time(w, x):
-    """What ``custom_vmap`` hands to its rule are all rows at once: it might mix them."""
+    """``custom_vmap`` passes all rows at once to its rule, which might mix them."""
 
     @jax.custom_batching.custom_vmap
     def centred(x):
@@ -254,15 +254,15 @@ def one_at_a_time(w, x):
 @pytest.mark.parametrize("loss", [reference, callback, ragged, one_at_a_time], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("jit", slow_unless({True}, [False, True]), ids=["eager", "jit"])
 def test_refs(loss, jit, x64):
-    """What the ghost engine cannot do falls back to vmap, what vmap cannot do to one example after the other."""
+    """The ghost engine falls back to vmap, and vmap to one example after the other."""
     with pytest.warns(UserWarning, match="Falling back|one example after the other"):
         assert_as_one_by_one(loss, jit=jit)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # warned once
         jax.eval_shape(lambda w, x: clipped(loss, w, x), jnp.asarray(W), jnp.asarray(X))
 
 
-def test_an_error_of_the_loss_is_the_users_to_see():
+def test_an_error_of_the_loss_reaches_the_user():
     def fails(w, x):
         raise RuntimeError("no such layer")
 
@@ -278,7 +278,7 @@ def test_an_error_of_the_loss_is_the_users_to_see():
                 clipped(fails_when_differentiated, jnp.ones(2), jnp.ones((3, 2)), engine=engine)
 
 
-def test_an_error_of_the_clip_is_the_users_to_see():
+def test_an_error_of_the_clip_reaches_the_user():
     class Broken:
         sensitivity = 1.0
 
@@ -325,7 +325,7 @@ BY_RBG = {
     "a key made from the example": folded,
     "the generator itself": raw,
     "in a backward rule": lambda w, e: jnp.sum(noisy(w, e["x"][0])),
-    "in a branch that the example decides on": lambda w, e: lax.cond(
+    "in a branch that the example selects": lambda w, e: lax.cond(
         e["x"][0] > 0, lambda key: jnp.sum(w * jax.random.normal(key, (8,))), lambda _: jnp.sum(w), RBG
     ),
 }
@@ -344,14 +344,14 @@ def test_rbgrows(loss, engine):
 
 
 def test_rbgrows_as_default():
-    """Raw keys say nothing of the generator that will read them."""
+    """A raw key has no record of the generator that it is for."""
     with jax.default_prng_impl("rbg"):
         keys = jax.vmap(jax.random.PRNGKey)(jnp.arange(3))
         with pytest.raises(TypeError, match="threefry"):
             clipped(of_batch, jnp.zeros(8), {"x": jnp.ones((3, 8)), "key": keys})
 
 
-def test_keys_that_keep_rows_apart_are_taken():
+def test_keys_that_keep_rows_apart_are_accepted():
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(5, impl="threefry2x32"), i))(jnp.arange(3))
     batch = {"x": jnp.ones((3, 8)), "key": keys}
 
@@ -365,7 +365,7 @@ def test_keys_that_keep_rows_apart_are_taken():
 
 
 def test_draws_of_a_loop_stay_in_the_loop():
-    """Hoisted out of it, rbg keys of the steps would be mapped, and give other bits."""
+    """Outside the loop, vmap would map the rbg keys of the steps, which gives other bits."""
 
     def loss(w, x):
         keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
@@ -385,7 +385,7 @@ def test_multisteps_pmean_over_an_outer_axis(engine):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_gradients_that_shard_map_adds_up_are_refused(check_vma):
-    """With ``check_vma`` JAX sums gradients of unsharded parameters over the axis, before any clip."""
+    """With ``check_vma``, JAX sums gradients of unsharded parameters over the axis before any clip."""
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(AxisType.Auto,))
 
     @jax.jit
@@ -429,7 +429,10 @@ class Model(nnx.Module):
 
 @pytest.mark.parametrize(
     "kind, message",
-    [("nnx_rngs", "draws random numbers .* without a key"), ("nnx_batch_norm", "layers that mix examples: layer")],
+    [
+        ("nnx_rngs", "draws random numbers .* the example has no key"),
+        ("nnx_batch_norm", "layers that mix examples: layer"),
+    ],
 )
 def test_nnx_models_that_change_themselves(kind, message):
     model = Model(kind, nnx.Rngs(0))

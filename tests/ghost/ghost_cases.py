@@ -1,7 +1,7 @@
-"""Models that the ghost engine must clip exactly: one row per coverage item of its specification.
+"""Models that the ghost engine must clip exactly: one function per coverage item of its specification.
 
-A row is ``(name, build)``; ``build(arrays)`` returns ``(loss_fn, params, batch)``. To test a new rule add
-a row: ``test_exact.py`` runs every row with and without a diagonal, an offset and a mask.
+Each takes `Arrays` and returns ``(loss_fn, params, batch)``. To test a new rule, add a function and list it in
+``CASES``: ``test_exact.py`` runs every case with and without a diagonal, an offset and a mask.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def embedding_long(a):  # enough repeats for the segment method
     return lambda p, x: half_square(p["e"][x] * p["s"]), {"e": a(900, 3), "s": a(40, 1)}, a.ids(9, B, 40)
 
 
-def embedding_out_of_range(a):  # reads a fill value, so has no gradient there
+def embedding_out_of_range(a):  # reads a fill value, which has no gradient
     def loss(p, x):
         return half_square(jnp.take(p["e"], x, axis=0, mode="fill", fill_value=0.5))
 
@@ -281,7 +281,7 @@ def weight_normalized(a):  # Salimans and Kingma, without the gain
     return loss, {"w": a(12, 16), "v": a(16, 5)}, a(B, 3, 12)
 
 
-def summed_products(a):  # two products that are added up have one cotangent; subtracted or read twice they have not
+def summed_products(a):  # two products that are added have one cotangent, unless subtracted or read twice
     def loss(p, x):
         u, v = x @ p["u"], jnp.tanh(x) @ p["v"]
         parts = [jnp.tanh(s + t) for s, t in zip(jnp.split(u + p["b"], 2, -1), jnp.split(v, 2, -1), strict=True)]
@@ -433,7 +433,7 @@ def remat(a):
 
 
 def state_handed_back(a):
-    """As `nnx.scan` of `nnx.remat` does: the layers' weights go in and come out."""
+    """As in `nnx.scan` of `nnx.remat`: the weights of the layers are both inputs and outputs."""
 
     def loss(p, x):
         @jax.checkpoint
@@ -535,7 +535,7 @@ def masked_weight(a):
     return loss, {"w": a(4, 3), "v": a(3, 2), "b": a(2)}, a(B, 4)
 
 
-def regularized(a):  # a term that no example enters
+def regularized(a):  # a term that does not depend on the example
     def loss(p, x):
         return half_square(x @ p["w"]) + 0.1 * jnp.sum(p["w"] ** 2) + jnp.sum(p["b"] ** 3)
 

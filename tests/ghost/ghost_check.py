@@ -1,4 +1,4 @@
-"""The comparison with the plain definition, ``vmap(grad)``, that most ghost tests make."""
+"""The comparison with the plain definition, ``vmap(grad)``, that most ghost tests use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from dpopt import ghost
 
-# Small models are compiled for the test's sake, not run: skip the slow optimizations.
+# Compiling takes longer than running these small models, so slow optimisations are skipped.
 _FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
@@ -76,10 +76,10 @@ def check(
     two_passes=False,
     one_pass=False,
 ):
-    """Asserts that ghost equals the plain definition, whole and masked, flat and per parameter.
+    """Asserts that ghost equals the plain definition, with and without a mask, flat and per parameter.
 
-    ``atol`` is for parameters whose true gradient is zero, such as a key bias under softmax. ``one_pass``: whatever can
-    be clipped in the first pass is, which takes `leaf_clip`.
+    ``atol`` is for parameters whose true gradient is zero, such as a key bias under softmax. ``one_pass`` clips all
+    parameters that can be in the first pass, which requires `leaf_clip`.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     masks = jnp.stack([jnp.ones(size, bool), jnp.arange(size) % 3 != 1])

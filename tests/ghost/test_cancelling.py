@@ -1,6 +1,6 @@
-"""Terms that cancel within an example, where a diagonal or the way to the parameter enlarges what is left of them.
+"""Terms that cancel within an example, where a diagonal or the map to the parameter enlarges the remainder.
 
-What is left are roundings, and no two ways of adding up leave the same.
+The remainder is rounding error, which differs between any two ways of adding up.
 """
 
 import functools
@@ -27,7 +27,7 @@ def _no_programs_kept():
 
 
 def _cancelling(rng, positions, width, out):
-    """Rows x and y whose products cancel over the positions for some entries of ``x^T y``, and those entries."""
+    """Rows x and y whose products cancel over the positions for some entries of ``x^T y``, and which entries."""
     x, y = rng.normal(size=(EXAMPLES, positions, width)), rng.normal(size=(EXAMPLES, positions, out))
     half = positions // 2
     first, second = slice(0, half), slice(half, 2 * half)
@@ -51,7 +51,7 @@ def _cancelling(rng, positions, width, out):
 
 
 def _weight(rng, entries, kind):
-    """From the parameter to the weight: as it is, or entries enlarged, or normalised."""
+    """The map from the parameter to the weight: the identity, with entries enlarged, or normalised."""
     enlarged = np.where(entries, 10.0 ** rng.uniform(0, 10), 1.0) if rng.random() < 0.5 else None
 
     def weight(w):
@@ -96,7 +96,7 @@ def _loss(kind, weight):
 
 @functools.partial(jax.jit, static_argnames=("loss", "way"))
 def _contributions(loss, params, batch, way, l2_clip_norm, scale):
-    """Of each example alone, and to the sum of all."""
+    """The contribution of each example alone, and to the sum of all."""
 
     def total(mask):
         plan = ghost.plan_clipped_sum(loss, params, batch, scale=scale)

@@ -1,4 +1,4 @@
-"""What keeps the engine's programs quick to compile."""
+"""Properties that keep the engine's programs quick to compile."""
 
 import ghost_cases
 import jax
@@ -9,11 +9,11 @@ from ghost_check import assert_trees_close
 from dpopt import ghost
 from dpopt.common.trees import at_once
 from dpopt.engines.programs import equations
-from dpopt.ghost import norms, terms
+from dpopt.ghost import norms, term_sizes
 
 
 def test_a_convolution_takes_as_many_products_as_a_dense_layer():
-    """The offsets of its filter lie side by side: a product for each would take nine times the kernels to compile."""
+    """The offsets of its filter are concatenated: one product each would mean nine times as many kernels to compile."""
     loss_fn, params, batch = ghost_cases.conv_small_image(ghost_cases.Arrays())
     (contact,) = ghost.plan_clipped_sum(loss_fn, params, batch).trace.contacts
     factors = contact.factors
@@ -25,7 +25,7 @@ def test_a_convolution_takes_as_many_products_as_a_dense_layer():
 
     folded = factors.fold(jnp.ones(contact.weight.shape))
     assert products(lambda x, y: norms.square("gram", factors._replace(inner=None), x, y, None), x, y) == 2
-    assert products(lambda x, y, s: terms.square(factors, x, y, s), x, y, folded) == 1
+    assert products(lambda x, y, s: term_sizes.square(factors, x, y, s), x, y, folded) == 1
     assert products(lambda x, y: norms.explicit(factors, x, y), x, y) == 1
 
 

@@ -10,8 +10,7 @@ from helpers import slow_unless
 CASES = pytest.mark.parametrize("case", ghost_cases.CASES, ids=lambda case: case.__name__)
 
 
-# One case for every norm method and every kind of weight: offsets and float32 are tested on these in every run, and on
-# the others where `-m slow` asks for them.
+# One case for every norm method and every kind of weight. Every run tests these; `-m slow` adds the others.
 _KINDS = {
     ghost_cases.dense, ghost_cases.dense_wide, ghost_cases.dense_sequence, ghost_cases.scaled_weight,
     ghost_cases.norms_and_scales, ghost_cases.embedding, ghost_cases.embedding_long,
@@ -25,7 +24,7 @@ _KINDS = {
 
 
 def kinds(share):
-    """A third of the kinds in every run: diagonals, two passes and one pass take another third each."""
+    """A third of the kinds for every run; diagonals, two passes and one pass each take a different third."""
     quick = [case for case in ghost_cases.CASES if case in _KINDS][share::3]
     return pytest.mark.parametrize("case", slow_unless(quick, ghost_cases.CASES), ids=lambda case: case.__name__)
 
@@ -33,7 +32,7 @@ def kinds(share):
 @CASES
 def test_equals_vmap_in_float64(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
-    with jax.numpy_rank_promotion("allow"):  # the models may; the engine is tested in test_transforms
+    with jax.numpy_rank_promotion("allow"):  # for the models; test_transforms tests the engine without it
         check(loss_fn, params, batch)
 
 
@@ -71,7 +70,7 @@ def test_two_passes_equal_vmap(case, x64):
 @kinds(2)
 @pytest.mark.parametrize("diagonal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "diagonal"])
 def test_one_pass_equals_vmap(case, diagonal, x64):
-    """What it cannot clip as it goes takes the second."""
+    """Parameters that cannot be clipped in the first pass take a second one."""
     loss_fn, params, batch = case(ghost_cases.Arrays())
     scale = random_like(params, 1) if diagonal else None
     with jax.numpy_rank_promotion("allow"):

@@ -1,4 +1,4 @@
-"""Every coverage item lowers for GPUs and TPUs, which takes none: planned as it would be there."""
+"""Every coverage item lowers for GPUs and TPUs, planned as on such devices. None has to be present."""
 
 import ghost_cases
 import jax
@@ -57,7 +57,7 @@ def test_clipped_sums_lower(case, way):
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_a_private_step_lowers(impl):
-    """Noise and metrics included."""
+    """The step includes noise and metrics."""
     loss_fn, params, batch = ghost_cases.dense(ghost_cases.Arrays())
     key = jax.random.key(0, impl=impl)
     optimizer = dpopt.dp_adam(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=key)

@@ -1,4 +1,4 @@
-"""A batch taken in parts: how many, and that nothing else changes."""
+"""A batch processed in parts: how many, and that nothing else changes."""
 
 import ghost_cases
 import jax
@@ -35,7 +35,7 @@ def inputs():
 
 
 def loops(function, *args):
-    """Lengths of the loops at the top of a program in which the model is run."""
+    """Lengths of the top-level loops of a program in which the model is run."""
     eqns = jax.make_jaxpr(function)(*args).jaxpr.eqns
     return [
         e.params["length"]
@@ -51,7 +51,7 @@ def clipped(params, batch, mask=None, **options):
 
 @pytest.mark.usefixtures("small_batches_split")
 def test_parts_equal_the_whole(x64):
-    """Sum, norms, losses, aux, and what is said of padding and of a gradient that is not finite."""
+    """Sum, norms, losses, aux, and the flags of padding and of a gradient that is not finite."""
     params, (x, target) = inputs()
     batch = x.at[5].set(jnp.nan), target
     mask = jnp.arange(12) != 7
@@ -68,7 +68,7 @@ def test_parts_equal_the_whole(x64):
 
 
 @pytest.mark.usefixtures("small_batches_split")
-def test_a_size_that_is_asked_for_is_taken():
+def test_a_requested_microbatch_size_is_used():
     params, batch = inputs()
     run = lambda size: loops(lambda p, b: clipped(p, b, engine="ghost", microbatch_size=size), params, batch)  # noqa: E731
     assert run(12) == [] and run(3) == [4] and run(5) == [3]
@@ -79,17 +79,17 @@ def test_a_size_that_is_asked_for_is_taken():
 def test_outside_jit_the_batch_is_whole(monkeypatch):
     params, batch = inputs()
     want = jax.jit(lambda p, b: clipped(p, b, engine="ghost"))(params, batch).sum
-    monkeypatch.setattr(ghost.Plan, "parts", property(lambda self: pytest.fail("asked for parts")))
+    monkeypatch.setattr(ghost.Plan, "parts", property(lambda self: pytest.fail("parts was read")))
     assert_trees_close(clipped(params, batch, engine="ghost").sum, want, 1e-5)
 
 
 @pytest.mark.usefixtures("small_batches_split")
 def test_auto_decides_for_the_batch_not_for_its_parts(monkeypatch):
-    """The gradients of a part may be next to nothing where those of the batch are not."""
+    """The gradients of a part may be negligible where those of the batch are not."""
     params, batch = inputs()
     formed = 12 * sum(x.nbytes for x in jax.tree.leaves(params))
-    monkeypatch.setattr(planning, "_TINY_BYTES", formed // 2)
-    monkeypatch.setattr(planning, "_MARGIN", np.inf)
+    monkeypatch.setattr(planning, "TINY_BYTES", formed // 2)
+    monkeypatch.setattr(planning, "MARGIN", np.inf)
     plan = ghost.plan_clipped_sum(loss_fn, params, batch, has_aux=True)
     assert not plan.prefers_vmap and plan.of(2).prefers_vmap
     monkeypatch.setattr(promises.Loss, "_vmap_engine", lambda *_: pytest.fail("vmap was chosen"))
@@ -120,11 +120,11 @@ def test_how_many():
     assert parts(features=64, positions=8, batch_size=32) == 1  # fits a cache
     assert parts(features=2048, positions=1, batch_size=4096) == 2  # 67 MB of activations to 17 MB of parameters
     assert parts(features=128, positions=1024, batch_size=64) == 16  # 67 MB to 66 KB; a part of 4 MB is small enough
-    assert parts(features=128, positions=1024, batch_size=61) == 1  # of equal size
+    assert parts(features=128, positions=1024, batch_size=61) == 1  # 61 has no divisor
 
 
 def test_a_long_loop_costs_its_steps():
-    """As many activations, as large parameters: but a part repeats every step of the loop."""
+    """The same activations and parameters, but each part repeats every step of the loop."""
 
     def recurrent(w, x):
         return jnp.sum(jax.lax.scan(lambda h, y: (jnp.tanh(h @ w + y), None), x[0], x)[0])
@@ -145,7 +145,7 @@ def test_explain_says_so(capsys):
 
 @pytest.mark.parametrize("image, kernel", [("NHWC", "HWIO"), ("NCHW", "OIHW")])
 def test_convolutions_in_a_loop_are_channels_last(image, kernel, x64):
-    """There XLA leaves them as they are, and its CPU backend is fast for this order alone."""
+    """XLA does not change their layout there, and its CPU backend is fast only for this one."""
     a = ghost_cases.Arrays()
     shape = dict(zip("HWIO", (3, 3, 2, 4), strict=True)), dict(zip("HWIO", (3, 3, 4, 3), strict=True))
     params = [a(*(sizes[axis] for axis in kernel)) for sizes in shape]

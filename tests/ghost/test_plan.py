@@ -1,5 +1,6 @@
-"""The planner picks the method that was meant, says so, and steps aside where it would lose."""
+"""The planner chooses the intended method, `explain` prints it, and vmap is preferred where ghost would be slower."""
 
+import dataclasses
 import inspect
 
 import ghost_cases
@@ -64,7 +65,7 @@ def test_method(case, name, method):
     "dilation, groups, padding", [(1, 1, "SAME"), (2, 1, "SAME"), (1, 2, "SAME"), (1, 2, [(2, 0), (0, 1)])]
 )
 def test_products_of_windows_are_sums_of_products_of_pixels(dilation, groups, padding, x64):
-    """A convolution's `inner` is the Gram matrix of its `left`, found for less."""
+    """A convolution's `inner` is the Gram matrix of its `left`, computed at lower cost."""
     x, w = (np.random.default_rng(i).normal(size=s) for i, s in enumerate([(8, 8, 32 * groups), (3, 3, 32, 4)]))
     convolve = lambda w, x: ghost_cases.conv(x, w, dilation=dilation, groups=groups, padding=padding)  # noqa: E731
     with jax.numpy_rank_promotion("allow"):
@@ -120,7 +121,7 @@ def test_explain_prints_a_row_per_parameter(capsys):
         assert word in text
 
 
-def test_explain_groups_equal_layers_and_says_which_way_and_why():
+def test_explain_groups_equal_layers_and_states_the_way_and_the_reason():
     def loss_fn(p, x):
         for i in range(12):
             x = jnp.tanh(x @ p[f"layer_{i}"]["w"])
@@ -137,8 +138,20 @@ def test_explain_groups_equal_layers_and_says_which_way_and_why():
     assert "takes ghost in one pass" in str(one_pass)
 
 
-def test_steps_aside_where_nothing_is_saved():
-    """A low-rank product of huge matrices must be formed and pulled back: vmap does it for less."""
+def test_explain_gives_the_reason_for_a_way_that_is_not_the_cheapest_in_its_table():
+    """Tiny gradients are formed whatever they cost, and ghost may cost 5% more than vmap."""
+    loss_fn, params, example = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), jnp.zeros((8, 4)), jnp.zeros(8)
+    tiny, small = (ghost.explain(loss_fn, params, example, batch_size=size) for size in (256, 4096))
+    assert tiny.plan.ghost_cost < tiny.plan.vmap_cost and tiny.way.plan is None
+    assert "at most 64 kB" in tiny.way.reason and "fastest" not in tiny.way.reason
+    assert small.way.plan is not None and small.way.reason.startswith("it should be the fastest")
+    plan = dataclasses.replace(small.plan, vmap_cost=small.plan.ghost_cost / 1.04)
+    way = ghost.choose(plan, loss_fn, params, example, False, 1.25, may_split=True, may_vmap=True)
+    assert way.plan is not None and way.reason.startswith("it should be within 5% of the fastest")
+
+
+def test_prefers_vmap_where_nothing_is_saved():
+    """A low-rank product of huge matrices has to be formed and pulled back, which vmap does at a lower cost."""
     params = {"w": jnp.zeros((900, 900)), "a": jnp.zeros((900, 2)), "b": jnp.zeros((2, 900))}
 
     def loss_fn(p, x):
@@ -165,12 +178,12 @@ def test_no_batch_of_weights_beyond_the_activations():
     assert leaves["e"].method == "shared_gram"
 
 
-def test_a_wrong_batch_is_refused():
+def test_a_batch_of_unequal_sizes_is_refused():
     with pytest.raises(ValueError, match="leading axis"):
         ghost.plan_clipped_sum(lambda w, x: w * x[0] * x[1], jnp.float32(1), (jnp.ones(3), jnp.ones(4)))
 
 
-def test_the_default_memory_is_one():
-    """It stands where users read it, in three signatures."""
+def test_the_default_memory_is_the_same_in_three_signatures():
+    """It is written out in each, where users read it."""
     given = (dpopt.per_example_grads, dpopt.explain, promises.Loss)
     assert {inspect.signature(f).parameters["memory"].default for f in given} == {1.25}

@@ -1,4 +1,4 @@
-"""Rows that are masked, not finite, huge or tiny; precisions; parameters without a gradient."""
+"""Examples that are masked, not finite, huge or tiny; half and mixed precision; errors."""
 
 import ghost_cases
 import jax
@@ -55,7 +55,7 @@ def test_a_bad_example_with_a_filter_of_its_own_contributes_zero():
     ids=lambda c: c.__name__,
 )
 def test_a_bad_example_among_several_devices_contributes_zero(case, monkeypatch):
-    """The slow path then visits as many examples at a time as there are devices; each must keep its own weight."""
+    """The slow path then processes one example per device at a time; each must keep its own weight."""
     monkeypatch.setattr(jax, "device_count", lambda: ghost_cases.B)
     test_an_example_that_is_not_finite_contributes_zero(case, leaf_clip)
     monkeypatch.setattr(jax, "device_count", lambda: 2)  # chunks of examples that are not neighbours
@@ -94,7 +94,7 @@ def test_all_examples_masked_or_bad():
 
 @pytest.mark.parametrize("size", [1e30, 1e-30])
 def test_squares_that_overflow_or_underflow(size):
-    """The gradient is the example: its squares leave float32's range, it does not."""
+    """The gradient equals the example: its squares leave the range of float32, the gradient itself does not."""
 
     def loss_fn(w, x):
         return jnp.sum(w * x)
@@ -132,7 +132,7 @@ def test_offset_and_scale_survive_a_bad_example():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("case", [ghost_cases.dense_sequence, ghost_cases.conv2d, ghost_cases.lstm])
 def test_half_precision_parameters(case, dtype):
-    """Norms and sums are float32; agreement is as good as 8 bits of mantissa in the passes allow."""
+    """Norms and sums are float32; they agree as well as 8 bits of mantissa in the passes allow."""
     loss_fn, params, batch = case(ghost_cases.Arrays())
     half = jax.tree.map(lambda x: x.astype(dtype), params)
 
@@ -153,7 +153,7 @@ def test_half_precision_parameters(case, dtype):
 
 
 def test_half_precision_sums_keep_the_clip_bound():
-    """The clipped contribution is no longer than the bound, up to float32 rounding."""
+    """The norm of the clipped contribution is at most the bound, up to float32 rounding."""
     params = {"w": jax.random.normal(jax.random.key(0), (33, 7)).astype(jnp.bfloat16)}
     batch = jax.random.normal(jax.random.key(1), (1, 5, 33)).astype(jnp.bfloat16)
 
@@ -165,7 +165,7 @@ def test_half_precision_sums_keep_the_clip_bound():
 
 
 def test_mixed_precision_compute(x64):
-    """Float32 parameters cast to bfloat16 for the forward pass; the reference rounds its own way."""
+    """Float32 parameters are cast to bfloat16 for the forward pass; the reference rounds differently."""
     loss_fn, params, batch = ghost_cases.dense_sequence(ghost_cases.Arrays())
     params, batch = jax.tree.map(lambda x: x.astype(jnp.float32), (params, batch))
 
@@ -180,7 +180,7 @@ def test_mixed_precision_compute(x64):
 
 
 def test_norms_of_a_million_entries():
-    """Float32 norms of large leaves are good to 1e-6."""
+    """Float32 norms of large leaves are accurate to 1e-6."""
 
     def loss_fn(p, x):
         return jnp.sum(jnp.tanh(x[0] * p))
@@ -193,13 +193,13 @@ def test_norms_of_a_million_entries():
 
 
 def test_a_bias_on_a_sequence():
-    """Trap opacus#751: the norm of a summed gradient, not of the sequence of gradients."""
+    """As in opacus#751: the norm is of the summed gradient, not of the sequence of gradients."""
     got = run(lambda b, x: jnp.sum(x + b[None]), jnp.zeros(3), jnp.ones((2, 4, 3)))
     np.testing.assert_allclose(got.leaf_norms, [4 * 3**0.5] * 2, rtol=1e-6)
 
 
 def test_the_clip_norm_is_obeyed():
-    """Trap opacus#664: doubling the bound of clipped examples doubles the sum."""
+    """As in opacus#664: doubling the bound of clipped examples doubles the sum."""
     loss_fn, params, batch = ghost_cases.dense_sequence(ghost_cases.Arrays())
     with jax.numpy_rank_promotion("allow"):
         small, large = (run(loss_fn, params, batch * 9, lambda _, c=c: flat_clip(c)) for c in (1e-3, 2e-3))
@@ -245,7 +245,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused():
     ids=lambda c: c.__name__,
 )  # fmt: skip
 def test_finite_gradients_need_no_slow_path(case, monkeypatch, x64):
-    """It would give the right result, which is why a NaN on the fast way would not be seen elsewhere."""
+    """The slow path would give the right result too, so no other test would notice a NaN on the fast path."""
 
     monkeypatch.setattr(one_by_one, "_norms", lambda run, chosen, norms, *_: [jnp.full_like(n, jnp.nan) for n in norms])
     loss_fn, params, batch = case(ghost_cases.Arrays())

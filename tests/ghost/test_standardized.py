@@ -1,4 +1,4 @@
-"""Weights normalised filter by filter are told from others, and their gradients pulled back in closed form."""
+"""Weights normalised filter by filter are recognised, and their gradients are pulled back in closed form."""
 
 import ghost_cases
 import jax
@@ -18,7 +18,7 @@ AXES = (0, 1, 2)
 
 
 def by_flax(w):
-    """What `flax.linen.WeightNorm` computes, but for its gain."""
+    """Like `flax.linen.WeightNorm`, without its gain."""
     return w * lax.rsqrt(jnp.sum(lax.square(w), axis=AXES, keepdims=True) + 1e-12)
 
 
@@ -87,7 +87,7 @@ def test_a_filter_far_from_zero_keeps_its_digits():
 
 
 def test_a_filter_whose_slope_is_zero_is_clipped_by_the_plain_definition():
-    """The closed form divides by the slope: the batch goes the slow way, and the result still equals vmap's."""
+    """The closed form divides by the slope, so the batch takes the slow path; the result still equals vmap's."""
 
     def loss_fn(p, x):
         shrunk = (p["w"] - p["w"].mean(AXES, keepdims=True)) * p["w"].var(AXES, keepdims=True)
@@ -109,7 +109,7 @@ def test_a_filter_whose_slope_is_zero_is_clipped_by_the_plain_definition():
 
 @pytest.mark.parametrize("rounds", ["accelerator", "bfloat16"])
 def test_rounded_outputs_are_not_read(rounds, monkeypatch):
-    """Accelerators multiply in fewer bits by default; a norm read off such an output might be too small."""
+    """Accelerators multiply in fewer bits by default; a norm computed from such an output might be too small."""
     loss_fn, params, batch = ghost_cases.weight_standardized_gram(ghost_cases.Arrays())
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
     if rounds == "accelerator":

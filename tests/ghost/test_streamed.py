@@ -1,6 +1,6 @@
-"""Passes that record nothing: what they leave out, what memory they take, and when they are chosen.
+"""Passes that record nothing: what they leave out, how much memory they take, and when they are chosen.
 
-That they equal the plain definition is tested with the other ways, in test_exact.py.
+test_exact.py tests that they equal the plain definition.
 """
 
 import warnings
@@ -34,7 +34,7 @@ def two_passes(loss_fn, params, batch, mask=None, clip=flat_clip, scale=None):
 
 
 def spoiled(batch, row, value):
-    """The same with one entry of a row of every floating leaf replaced."""
+    """The batch with one entry of a row of every floating leaf replaced."""
 
     def spoil(x):
         floating = jnp.issubdtype(x.dtype, jnp.floating)
@@ -48,7 +48,7 @@ def spoiled(batch, row, value):
     [("two passes", 16), pytest.param("one pass", 16, marks=pytest.mark.slow), ("one pass", 1)],
 )
 def test_what_is_added_up_is_what_norms_were_taken_of(way, positions):
-    """What XLA computes twice it may round in two ways: examples once moved the sum, or a layer's, by 1e-3 too much."""
+    """XLA may round what it computes twice differently: examples once moved the sum, or a layer's, by 1e-3 too much."""
 
     def block(h, p):
         n = h - h.mean(-1, keepdims=True)
@@ -85,10 +85,10 @@ def test_what_is_added_up_is_what_norms_were_taken_of(way, positions):
 
 @pytest.mark.parametrize("seed", slow_unless(range(3), range(60)))
 def test_two_passes_of_any_batch(seed, x64, monkeypatch):
-    """Any model, batch size, mask and diagonal; some parameters are clipped by themselves, the others together.
+    """Any model, batch size, mask and diagonal; some parameters are clipped individually, the others together.
 
-    Blocks have up to 86 rows, the last one is filled up; beyond 258 rows sums are pairs of floats. Of several devices
-    each takes its rows, or all of them the batch whole."""
+    Blocks have up to 86 rows, and the last one is padded; beyond 258 rows sums are pairs of floats. Several devices
+    process their own rows each, or the whole batch together."""
     rng = np.random.default_rng(seed)
     loss_fn, params, batch = ghost_cases.CASES[rng.integers(len(ghost_cases.CASES))](ghost_cases.Arrays(seed))
     size = int(rng.choice([rng.integers(1, 87), rng.integers(87, 259), rng.integers(259, 301)]))
@@ -202,7 +202,7 @@ def test_rematerialised_layers_take_the_memory_of_an_ordinary_gradient():
     given = 2 * sum(4 * x.size for x in jax.tree.leaves(params))  # parameters and gradients
     own = given + scratch(ordinary, params, batch)
     assert given + scratch(clipped(True), params, batch) < 1.3 * own  # 1.27 on JAX 0.12, less on others
-    assert given + scratch(clipped(False), params, batch) > 2 * own  # what it is worth
+    assert given + scratch(clipped(False), params, batch) > 2 * own  # the memory that streaming saves
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_two_passes_are_chosen_where_records_would_take_too_much(no_batch_is_sma
     assert not chosen(True, 100.0)[0].plan.streamed
     assert not chosen(True, 1 << 40)[0].plan.streamed
     assert chosen(True, 1 << 20)[0].plan.streamed
-    assert not chosen(False, 1.5)[0].plan.streamed  # of inputs, which are kept anyway, no second copy
+    assert not chosen(False, 1.5)[0].plan.streamed  # inputs are kept anyway, and not copied
 
 
 def test_small_batches_are_recorded_whatever_they_take():
@@ -242,7 +242,7 @@ def test_estimates_of_memory_are_those_of_the_compiler():
 
 
 def test_a_batch_on_several_devices_is_not_taken_in_parts(no_batch_is_small, monkeypatch):
-    """A part would lie on some of them and leave the others idle."""
+    """A part would lie on some devices and leave the others idle."""
     assert chosen(False, 0.9, may_split=True)[0].parts > 1
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     way = chosen(False, 0.9, may_split=True)[0]
@@ -278,7 +278,7 @@ def test_memory_must_be_a_positive_number():
 
 @pytest.mark.parametrize("size", [1.0, 1e21, 1e-20])
 def test_a_table_that_steps_share_under_a_diagonal(size):
-    """It is recorded in the first pass, and not in the second. (Found by the fuzzer.)"""
+    """It is recorded in the first pass only. (Found by the fuzzer.)"""
 
     def loss(params, e):
         step = lambda h, x: (h + jnp.tanh(params["table"][x[0]] @ params["w"]) * x[1], None)  # noqa: E731
@@ -298,7 +298,7 @@ def test_a_table_that_steps_share_under_a_diagonal(size):
 
 
 def _layers(tied=False):
-    """A small model whose layers a scan reads; ``tied``: a scanned weight is used twice in a step."""
+    """A small model whose layers are scanned; ``tied``: a scanned weight is used twice in a step."""
     keys = jax.random.split(jax.random.key(0), 6)
     params = {
         "emb": jax.random.normal(keys[0], (11, 8)),
@@ -327,7 +327,7 @@ SCANNED = {"emb": False, "layers": True, "head": False}
 
 
 def _plain_layerwise(loss, params, batch, mask, clip_norm):
-    """Every layer's gradient by itself, in NumPy."""
+    """Every layer's gradient clipped separately, in NumPy."""
     grads = jax.device_get(jax.vmap(jax.grad(loss), (None, 0))(params, batch))
     groups = 2 + 3 * 3
 
@@ -361,7 +361,7 @@ def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
     loss, params, batch = _layers(tied=True)
     clip = dpopt.LayerwiseClip(0.1, scanned=SCANNED)
     fallback._warned.clear()
-    with pytest.warns(UserWarning, match=r"\['layers'\]\['w'\] is no weight that a scan reads"):
+    with pytest.warns(UserWarning, match=r"\['layers'\]\['w'\] is not a weight that a scan reads"):
         got = dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None).clipped_sum(clip).sum
     assert_trees_close(got, _plain_layerwise(loss, params, batch, np.ones(6, bool), 0.1), rtol=1e-5, atol=1e-6)
 
@@ -369,7 +369,7 @@ def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
 @pytest.mark.parametrize("clip", [dpopt.LayerwiseClip(1.0), dpopt.GroupClip({"a": 0.5, "b": 0.5})], ids=str)
 @pytest.mark.parametrize("way", ["vmap", "recorded", "one pass"])
 def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
-    """A coefficient that is applied as its gradient comes cannot wait for what the others turn out to be."""
+    """A coefficient that is applied within the backward pass cannot depend on the other gradients."""
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
     loss = lambda p, e: jnp.sum(jnp.tanh(e[0] * p["a"])) + jnp.sum(e[1] * p["b"])  # noqa: E731
     good = jnp.ones((4, 3)), jnp.ones((4, 3))
@@ -385,14 +385,14 @@ def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
 
 
 class _Half(dpopt.GroupClip):
-    """Half of what its base gives."""
+    """Half the coefficients of its base."""
 
     def coefficients(self, leaf_norms):
         return jax.tree.map(lambda c: c / 2, super().coefficients(leaf_norms))
 
 
 def test_a_subclass_is_clipped_by_its_own_coefficients(monkeypatch):
-    """One pass knows `GroupClip`'s rule, which a subclass need not share."""
+    """One pass uses the rule of `GroupClip`, which a subclass need not have."""
     monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
     params, batch = {"a": jnp.ones((3, 2))}, jnp.ones((4, 5, 3)) * 7
     loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["a"] / 9))  # noqa: E731

@@ -1,4 +1,4 @@
-"""The rule that docs/adding_a_ghost_rule.md teaches, in the place of the engine's own."""
+"""The rule taught in docs/adding_a_ghost_rule.md, in place of the engine's own."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "adding_a_ghost_rule.md"
     ids=lambda case: case.__name__,
 )
 def test_the_rule_that_is_taught_is_exact_for_every_look_up(case, x64, monkeypatch):
-    """A rule that takes a variant which it has not thought of makes norms too small, and so clips too little."""
+    """A rule that accepts a variant it does not handle makes norms too small, so that too little is clipped."""
     monkeypatch.setattr(base, "_RULES", {**base._RULES})
     names = {}
     exec(re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1], names)

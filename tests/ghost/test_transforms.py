@@ -22,7 +22,7 @@ def clip(loss_fn, params, batch, **kwargs):
     return ghost.clipped_sum(loss_fn, params, batch, coefficients=flat_clip(0.7), **kwargs)
 
 
-def model(a):  # of no promoted ranks, so that the engine itself is held to that rule
+def model(a):  # promotes no ranks, so that tests notice if the engine does
     def loss(p, x):
         h = jnp.tanh(jnp.einsum("td,de->te", x, p["w"]) + p["b"][None])
         return jnp.sum(jnp.einsum("te,ef->tf", h, p["u"]) ** 2)
@@ -52,7 +52,7 @@ def test_inside_scan_over_microbatches(x64):
 
 
 def test_vmap_over_seeds(x64):
-    """Each lane is its own run; a bad example in one lane leaves the others as they are."""
+    """Each lane is a run of its own; a bad example in one lane does not change the others."""
     loss_fn, params, batch = model(ghost_cases.Arrays())
     many = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), params)
     batches = jnp.stack([batch, batch, batch.at[3].set(jnp.nan)])
@@ -109,7 +109,7 @@ LAYERS = ("dense", "norm", "conv", "recurrent", "attend", "tied", "remat")
 
 @st.composite
 def networks(draw):
-    """Layers in any order on a sequence of 4 features, some weights shared, any length and batch."""
+    """Layers in any order on a sequence of 4 features, some with shared weights, of any length and batch size."""
     layers = draw(st.lists(st.tuples(st.sampled_from(LAYERS), st.integers(0, 1)), min_size=1, max_size=4))
     return layers, draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(0, 99))
 

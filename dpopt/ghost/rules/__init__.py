@@ -1,19 +1,19 @@
-"""Rules: how a primitive's gradient by its weight is a sum of outer products.
+"""Rules: the gradient of a primitive's weight as a sum of outer products.
 
 Wherever a weight ``w`` meets an example-dependent value ``x`` through a primitive that is linear
 in ``w``, the gradient of one example's loss is
 
-    ``G = sum_t left_t (x) right_t``         (x) the outer product, t = 1..T
+    ``G = sum_t left_t (x) right_t``         (x) is the outer product, t = 1..T
 
-where ``left`` is read off ``x`` and ``right`` off the cotangent ``y`` of the primitive's output. For
+where ``left`` depends on ``x`` and ``right`` on the cotangent ``y`` of the primitive's output. For
 a dense layer on a sequence, ``left_t`` is the input and ``right_t`` the output cotangent at
-position ``t``; for an embedding ``left_t`` is a one-hot vector, kept as its index; for a
-convolution there is one such sum for every offset of the filter. A rule states this
-factorisation and nothing else. Norms (norms.py), costs (costs.py) and weighted sums (contacts.py)
-follow from it, so a new primitive is one function here: see docs/adding_a_ghost_rule.md.
+position ``t``. For an embedding, ``left_t`` is a one-hot vector, stored as its index. For a
+convolution, there is one such sum for every offset of the filter. A rule states this factorisation
+and nothing else. Norms (norms.py), costs (costs.py) and weighted sums (contacts.py) follow from it,
+so supporting a new primitive takes one function: see docs/adding_a_ghost_rule.md.
 
-A primitive without a rule is not an error: the engine then takes the gradient of its weight
-per example by JAX's own differentiation, which is exact and costs a buffer of ``B`` such weights.
+A primitive does not need a rule. Without one, the per-example gradients of its weight come from
+JAX's own differentiation, which is exact and takes a buffer of ``B`` such weights.
 """
 
 from dpopt.ghost.rules.base import SHIFTED_SUM as SHIFTED_SUM

@@ -1,4 +1,4 @@
-"""What a rule is: how a primitive's gradient by its weight is a sum of outer products."""
+"""The interface of rules: the gradient of a primitive's weight as a sum of outer products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.extend import core
 
 
 class Use(NamedTuple):
-    """One equation where a weight meets an example-dependent value, as a rule sees it.
+    """One equation where a weight meets an example-dependent value.
 
     Shapes are those of a single example and, under ``scan``, of a single step.
     """
@@ -21,9 +21,9 @@ class Use(NamedTuple):
     position: int  # which input is the weight
     input_position: int  # which input is the example-dependent value x
     literals: dict[int, Any]  # the other inputs that are known constants
-    weight: tuple[int, ...]  # shapes ...
-    input: tuple[int, ...]
-    output: tuple[int, ...]
+    weight: tuple[int, ...]  # shape
+    input: tuple[int, ...]  # shape
+    output: tuple[int, ...]  # shape
 
 
 class Factors(NamedTuple):
@@ -36,34 +36,34 @@ class Factors(NamedTuple):
     shape: tuple[int, int, int, int]  # K, N, a, p
     positions: int  # T
     split: Callable[[jax.Array, jax.Array], tuple[list[jax.Array], jax.Array]]
-    """``(x, y) -> (left, right)`` for one example: K arrays [N, T, a] (or indices [N, T], see rows.py); [N, T, p]."""
+    """``(x, y) -> (left, right)`` for one example: K arrays [N, T, a] (or indices [N, T], rows.py) and [N, T, p]."""
     fold: Callable[[jax.Array], jax.Array]
     """The weight rearranged to ``[K, N, a, p]``."""
     unfold: Callable[[jax.Array], jax.Array]
     """The inverse of ``fold``."""
     one_hot: bool = False  # left holds indices of one-hot vectors
-    axes: tuple[int, int] | None = None  # weight axes of a and p when each is one axis and K = N = 1
-    filters: tuple[int, ...] | None = None  # weight axes that make up N, then p, if they do
+    axes: tuple[int, int] | None = None  # weight axes of a and p if each is one axis and K = N = 1
+    filters: tuple[int, ...] | None = None  # weight axes that make up N, then p, if there are such
     inner: Callable[[jax.Array, Callable], jax.Array] | None = None
-    """``(x, product) -> sum_k left[k] left[k]'`` [N, T, T] in a cheaper way than that, where there is one.
+    """``(x, product) -> sum_k left[k] left[k]'`` [N, T, T], if there is a cheaper way than from ``left``.
 
-    ``product`` gives ``z z'``, [N, S, S], of an array [N, S, a] transposed to [N, a, S]."""
+    ``product`` maps an array z [N, S, a], transposed to [N, a, S], to ``z z'`` [N, S, S]."""
     rows: int = 0  # S
-    overlap: int | None = None  # in how many of the K offsets' rows an entry of x is, at most; None: in all
+    overlap: int | None = None  # an entry of x is in the rows of at most so many of the K offsets; None: of all
     columns: Callable[[jax.Array], jax.Array] | None = None
-    """``x -> sum_t left[k][n, t]^2`` [K, N, a], or somewhat more, in a cheaper way than that, where there is one."""
+    """``x -> sum_t left[k][n, t]^2`` [K, N, a] or an upper bound, if there is a cheaper way than from ``left``."""
 
 
-# Operations in the time that it takes to add one shifted entry to a sum of them.
+# Operations in the time that it takes to add one entry of a shifted array to a sum.
 SHIFTED_SUM = 16
 
+_Rearrange = Callable[[jax.Array], jax.Array]
 Rule = Callable[[Use], "Factors | None"]
-_RULES: dict[Any, Rule] = {}
+_RULES: dict[core.Primitive, Rule] = {}
 
 
-def rule(primitive: Any) -> Callable[[Rule], Rule]:
-    """Registers the decorated function as the rule of a JAX primitive; None from it means "not mine"."""
-
+def rule(primitive: core.Primitive) -> Callable[[Rule], Rule]:
+    """Registers the decorated function as the rule of a JAX primitive. It returns None for uses it does not cover."""
     if not isinstance(primitive, core.Primitive):
         raise TypeError(f"rule needs a JAX primitive, such as jax.lax.gather_p; got {primitive!r}.")
 
@@ -74,22 +74,22 @@ def rule(primitive: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def factors_for(primitive: Any, use: Use) -> Factors | None:
-    """The factorisation of one use, or None where no rule applies."""
+def factors_for(primitive: core.Primitive, use: Use) -> Factors | None:
+    """The factorisation of one use, or None if no rule covers it."""
     found = _RULES.get(primitive)
     return found(use) if found else None
 
 
-def pick(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """How many entries those axes have together."""
+def axes_size(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """The number of entries along some axes of an array."""
     return math.prod(shape[i] for i in axes)
 
 
-def arranger(shape: tuple[int, ...], *groups: tuple[int, ...]):
-    """``fold`` and ``unfold`` between ``shape`` and ``[1, *groups]``, each group of axes merged."""
+def arranger(shape: tuple[int, ...], *groups: tuple[int, ...]) -> tuple[_Rearrange, _Rearrange]:
+    """``fold`` and ``unfold`` between ``shape`` and ``[1, *groups]``, with each group of axes merged into one."""
     order = [axis for group in groups for axis in group]
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    merged = (1, *(pick(shape, group) for group in groups))
+    merged = (1, *(axes_size(shape, group) for group in groups))
     permuted = tuple(shape[i] for i in order)
     return (
         lambda w: jnp.transpose(w, order).reshape(merged),
@@ -98,10 +98,10 @@ def arranger(shape: tuple[int, ...], *groups: tuple[int, ...]):
 
 
 def lift(factors: Factors, length: int, mapped: bool) -> Factors:
-    """The factors of a use inside ``scan``: x and y gain a leading axis of ``length`` steps.
+    """The factors of a use inside ``scan``, where x and y have a leading axis of ``length`` steps.
 
-    A weight that is itself scanned (layers) has its own gradient in every step: steps are groups.
-    A weight that all steps share (time) adds up over steps: steps are positions.
+    A weight that is scanned itself (layers) has its own gradient in every step, so steps are groups.
+    The gradient of a weight that all steps share (time) is summed over steps, so steps are positions.
     """
     K, N, a, p = factors.shape
     inner = jax.vmap(factors.split)

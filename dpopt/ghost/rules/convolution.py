@@ -1,4 +1,4 @@
-"""Convolutions."""
+"""The rule of convolutions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpopt.ghost.rules.base import SHIFTED_SUM, Factors, Use, rule
 
 @rule(CONVOLUTION)
 def conv_general_dilated(use: Use) -> Factors | None:
-    """Convolutions: for each filter offset, the shifted and strided input meets the output cotangent."""
+    """For each offset of the filter, outer products of the shifted, strided input and the output cotangent."""
     p = use.params
     if use.position != 1 or p["batch_group_count"] != 1:
         return None
@@ -34,8 +34,8 @@ def conv_general_dilated(use: Use) -> Factors | None:
     spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
 
     def padded(x):
-        # Channels before positions: the product of left and right then contracts left's last
-        # axis, which CPUs do twice as fast as the other way round.
+        # With channels before positions the product of left and right contracts left's last
+        # axis, which is twice as fast on CPUs as the other way round.
         x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
 
@@ -53,7 +53,7 @@ def conv_general_dilated(use: Use) -> Factors | None:
         y = jnp.transpose(y, (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1]))
         return left, jnp.swapaxes(y.reshape(positions, groups, b), 0, 1)
 
-    # Weight axes in the order window, output group, input channel, output channel within the group.
+    # Weight axes in the order window, output channel (by group), input channel.
     order = (*window_axes, out_axis, in_axis)
     inverse = sorted(range(len(order)), key=order.__getitem__)
 
@@ -66,7 +66,7 @@ def conv_general_dilated(use: Use) -> Factors | None:
         return jnp.transpose(g, inverse)
 
     def inner(x, product):
-        # Products of pixels, once; those of two windows are sums of them, shifted along both alike.
+        # Products of all pixels, computed once: a product of two windows sums them, both shifted by the same offset.
         x = padded(x)
         pixels = product(x.reshape(groups, a, -1)).reshape(groups, *x.shape[2:], *x.shape[2:])
         total = 0
@@ -77,13 +77,13 @@ def conv_general_dilated(use: Use) -> Factors | None:
         return cast(jax.Array, total).reshape(groups, positions, positions)
 
     def columns(x):
-        # The windows of one offset are a stride apart along each axis: their pixels are among all that are.
+        # Along each axis, the pixels of one offset are a stride apart: they are among all pixels of that phase.
         x, strides = jnp.square(wide(padded(x))), p["window_strides"]
         fill = [(0, -n % s, 0) for n, s in zip(x.shape[2:], strides, strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *fill])
         apart = [n for side, s in zip(x.shape[2:], strides, strict=True) for n in (side // s, s)]
         x = x.reshape(groups * a, images, *apart)
-        sums = jnp.sum(x, axis=(1, *range(2, x.ndim, 2)))  # channels, and where in a stride along each axis
+        sums = jnp.sum(x, axis=(1, *range(2, x.ndim, 2)))  # [channels, phase within the stride along each axis]
         starts = np.array(offsets) * p["rhs_dilation"] % strides  # [K, axes]
         return jnp.swapaxes(sums[:, *starts.T], 0, 1).reshape(-1, groups, a)
 
@@ -93,7 +93,7 @@ def conv_general_dilated(use: Use) -> Factors | None:
     ]
     rows = math.prod(padded_sides)
     shifts = SHIFTED_SUM * K * positions**2
-    # Along an axis, a pixel is in every stride-th of the windows that it could be in.
+    # Along an axis, the stride skips all but every stride-th window that could contain a pixel.
     steps = [s // math.gcd(s, d) for s, d in zip(p["window_strides"], p["rhs_dilation"], strict=True)]
     overlap = math.prod(-(-size // step) for size, step in zip(window, steps, strict=True))
     is_cheaper = 2 * a * rows**2 + shifts < 2 * a * K * positions**2

@@ -1,11 +1,11 @@
-"""Products of matrices."""
+"""The rule of matrix products."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
 from dpopt.ghost.primitives import DOT
-from dpopt.ghost.rules.base import Factors, Use, arranger, pick, rule
+from dpopt.ghost.rules.base import Factors, Use, arranger, axes_size, rule
 
 
 @rule(DOT)
@@ -17,9 +17,9 @@ def dot_general(use: Use) -> Factors | None:
     w_batch, x_batch = tuple(batching[ours]), tuple(batching[theirs])
     w_free = tuple(i for i in range(len(use.weight)) if i not in w_contract + w_batch)
     x_free = tuple(i for i in range(len(use.input)) if i not in x_contract + x_batch)
-    groups, positions = pick(use.weight, w_batch), pick(use.input, x_free)
-    a, p = pick(use.weight, w_contract), pick(use.weight, w_free)
-    # The output's axes are: batch, then the left operand's free axes, then the right operand's.
+    groups, positions = axes_size(use.weight, w_batch), axes_size(use.input, x_free)
+    a, p = axes_size(use.weight, w_contract), axes_size(use.weight, w_free)
+    # The output has the batch axes, then the free axes of the left operand, then those of the right one.
     weight_last = ours == 1
 
     def split(x, y):

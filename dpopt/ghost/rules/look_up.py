@@ -1,4 +1,4 @@
-"""Look-ups in tables."""
+"""The rule of look-ups in tables."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jax import lax
 
 from dpopt.ghost.primitives import GATHER
 from dpopt.ghost.rows import bounded
-from dpopt.ghost.rules.base import Factors, Use, arranger, pick, rule
+from dpopt.ghost.rules.base import Factors, Use, arranger, axes_size, rule
 
 
 def _rows(use: Use, axes: tuple[int, ...], positions: int, offset: tuple[int, ...], index: Callable) -> Factors:
-    """Factors of a look-up along some axes of a table; ``offset``: output axes that hold what was looked up."""
-    size = pick(use.weight, axes)
+    """Factors of a look-up along some axes of a table. ``offset``: the output axes of the entries that are read."""
+    size = axes_size(use.weight, axes)
     p = math.prod(use.weight) // max(size, 1)
     looked_up = tuple(i for i in range(len(use.output)) if i not in offset)
     rest = tuple(i for i in range(len(use.weight)) if i not in axes)
 
     def split(x, y):
-        # An index out of range read a fill value, or one that it must not rely on: neither has a gradient. It stays
-        # out of range, which stands for a row of zeros (rows.py).
+        # An index out of range reads a fill value or an undefined one, and neither has a gradient. The index stays out
+        # of range, which stands for a row of zeros (rows.py).
         ids = index(x).reshape(1, positions)
         right = jnp.transpose(y, looked_up + offset).reshape(1, positions, p)
         return [ids], jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
@@ -34,9 +34,9 @@ def _rows(use: Use, axes: tuple[int, ...], positions: int, offset: tuple[int, ..
 
 @rule(GATHER)
 def gather(use: Use) -> Factors | None:
-    """Look-ups, ``table[i]`` or ``table[i, j]``, repeated indices included: along each axis one entry, or all.
+    """Look-ups like ``table[i]`` or ``table[i, j]`` that take one entry or all along each axis; indices may repeat.
 
-    (What looks up once, a dynamic slice, has become one when it is traced.)"""
+    (A dynamic slice, which looks up once, becomes a gather when it is traced.)"""
     dims, sizes = use.params["dimension_numbers"], tuple(use.params["slice_sizes"])
     if use.position != 0:
         return None
@@ -45,12 +45,12 @@ def gather(use: Use) -> Factors | None:
     axes = tuple(axis for axis in range(len(use.weight)) if axis not in whole)
     if not axes or any(sizes[axis] != 1 for axis in axes) or not {*axes} <= {*dims.start_index_map, *batched}:
         return None
-    clips, size = use.params["mode"] == lax.GatherScatterMode.CLIP, pick(use.weight, axes)
+    clips, size = use.params["mode"] == lax.GatherScatterMode.CLIP, axes_size(use.weight, axes)
 
     def index(x):
-        """The place among the looked-up axes, counted together."""
+        """The index along all looked-up axes together, as one number."""
         flat, inside = jnp.zeros(x.shape[:-1], jnp.int32), jnp.ones(x.shape[:-1], bool)
-        for axis in (*whole, *axes):  # where an axis is taken whole, it has to start at 0
+        for axis in (*whole, *axes):  # an axis that is taken whole has to start at 0
             n, last = use.weight[axis], use.weight[axis] - sizes[axis]
             if axis in batched:
                 at = lax.broadcasted_iota(jnp.int32, flat.shape, batched[axis])

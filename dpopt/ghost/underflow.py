@@ -1,4 +1,4 @@
-"""Leaves out the examples that cannot be multiplied by their clip coefficients (`contacts.can_weigh`)."""
+"""Leaves out examples whose products with their clip coefficients underflow (`contacts.can_weigh`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpopt.ghost.values import Contact
 from dpopt.ghost.weighted_sum import grouped
 
 
-def without_too_large(
+def without_underflowing(
     run: Run,
     weights: Mapping[int, jax.Array],
     norms: Mapping[int, jax.Array],
@@ -26,15 +26,15 @@ def without_too_large(
     known: Mapping[Contact, jax.Array],
     diagonals: Mapping[int, jax.Array],
 ) -> dict[int, jax.Array]:
-    """The ``weights``, coefficients ``[B]`` per parameter, with zeros for examples that are too large for them.
+    """The ``weights``, coefficients ``[B]`` per parameter, with zeros for examples that would lose too much.
 
-    One array for several parameters stays one.
+    Parameters that share an array still share one.
 
     Args:
         norms: per parameter, ``[B]``.
-        records: what is known of the examples at contacts.
-        known: at the other contacts, how large entries of the factor are that is not weighed, ``[B]``.
-        diagonals: of some parameters with one contact, how large entries of S are there.
+        records: of the examples at contacts.
+        known: at the other contacts, the largest entries of the factor that is not weighted, ``[B]``.
+        diagonals: for some parameters with one contact, an upper bound on the entries of S there.
     """
     distinct, groups = grouped(weights)
     found = []
@@ -46,8 +46,14 @@ def without_too_large(
     return {leaf: found[group] for leaf, group in groups.items()}
 
 
-def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping, diagonals: Mapping) -> jax.Array:
-    """How large what vanishes of ``S g`` may be, in units of tiny: a number, or ``[B]``."""
+def _lost(
+    run: Run,
+    leaves: list[int],
+    records: Mapping[Contact, Seen | Formed],
+    known: Mapping[Contact, jax.Array],
+    diagonals: Mapping[int, jax.Array],
+) -> jax.Array:
+    """How much of ``S g`` may underflow, in units of tiny: a number, or ``[B]``."""
     contacts, lost = run.contacts_of(leaves), jnp.zeros(())
     for leaf, own in zip(leaves, run.gains(contacts, leaves), strict=True):
         for i, gain in own.items():
@@ -64,17 +70,17 @@ def _lost(run: Run, leaves: list[int], records: Mapping, known: Mapping, diagona
 
 
 def _largest_entry(run: Run, leaf: int, contact: Contact, known: jax.Array) -> jax.Array:
-    """No smaller than entries of S at its only contact. What is ``known`` comes from squares, which may overflow."""
+    """An upper bound on the entries of S at its only contact; ``known`` comes from squares, which may overflow."""
 
-    def looked_at() -> jax.Array:
+    def computed() -> jax.Array:
         (gain,) = run.gains([contact], [leaf])[0].values()
         return largest(cast(jax.Array, gain)).astype(known.dtype)
 
-    return lax.cond(jnp.isfinite(known), lambda: known, looked_at)
+    return lax.cond(jnp.isfinite(known), lambda: known, computed)
 
 
-def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Mapping) -> bool:
-    """Whether what vanishes makes an example's gradient smaller: nothing was to cancel it."""
+def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Mapping[Contact, Seen | Formed]) -> bool:
+    """Whether underflow only makes an example's gradient smaller, since no other term would have cancelled it."""
     if run.offsets[leaf] is not None or len(run.contacts_of([leaf])) > 1 or contact not in records:
         return False
     return is_direct(contact) and not is_added_up(contact, records[contact])

@@ -1,4 +1,4 @@
-"""Examples so large that products with their clip coefficients vanish: left out, or clipped like any other."""
+"""Examples so large that products with their clip coefficients underflow: left out, or clipped like any other."""
 
 import functools
 
@@ -12,7 +12,7 @@ from dpopt import ghost
 
 SLACK = 2.0**-11
 TINY = float(np.finfo(np.float32).tiny)
-# 43 and 45 have shown faults of former rules; in 123 the squares of a diagonal overflow: all examples were left out.
+# 43 and 45 found faults of earlier rules; in 123 the squares of a diagonal overflow: all examples were left out.
 _SEEDS = slow_unless({2, 43, 45, 123}, range(200))
 
 
@@ -23,7 +23,7 @@ def _no_programs_kept():
 
 
 def _program(rng):
-    """A loss whose gradients are ``x^T y``, of terms that cancel, times what lies between parameter and weight."""
+    """A loss whose gradients are ``x^T y``, a sum of terms that cancel, pulled back to the parameter."""
     positions, width, out = int(rng.choice([1, 6])), int(rng.choice([2, 9])), int(rng.choice([2, 9]))
     pull = float(rng.choice([1.0, 1e12]))
     x = rng.normal(size=(4, 1, width)) * np.ones((1, positions, 1))
@@ -49,7 +49,7 @@ def _program(rng):
 
 @functools.partial(jax.jit, static_argnames=("loss", "way"))
 def _contributions(loss, params, batch, way, l2_clip_norm, scale):
-    """Of each example alone, and to the sum of all."""
+    """The contribution of each example alone, and to the sum of all."""
 
     def total(mask):
         plan = ghost.plan_clipped_sum(loss, params, batch, scale=scale)
@@ -78,7 +78,7 @@ def test_no_coefficient_is_too_small_for_its_example(way, seed):
     scale = None if number == 1 else {"w": jnp.asarray(number * diagonal, jnp.float32)}
     scaled = np.maximum(np.max(np.abs(batch["x"]), (1, 2)), np.max(np.abs(batch["y"]), (1, 2))).astype(np.float64)
     scaled *= pull * number
-    for example in range(4):  # clip norms about which its products vanish
+    for example in range(4):  # clip norms around which its products underflow
         for l2_clip_norm in scaled[example] * TINY * 10.0 ** rng.uniform([-2, -1, 0, 12], [-1, 0, 1, 16]):
             if not 1e-28 < l2_clip_norm < 1e30:
                 continue

@@ -1,13 +1,13 @@
-"""How large the terms are that a gradient at a contact is the sum of: what its roundings are in proportion to.
+"""The sizes of the terms whose sum is a gradient at a contact: its rounding error is proportional to them.
 
-A diagonal, or the way back to the parameter, may enlarge those entries whose terms cancel, and nothing but roundings is
-left of. So it is applied to the terms, entry by entry.
+A diagonal, or the map back to the parameter, may enlarge entries whose terms cancel and which contain only rounding
+error. So it is applied to the terms, entry by entry.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,14 @@ from dpopt.ghost.standardized import Coefficients
 
 
 class Columns(NamedTuple):
-    """Norms of the columns of one example's factors: of all that a diagonal multiplies, what hangs on the example."""
+    """Norms of the columns of one example's factors: the part of `behind` that depends on the example."""
 
     left: jax.Array  # [N, K a]
     right: jax.Array  # [N, p]
 
 
 def columns(factors: Factors, x: jax.Array, y: jax.Array) -> Columns:
-    """Of factors that are not one-hot."""
+    """Column norms of factors that are not one-hot."""
     if factors.columns is None:
         return Columns(*over_groups(_columns_of_group, factors, x, y))
     left = jnp.swapaxes(factors.columns(x), 0, 1).reshape(factors.shape[1], -1)
@@ -37,21 +37,21 @@ def columns(factors: Factors, x: jax.Array, y: jax.Array) -> Columns:
 
 
 def behind(factors: Factors, found: Columns, scale: jax.Array) -> Square:
-    """`square` from ``found``. Examples that share a diagonal are multiplied by it together, if this is mapped."""
+    """`square` from ``found``. If this is mapped, a shared diagonal multiplies all examples at once."""
     diagonal = jnp.swapaxes(scale, 0, 1).reshape(*found.left.shape, -1)
     total = jax.tree.map(jnp.sum, mapped(_behind, len(diagonal))(*found, diagonal))
     return total._replace(missing=factors.positions * total.missing)
 
 
 def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> Square:
-    """``|S * sum_t |l_t| (x) |r_t||^2``, or more: of the terms that ``S * G`` is the sum of, where none cancels.
+    """An upper bound on ``|S * sum_t |l_t| (x) |r_t||^2``, the size of ``S * G`` if no terms cancelled.
 
-    ``scale`` is folded to ``[K, N, a, p]``."""
+    ``scale`` is S, folded to ``[K, N, a, p]``."""
     if factors.one_hot:
         return jax.tree.map(jnp.sum, over_groups(_square_of_rows, factors, x, y, scale))
     if scale is not None:
         return behind(factors, columns(factors, x, y), scale)
-    # Of windows of one input, the whole input instead of each: it is read once.
+    # For windows of one input, the whole input instead of each window: it is read once.
     right = jnp.max(over_groups(lambda group: squares.sum_squares(group.right), factors, x, y))
     left, windows, smallest = squares.sum_squares(x), factors.shape[0], squares.tiny(right.dtype)
     value = (factors.overlap or windows) * left * right
@@ -59,7 +59,7 @@ def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None
 
 
 def size(norm: Norm, factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """`square` as a norm, in any range: slow."""
+    """The root of `square`, without underflow or overflow: slow."""
     if factors.one_hot or scale is not None:
         return norm(over_groups(_size_of_group, factors, x, y, scale))
     return factors.shape[0] ** 0.5 * norm(wide(x)) * norm(wide(y))
@@ -67,7 +67,7 @@ def size(norm: Norm, factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Ar
 
 def _square_of_rows(group: Group) -> Square:
     rows = Dense(group.scaled())
-    # Its entries are no smaller than tiny's root, whose roundings `of_entries` has room for.
+    # Smaller entries than the root of tiny are covered by the bound of `of_entries`.
     return Square(jnp.square(jnp.sum(jnp.sqrt(rows.squares()))), jnp.zeros(()))
 
 
@@ -76,7 +76,7 @@ def _columns_of_group(group: Group) -> tuple[jax.Array, jax.Array]:
 
 
 def _behind(left: jax.Array, right: jax.Array, diagonal: jax.Array) -> Square:
-    """By Cauchy and Schwarz an entry is no larger than the product of its row's and its column's norm."""
+    """By Cauchy-Schwarz, an entry is at most the product of the norms of its row and its column."""
     return rank_one(Group([Dense(left[None])], right[None], diagonal[None], None))
 
 
@@ -92,7 +92,9 @@ def _columns(rows: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(wide(rows)), axis=0))
 
 
-def standardized_square(factors: Factors, found: Columns, deviation: jax.Array, scale: Any, c: Coefficients) -> Square:
+def standardized_square(
+    factors: Factors, found: Columns, deviation: jax.Array, scale: jax.Array | None, c: Coefficients
+) -> Square:
     """`square` for ``S (alpha G + p + q u)``; ``deviation`` and ``scale`` are folded."""
     left, right = jnp.sum(jnp.square(found.left), axis=1, keepdims=True), jnp.square(found.right)
     missing = factors.positions * squares.tiny(right.dtype) * (left + c.size * right + 1)

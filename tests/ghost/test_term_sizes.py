@@ -1,4 +1,4 @@
-"""How large the terms of a gradient are: never less than they are, and not much more."""
+"""The sizes of the terms of a gradient: never underestimated, and not much overestimated."""
 
 import itertools
 
@@ -9,11 +9,11 @@ import pytest
 from helpers import slow_unless
 from jax import lax
 
-from dpopt.ghost import terms
+from dpopt.ghost import term_sizes
 from dpopt.ghost.rules import Use, convolution
 from dpopt.ghost.rules.base import lift
 
-STRIDES = [(1, 1), (2, 3), (4, 4), (3, 1)]  # some leave pixels out, or go over the edge
+STRIDES = [(1, 1), (2, 3), (4, 4), (3, 1)]  # some skip pixels, or extend beyond the edge
 PADDINGS = [((0, 0), (0, 0)), ((1, 1), (0, 1)), ((1, 2), (-1, 3))]
 # Strides, dilation of the filter and of the image, padding, groups.
 ALL = list(itertools.product(STRIDES, [(1, 1), (2, 3)], [(1, 1), (2, 1)], PADDINGS, [1, 2]))
@@ -50,7 +50,7 @@ def test_columns_of_a_convolution_are_read_off_its_input(kind):
     sizes = [np.einsum("nta,ntp->nap", np.abs(z), np.abs(right)) for z in left]
     for s in (scale, None):
         at_least = np.sum(np.square(sizes if s is None else scale * np.stack(sizes)))
-        assert terms.square(factors, x, y, s).value >= at_least * (1 - 1e-5)
+        assert term_sizes.square(factors, x, y, s).value >= at_least * (1 - 1e-5)
 
     for mapped in (True, False):  # two steps of a loop
         lifted, steps = lift(factors, 2, mapped), jnp.stack([x, 2 * x])
@@ -60,7 +60,7 @@ def test_columns_of_a_convolution_are_read_off_its_input(kind):
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 1), (3, 2)])
 def test_patches_are_not_counted_once_for_every_pixel(stride):
-    """Roundings are of the size of the windows that a pixel is in: one, if windows lie side by side."""
+    """Rounding is proportional to the number of windows that contain a pixel: one, if windows do not overlap."""
     factors, input_shape, output_shape = _factors(stride, (1, 1), (1, 1), ((0, 0), (0, 0)), 1)
     assert factors.overlap == {(1, 1): 6, (2, 1): 4, (3, 2): 1}[stride]
     rng = np.random.default_rng(0)
@@ -68,4 +68,4 @@ def test_patches_are_not_counted_once_for_every_pixel(stride):
     left, right = factors.split(x, y)
     exact = np.sum(np.square(np.stack(left))) * np.sum(np.square(right))
     for scale in (None, jnp.ones(factors.shape)):
-        assert exact * (1 - 1e-5) <= terms.square(factors, x, y, scale).value <= 2 * exact  # but for edges
+        assert exact * (1 - 1e-5) <= term_sizes.square(factors, x, y, scale).value <= 2 * exact  # except at edges

@@ -1,4 +1,4 @@
-"""A branch that ordinarily is not taken, as a loop."""
+"""A branch that is rarely taken, as a loop of at most one step."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,11 +11,11 @@ _State = TypeVar("_State")
 
 
 def if_any(rows: jax.Array, step: Callable[[_State], _State], state: _State) -> _State:
-    """``step(state)`` if any of ``rows`` holds, else the state as it is.
+    """``step(state)`` if any of ``rows`` is True, else ``state`` unchanged.
 
-    `cond` would run both sides under vmap. And what a loop takes along has to settle in memory, also if the loop takes
-    no step: XLA may otherwise compute what has several uses once for each of them, rounded another way, so that of a
-    gradient that is what rounding has left of larger terms, one version would be clipped and another added up.
+    Under vmap `cond` would run both branches. The loop also materialises ``state``, even when it takes no step.
+    Otherwise XLA may compute a value once for each of its uses, with different rounding. If a gradient consists of
+    little but the rounding error of larger terms, one version would be clipped and another added up.
     """
     wanted = jnp.any(rows)
     if not isinstance(wanted, Tracer):  # outside `jit` a loop would be compiled at every call

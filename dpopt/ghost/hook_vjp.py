@@ -1,0 +1,70 @@
+"""Custom differentiation and batching rules that give a hook (hooks.py) a contact's cotangents, for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from dpopt.common.types import PyTree
+
+_Hook = TypeVar("_Hook")
+
+
+def with_hook(
+    hook: _Hook,
+    run: Callable[..., jax.Array],
+    values: list[jax.Array],
+    at: int | None,
+    backward: Callable[[_Hook, jax.Array | None, jax.Array], _Hook],
+) -> jax.Array:
+    """``run(*values)``, whose backward pass also computes the hook's cotangent, ``backward(hook, x, y)``.
+
+    ``at``: the index of the value that depends on the example, x; None if the only value is the weight itself.
+    """
+
+    @jax.custom_vjp
+    def inner(hook: _Hook, values: list[jax.Array]) -> jax.Array:
+        del hook
+        return run(*values)
+
+    def forward(hook: _Hook, values: list[jax.Array]) -> tuple[jax.Array, tuple[_Hook, list[jax.Array]]]:
+        return run(*values), (hook, values)
+
+    def back(saved: tuple[_Hook, list[jax.Array]], y: jax.Array) -> tuple[_Hook, list]:
+        hook, values = saved
+        cotangents: list = [None] * len(values)
+        if at is None:
+            return backward(hook, None, y), cotangents
+        x = values[at]
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            before, after = values[:at], values[at + 1 :]
+            (cotangents[at],) = jax.vjp(lambda x: run(*before, x, *after), x)[1](y)
+        return backward(hook, x, y), cotangents
+
+    inner.defvjp(forward, back)
+    return inner(hook, values)
+
+
+def batched(of_one: Callable, of_batch: Callable, is_per_example: PyTree) -> Callable:
+    """``of_one(*rows, shared)``, or ``of_batch`` for all rows at once where the engine maps it over the batch.
+
+    ``is_per_example`` is a prefix of the output. Where it is False the output belongs to the whole batch, and the
+    engine's ``vmap`` returns it unchanged.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def function(rows: tuple, shared: PyTree) -> PyTree:
+        return of_one(*rows, shared)
+
+    @function.def_vmap
+    def _(size: int, are_mapped: tuple, rows: tuple, shared: PyTree) -> tuple[PyTree, PyTree]:
+        def filled(x: jax.Array, is_mapped: bool) -> jax.Array:
+            return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+        out = of_batch(*jax.tree.map(filled, rows, are_mapped[0]), shared)
+        return out, jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), is_per_example, out)
+
+    return function
