@@ -45,7 +45,7 @@ def dense(column, steps=T):
 
 
 @EVERY
-def test_columns_have_norm_one_and_the_inverse_is_one(name):
+def test_columns_have_norm_one_and_the_inverse_is_exact(name):
     strategy = STRATEGIES[name]
     C = dense(strategy.column)
     assert np.linalg.norm(C, axis=0).max() == pytest.approx(1, rel=1e-12)
@@ -55,7 +55,7 @@ def test_columns_have_norm_one_and_the_inverse_is_one(name):
     assert not C[lag >= strategy.bands].any()
 
 
-def test_the_square_root_is_one():
+def test_the_square_root_is_exact():
     for momentum in (0.0, 0.7):
         C = dense(correlated.banded(T, steps=T, momentum=momentum).column)
         square = C @ C
@@ -64,15 +64,15 @@ def test_the_square_root_is_one():
     np.testing.assert_allclose(dense(whole.column), scipy.linalg.sqrtm(SUMS) * whole.coefficients[0], atol=1e-9)
 
 
-def test_the_banded_inverse_is_the_square_roots_cut_off():
+def test_the_banded_inverse_is_that_of_the_square_root_truncated():
     exact = np.linalg.inv(scipy.linalg.sqrtm(SUMS)).real[:, 0]
     found = STRATEGIES["redrawn"].inverse
     np.testing.assert_allclose(found[:4] / found[0], exact[:4], atol=1e-9)
     assert not found[4:].any()
 
 
-def test_a_workload_is_what_sgd_does():
-    """Parameters after each step, for gradients of 1 in one step and 0 else."""
+def test_a_workload_describes_sgd():
+    """Parameters after each step, for a gradient of 1 at one step and 0 at all others."""
     schedule = optax.linear_schedule(1.0, 0.1, T)
     rule = optax.sgd(schedule, momentum=0.9)
     for s in range(0, T, 5):
@@ -85,7 +85,7 @@ def test_a_workload_is_what_sgd_does():
         np.testing.assert_allclose(seen, want[:, s], atol=1e-5)
 
 
-def test_optimised_bands_are_better_in_their_workload_and_nowhere_near_is_better():
+def test_optimised_bands_are_the_best_in_their_workload_and_no_neighbour_is_better():
     rng = np.random.default_rng(0)
     schedule = correlated.workload(T, momentum=0.8, learning_rate=lambda t: 1 - t / T)
     for A in (SUMS, schedule):
@@ -124,7 +124,7 @@ def test_an_optimised_blt_beats_the_banded_square_root():
 
 
 def worst(C, patterns):
-    """Largest norm of ``sum_t C[:, t] u_t`` over patterns of steps and unit vectors u, which all point one way."""
+    """The largest norm of ``sum_t C[:, t] u_t`` over patterns of steps and unit vectors u: that of equal u."""
     return max(np.linalg.norm(C[:, list(p)].sum(axis=1)) for p in patterns)
 
 
@@ -139,7 +139,7 @@ def test_the_cost_of_the_first_steps_is_the_worst_case(name, parts):
 
 
 def test_no_directions_are_worse_and_no_pattern_of_separation_is():
-    """Vectors of any direction; and for falling coefficients any steps that are as far apart, by brute force."""
+    """By brute force: vectors of any direction and, for falling coefficients, any steps that are as far apart."""
     rng = np.random.default_rng(0)
     for name, parts in itertools.product(("banded", "redrawn", "lambda", "blt"), (2, 3)):
         t = 9
@@ -153,7 +153,7 @@ def test_no_directions_are_worse_and_no_pattern_of_separation_is():
 
 
 def drawn(stage, tree, steps=T):
-    """What the stage adds to zeros, a pytree with leaves ``[steps, ...]``."""
+    """The noise that the stage adds to zeros, a pytree with leaves ``[steps, ...]``."""
 
     def step(state, _):
         noisy, state = stage.update(tree, state)
@@ -218,7 +218,7 @@ def test_no_noise_is_none():
 
 
 def test_rules_after_the_noise_know_its_size():
-    """DP-AdamBC takes the variance of each step's noise out: with no gradient its second moment is 0 on average."""
+    """DP-AdamBC subtracts the variance of each step's noise: without gradients its second moment is 0 on average."""
     strategy, n = STRATEGIES["banded"], 40_000
     opt = dpopt.dp_adam_bc(1.0, b2=0.8, **privacy_four(noise=strategy, expected_batch_size=2))
     params = jnp.zeros(n)

@@ -1,12 +1,12 @@
-"""Noise that is correlated over steps: what one step adds, later steps take back in part.
+"""Noise that is correlated over steps: later steps cancel part of what earlier ones added.
 
 * strategies.py   C, a lower-triangular Toeplitz matrix: its coefficients, and how ``C^-1 z`` is drawn step by step
 * streams.py      the three ways to draw it
-* workloads.py    what the noise is to be small in: sums of gradients, as an update rule adds them up
-* choice.py       which strategy is the best for a run
-* noise.py        `add_correlated_noise`, in the place of `dpopt.add_gaussian_noise`
+* workloads.py    the sums of gradients in which the noise should be small, and the error of a strategy in them
+* choice.py       the best strategy for a run
+* noise.py        `add_correlated_noise`, which replaces `dpopt.add_gaussian_noise`
 
-Samplers that it needs are in `dpopt.samplers.parts`.
+It needs a sampler of `dpopt.samplers.parts`.
 """
 
 from dpopt.correlated.choice import Choice as Choice

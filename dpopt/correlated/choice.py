@@ -1,9 +1,9 @@
-"""Which strategy leaves the least noise, at equal epsilon and equal compute."""
+"""Comparison of strategies by the noise that they leave, at equal epsilon and equal compute."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,17 +16,20 @@ from dpopt.privacy import Privacy, Query
 from dpopt.samplers.parts import InParts
 from dpopt.sampling import Poisson
 
+if TYPE_CHECKING:
+    import dp_accounting
+
 
 class Choice(NamedTuple):
-    """A strategy with the sampler and the noise that it needs.
+    """A strategy, with the sampling and the noise multiplier that it needs.
 
     *Privacy*: public constants.
     """
 
     strategy: Strategy
-    sampling: str  # what `dpopt.Builder` calls it
+    sampling: str  # the name in `dpopt.Builder`
     noise_multiplier: float
-    error: float  # noise in the workload, over that of independent noise and Poisson samples
+    error: float  # noise in the workload, relative to independent noise and Poisson samples
 
 
 def choices(
@@ -36,23 +39,20 @@ def choices(
     num_examples: int,
     expected_batch_size: float,
     steps: int,
-    workload: Any = None,
+    workload: np.ndarray | None = None,
     most_bands: int = 32,
 ) -> list[Choice]:
-    """Independent and correlated noise for a run, the least error first.
+    """Candidates of independent and correlated noise for a run, in order of increasing error.
 
-    Tried are independent noise on Poisson samples; 2, 4, 8, ... bands on cyclic Poisson samples; and on whole epochs as
-    many bands as an epoch has steps, and inverses of 4 bands. Takes seconds for each, and longer from 2,000 steps on.
+    The candidates are independent noise on Poisson samples; 2, 4, 8, ... bands on cyclic Poisson samples; and, on whole
+    epochs, as many bands as an epoch has steps, and an inverse of 4 bands. Each takes seconds (more from 2,000 steps).
 
     Args:
-        epsilon, delta: what the whole run may spend.
+        epsilon, delta: the budget of the whole run.
         num_examples, expected_batch_size, steps: see `dpopt.Builder`.
-        workload: what the noise is to be small in, ``[steps, steps]``; None for prefix sums. From
-            `dpopt.correlated.workload`.
-        most_bands: how many bands to try, each of which takes one array of the parameters' size to keep.
-
-    Returns:
-        A list of `Choice`.
+        workload: the matrix in which the noise should be small, ``[steps, steps]``, from `dpopt.correlated.workload`;
+            None for prefix sums.
+        most_bands: largest number of bands to try. Each band stores one array of the size of the parameters.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
@@ -67,23 +67,25 @@ def choices(
     validate.positive(epsilon=epsilon, delta=delta, expected_batch_size=expected_batch_size)
     validate.positive_int(num_examples=num_examples, steps=steps, most_bands=most_bands)
     if expected_batch_size > num_examples:
-        raise ValueError(f"expected_batch_size {expected_batch_size} exceeds num_examples {num_examples}.")
+        raise ValueError(f"expected_batch_size ({expected_batch_size}) exceeds num_examples ({num_examples}).")
     workload = make_workload(min(steps, LARGEST)) if workload is None else np.asarray(workload)
     q = expected_batch_size / num_examples
-    tried: list[tuple[Strategy, str, Any]] = [(independent(steps), "poisson", Poisson(q))]
+    candidates: list[tuple[Strategy, str, Poisson | InParts]] = [(independent(steps), "poisson", Poisson(q))]
     bands = 2
     while bands <= min(most_bands, steps) and bands * q <= 1:
-        tried.append((_banded(bands, steps, workload), "cyclic_poisson", InParts(bands, bands * q)))
+        candidates.append((_banded(bands, steps, workload), "cyclic_poisson", InParts(bands, bands * q)))
         bands *= 2
     parts = math.ceil(1 / q)
     if float(expected_batch_size).is_integer():
-        tried.append((banded_inverse(4, steps=steps), "epochs", InParts(parts)))
+        candidates.append((banded_inverse(4, steps=steps), "epochs", InParts(parts)))
         if 1 < parts <= most_bands:
-            tried.append((_banded(min(parts, steps), steps, workload), "epochs", InParts(parts)))
+            candidates.append((_banded(min(parts, steps), steps, workload), "epochs", InParts(parts)))
     found = []
-    for strategy, sampling, scheme in tried:
+    for strategy, sampling, scheme in candidates:
 
-        def event(sigma: float, strategy: Strategy = strategy, scheme: Any = scheme) -> Any:
+        def event(
+            sigma: float, strategy: Strategy = strategy, scheme: Poisson | InParts = scheme
+        ) -> dp_accounting.DpEvent:
             return events.compose(Privacy((Query(sigma, strategy=strategy),)), scheme, steps)
 
         sigma = accounting.calibrate_event(event, epsilon=epsilon, delta=delta)
@@ -93,6 +95,6 @@ def choices(
 
 
 def _banded(bands: int, steps: int, workload: np.ndarray) -> Strategy:
-    if len(workload) < steps:  # too many steps for their matrix
+    if len(workload) < steps:  # too many steps for a matrix
         return banded(bands, steps=steps)
     return optimized_banded(bands, steps=steps, workload=workload)

@@ -1,8 +1,8 @@
-"""`add_correlated_noise`: Gaussian noise that later steps take back in part."""
+"""`add_correlated_noise`: Gaussian noise that later steps cancel in part."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from dpopt import _stages
 from dpopt import noise as independent_noise
 from dpopt.common import trees, validate
 from dpopt.common.lazy import flow
+from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.normals import threefry
 
@@ -18,45 +19,47 @@ from dpopt.normals import threefry
 class AddCorrelatedNoiseState(NamedTuple):
     """State of `add_correlated_noise`."""
 
-    key: jax.Array  # the key the transformation was made with; a run's segments replace it
+    key: jax.Array  # the key of the transformation; each segment of a run replaces it
     count: jax.Array  # (), int32: draws so far
     start: jax.Array  # (), int32: the count at which the strategy began
-    buffers: Any  # as many trees like params, at least float32, as the strategy keeps: secret, as the key is
+    buffers: tuple[PyTree, ...]  # `Stream.num_buffers` trees like params, at least float32; as secret as the key
 
     def renewed(self, key: jax.Array) -> AddCorrelatedNoiseState:
-        """The same step under another key, where the strategy begins anew: its noise has nothing to take back."""
+        """The same step with another key. The strategy starts again, since this key has drawn no noise to cancel."""
         return self._replace(key=key, start=self.count, buffers=jax.tree.map(jnp.zeros_like, self.buffers))
 
-    def without_segment(self) -> Any:
-        """The state but for what every segment of a run has of its own, and for its secrets."""
+    def without_segment(self) -> AddCorrelatedNoiseState:
+        """The state without its secrets and without what differs between the segments of a run."""
         return self._replace(key=None, start=None, buffers=())
 
     def __repr__(self) -> str:
         return f"AddCorrelatedNoiseState(key=<secret>, count={self.count}, start={self.start}, buffers=<secret>)"
 
 
-def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) -> _stages.StagedTransformation:
+def add_correlated_noise(
+    strategy: Strategy, noise_stddev: ScalarOrSchedule, key: jax.Array
+) -> _stages.StagedTransformation:
     r"""Adds :math:`s\, (C^{-1} z)_t` to the clipped sum of step t: noise that cancels in the sum over steps.
 
-    In the place of `dpopt.add_gaussian_noise`. Its batches must come from a sampler of `dpopt.samplers.parts`.
+    It replaces `dpopt.add_gaussian_noise`. The batches must come from a sampler of `dpopt.samplers.parts`.
 
     Args:
         strategy: C, from `dpopt.correlated`. After the steps that it covers the noise is NaN.
-        noise_stddev: s, in the units of the SUM: noise multiplier times clip norm, a number as in
-            `dpopt.add_gaussian_noise`, no schedule. C has columns of norm 1 at most, so s is what an example pays for
-            that is in one step only.
+        noise_stddev: s, in the units of the SUM: noise multiplier times clip norm. A number as in
+            `dpopt.add_gaussian_noise`, not a schedule. The columns of C have norm at most 1, so an example in only one
+            step has the privacy of independent noise with standard deviation s.
         key: a PRNG key, typed or legacy. Never use it for anything else.
 
     Returns:
         A transformation from a sum to a noisy sum, at least float32. Its state holds the key, two counts, and the
-        arrays that ``strategy.stream`` keeps, sharded like the parameters.
+        buffers of ``strategy.stream``, sharded like the parameters.
 
     Raises:
-        ValueError, TypeError: if s is negative, not finite, too small for float32 or a schedule; for what is no
-            strategy or no single key; in ``update``, for gradients that were not clipped and summed.
+        ValueError, TypeError: if s is negative, not finite, too small for float32 or a schedule; if ``strategy`` is not
+            a strategy or ``key`` not a single key; in ``update``, for gradients that were not clipped and summed.
 
-    *Privacy*: the matrix mechanism; `dpopt.samplers.parts.InParts.event` says what the first t steps cost. The state
-    must stay secret: noises that are kept, as the key, would undo the noise of steps to come.
+    *Privacy*: the matrix mechanism; `dpopt.samplers.parts.InParts.event` is the cost of the first t steps. The state
+    must stay secret: with the buffers, as with the key, the noise of later steps could be removed.
 
     Reference: Denisov et al. (2022), Improved Differential Privacy for SGD via Optimal Private Linear Operators on
     Adaptive Streams.
@@ -73,8 +76,8 @@ def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) 
         raise TypeError(f"strategy must be made by dpopt.correlated, such as banded(8, steps=...); got {strategy!r}.")
     if callable(noise_stddev):
         raise ValueError(
-            "noise_stddev must be one number for all steps where noise is correlated; got a schedule, under which no "
-            "theorem says what a run costs."
+            "noise_stddev must be one number for all steps if noise is correlated; got a schedule, for which the "
+            "privacy cost of a run is not known."
         )
     independent_noise.check(noise_stddev, key)
     stage = _stages.Noise(noise_stddev=noise_stddev, strategy=strategy)
@@ -109,5 +112,5 @@ def add_correlated_noise(strategy: Strategy, noise_stddev: Any, key: jax.Array) 
     return _stages.StagedTransformation(init_fn, update_fn, stage)
 
 
-def _zeros_like(p: Any) -> jax.Array:
+def _zeros_like(p: jax.Array) -> jax.Array:
     return jnp.zeros_like(p, trees.accumulator_dtype(jnp.result_type(p)))

@@ -1,10 +1,10 @@
-"""Strategies: which lower-triangular Toeplitz matrix C the noise of a run is correlated by.
+"""Strategies: the lower-triangular Toeplitz matrices C that correlate the noise of a run.
 
-A step t adds ``s (C^-1 z)_t`` to the clipped sum instead of ``s z_t``, z standard normal. By post-processing that costs
-what releasing ``C G + s z`` costs, G being all clipped sums of the run in a column (Denisov et al. 2022, who show that
-the sums may depend on what was released before). C is scaled so that its largest column has norm 1: an example that is
-in one step only pays for noise s, as ever. One that is in several pays for what its columns have in common, which the
-sampler bounds (`dpopt.samplers.parts`).
+Step t adds ``s (C^-1 z)_t`` to the clipped sum instead of ``s z_t``, with z standard normal. By post-processing this
+costs as much privacy as releasing ``C G + s z``, where G is the column of all clipped sums of the run (Denisov et al.
+2022, who show that the sums may depend on earlier releases). C is scaled so that its largest column has norm 1: an
+example in only one step costs as much as with independent noise s. For an example in several steps the inner products
+of its columns count as well. The sampler bounds them (`dpopt.samplers.parts`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from dpopt.common import validate
 from dpopt.correlated.streams import Recurrent, Redrawn, Stream, Substituted, inverse_series
@@ -29,13 +30,13 @@ class Strategy:
     Made by `independent`, `banded`, `optimized_banded`, `banded_inverse`, `lambda_cgd` or `blt`.
 
     Attributes:
-        name: what it is called.
-        steps: how many steps it covers; a run that takes more is refused.
+        name: kind and parameters, for messages.
+        steps: number of steps that it covers; a run of more steps is refused.
         coefficients: the first column of C, up to its last entry that is not 0; none is negative.
         stream: how ``C^-1 z`` is drawn.
 
     Raises:
-        ValueError: for coefficients that are negative, not finite, or begin with 0.
+        ValueError: if a coefficient is negative or not finite, or the first is 0.
 
     *Privacy*: public constants.
 
@@ -54,7 +55,7 @@ class Strategy:
         if not (np.isfinite(c).all() and (c >= 0).all() and c[0] > 0):
             raise ValueError(
                 f"the coefficients of a strategy must be finite and not negative, the first positive; got {c[:8]}. "
-                "Only for such matrices is it known what several steps of one example cost."
+                "The privacy cost of several steps of one example is only known for such matrices."
             )
 
     @property
@@ -63,7 +64,7 @@ class Strategy:
         return len(self.coefficients)
 
     def label(self) -> str:
-        """What tells this strategy from others, in a line."""
+        """A short description that differs between strategies: name, steps and a hash of the coefficients."""
         digest = hashlib.sha256(np.asarray(self.coefficients).tobytes()).hexdigest()
         return f"{self.name} over {self.steps} steps, {digest[:8]}"
 
@@ -82,16 +83,16 @@ class Strategy:
         """Standard deviations of ``(C^-1 z)_t``, ``[steps]``."""
         return np.sqrt(np.cumsum(np.square(self.inverse)))
 
-    def deviation(self, step: Any) -> jax.Array:
+    def deviation(self, step: jax.Array | int) -> jax.Array:
         """Standard deviation of ``(C^-1 z)_t`` at a step, as an array; NaN after the last."""
-        known = jnp.append(jnp.asarray(self.deviations, jnp.float32), jnp.nan)
-        return known[jnp.minimum(step, self.steps)]
+        deviations = jnp.append(jnp.asarray(self.deviations, jnp.float32), jnp.nan)
+        return deviations[jnp.minimum(step, self.steps)]
 
     def cost(self, parts: int) -> np.ndarray:
         """Squared sensitivity of the first 0, 1, ... steps, ``[steps + 1]``, for examples in every ``parts``-th step.
 
-        ``|sum_i C[:t, i parts]|^2``, in units of the clip's: of all examples the first part's have the most steps, and
-        their sum is the largest where an example's gradients are the same at all steps, since no entry is negative.
+        ``|sum_i C[:t, i parts]|^2``, in units of the squared clip norm. Examples of the first part are in the most
+        steps, and since no entry is negative, the worst case is an example with the same gradient at all of its steps.
         """
         turns = -(-self.steps // parts)
         each = np.pad(self.column, (0, turns * parts - self.steps)).reshape(turns, parts)
@@ -100,13 +101,13 @@ class Strategy:
 
 
 def independent(steps: int) -> Strategy:
-    """Noise that is drawn afresh at each step: C is the identity.
+    """Independent noise at each step: C is the identity.
 
     Args:
         steps: how many steps the run may take.
 
     Raises:
-        ValueError, TypeError: for a number of steps that is no positive integer.
+        ValueError, TypeError: unless ``steps`` is a positive integer.
 
     *Privacy*: public constants.
 
@@ -116,17 +117,17 @@ def independent(steps: int) -> Strategy:
     return _strategy("independent", steps, np.ones(1), lambda c: Redrawn((1 / c[0],)))
 
 
-def banded(bands: int, *, steps: int, momentum: float = 0.0, coefficients: Any = None) -> Strategy:
-    r"""C with a few bands: the square root of the workload, cut off; or with coefficients of one's own.
+def banded(bands: int, *, steps: int, momentum: float = 0.0, coefficients: ArrayLike | None = None) -> Strategy:
+    r"""C with a few bands: the truncated square root of the workload, or with given coefficients.
 
     For prefix sums the square root has :math:`c_0 = 1, c_k = c_{k-1} (2k - 1) / (2k)`. The last ``bands - 1`` noises
-    are kept: as many arrays of the parameters' size.
+    are stored, each in arrays of the size of the parameters.
 
     Args:
-        bands: b, at least 1; examples that are b steps or more apart have nothing in common.
+        bands: b, at least 1; the columns of steps that are b or more apart do not overlap.
         steps: how many steps the run may take.
-        momentum: decay of the momentum that adds gradients up after the noise; 0 for sums.
-        coefficients: ``bands`` numbers, in any scale, in the place of the square root's.
+        momentum: decay of the momentum after the noise; 0 for sums.
+        coefficients: ``bands`` numbers, in any scale, instead of the square root.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
@@ -144,12 +145,12 @@ def banded(bands: int, *, steps: int, momentum: float = 0.0, coefficients: Any =
     if coefficients is None:
         coefficients = np.convolve(_root_of_sums(bands), _root_of_decays(momentum, bands))[:bands]
     elif np.shape(coefficients) != (bands,):
-        raise ValueError(f"coefficients must be {bands} numbers, one a band; got shape {np.shape(coefficients)}.")
+        raise ValueError(f"coefficients must be {bands} numbers, one per band; got shape {np.shape(coefficients)}.")
     return _strategy(f"banded({bands})", steps, coefficients, lambda c: Substituted(tuple(c.tolist())))
 
 
-def optimized_banded(bands: int, *, steps: int, workload: Any) -> Strategy:
-    """The banded C that leaves the least error in a workload, for examples that are ``bands`` steps apart.
+def optimized_banded(bands: int, *, steps: int, workload: np.ndarray) -> Strategy:
+    """The banded C with the smallest error in a workload, for examples whose steps are at least ``bands`` apart.
 
     Args:
         bands, steps: see `banded`.
@@ -166,7 +167,7 @@ def optimized_banded(bands: int, *, steps: int, workload: Any) -> Strategy:
     >>> error(best, sums) < error(banded(8, steps=64), sums) < error(independent(64), sums)
     True
     """
-    from dpopt.correlated.workloads import best_coefficients  # it needs scipy's optimiser, which takes a while to load
+    from dpopt.correlated.workloads import best_coefficients  # imports this module
 
     start = banded(bands, steps=steps)
     found = best_coefficients(np.asarray(start.coefficients), np.asarray(workload), steps)
@@ -174,12 +175,12 @@ def optimized_banded(bands: int, *, steps: int, workload: Any) -> Strategy:
 
 
 def banded_inverse(bands: int, *, steps: int) -> Strategy:
-    r"""``C^-1`` with a few bands, so that no noise is kept: the last ones are drawn again from the key.
+    r"""``C^-1`` with a few bands: no noise is stored, since earlier draws are repeated from the key.
 
-    Those of the inverse square root of prefix sums: :math:`d_0 = 1, d_k = -c_k / (2k - 1)`, with c as in `banded`.
+    They are those of the inverse square root of prefix sums: :math:`d_0 = 1, d_k = -c_k / (2k - 1)`, c as in `banded`.
 
     Args:
-        bands: how many noises a step is made of, at least 1; each takes as long as an independent one to draw.
+        bands: number of draws in the noise of a step, at least 1; each takes as long as independent noise.
         steps: how many steps the run may take.
 
     Raises:
@@ -199,7 +200,7 @@ def banded_inverse(bands: int, *, steps: int) -> Strategy:
 
 
 def lambda_cgd(decay: float, *, steps: int) -> Strategy:
-    """``z_t - lambda z_{t-1}``: a share of the last step's noise is taken back.
+    """``z_t - lambda z_{t-1}``: subtracts a share of the noise of the last step.
 
     Args:
         decay: lambda, in [0, 1).
@@ -221,16 +222,21 @@ def lambda_cgd(decay: float, *, steps: int) -> Strategy:
 
 
 def blt(
-    weights: Any = None, decays: Any = None, *, steps: int, separation: int | None = None, participations: int = 1
+    weights: ArrayLike | None = None,
+    decays: ArrayLike | None = None,
+    *,
+    steps: int,
+    separation: int | None = None,
+    participations: int = 1,
 ) -> Strategy:
-    """A buffered linear Toeplitz matrix: ``c_0 = 1, c_k = sum_j w_j a_j^(k-1)``. Each j takes one array to keep.
+    """A buffered linear Toeplitz matrix: ``c_0 = 1, c_k = sum_j w_j a_j^(k-1)``, with one stored array per j.
 
     Args:
-        weights, decays: w, positive, and a, in (0, 1). None: optimised by ``jax_privacy`` for the largest error of
-            prefix sums (``pip install "dpopt[correlated]"``).
+        weights, decays: w, positive, and a, in (0, 1). None: ``jax_privacy`` minimises the largest error of prefix sums
+            (``pip install "dpopt[correlated]"``).
         steps: how many steps the run may take.
-        separation, participations: of an example's steps, for the optimisation: at least so many steps apart, at most
-            so many. By default once.
+        separation, participations: for this optimisation: the smallest distance between two steps of an example, and
+            the largest number of its steps. By default one step.
 
     Raises:
         ValueError, TypeError: for an argument out of range; ImportError: without ``jax_privacy``.
@@ -245,12 +251,12 @@ def blt(
     """
     validate.positive_int(steps=steps, participations=participations)
     if (weights is None) != (decays is None):
-        raise ValueError("give both weights and decays, or neither to have them optimised.")
-    if weights is None:
+        raise ValueError("pass both weights and decays, or neither to have them optimised.")
+    if weights is None or decays is None:
         weights, decays = _optimized_blt(steps, separation, participations)
     w, a = (np.atleast_1d(np.asarray(x, np.float64)) for x in (weights, decays))
     if w.shape != a.shape or w.ndim != 1 or not ((w > 0).all() and (a > 0).all() and (a < 1).all()):
-        raise ValueError(f"weights must be positive and decays in (0, 1), as many; got {weights} and {decays}.")
+        raise ValueError(f"weights must be positive, and decays as many, in (0, 1); got {weights} and {decays}.")
     column = Recurrent(1.0, tuple(w.tolist()), tuple(a.tolist())).column(steps)
 
     def stream(c: np.ndarray) -> Recurrent:
@@ -259,8 +265,8 @@ def blt(
     return _strategy(f"blt({len(w)})", steps, column, stream)
 
 
-def _strategy(name: str, steps: int, coefficients: Any, stream: Any) -> Strategy:
-    """The strategy of a first column in any scale."""
+def _strategy(name: str, steps: int, coefficients: ArrayLike, stream: Callable[[np.ndarray], Stream]) -> Strategy:
+    """The strategy with a given first column, which may have any scale."""
     validate.positive_int(steps=steps)
     c = np.asarray(coefficients, np.float64)[:steps]
     c = c / np.linalg.norm(c)
@@ -270,23 +276,21 @@ def _strategy(name: str, steps: int, coefficients: Any, stream: Any) -> Strategy
 def _from_inverse(name: str, steps: int, inverse: np.ndarray) -> Strategy:
     inverse = inverse[:steps]
     c = inverse_series(inverse, steps) if len(inverse) > 1 else np.ones(1)
-    scale = np.linalg.norm(c)
-    return _strategy(name, steps, c, lambda _: Redrawn(tuple((inverse * scale).tolist())))
+    return _strategy(name, steps, c, lambda _: Redrawn(tuple((inverse * np.linalg.norm(c)).tolist())))
 
 
 def _root_of_sums(count: int) -> np.ndarray:
-    """Coefficients of ``(1 - x)^(-1/2)``: the square root of the matrix of prefix sums."""
+    """The coefficients of ``(1 - x)^(-1/2)``, the square root of the matrix of prefix sums."""
     k = np.arange(1, count)
     return np.cumprod(np.concatenate([[1.0], (2 * k - 1) / (2 * k)]))
 
 
 def _root_of_decays(momentum: float, count: int) -> np.ndarray:
-    """Coefficients of ``(1 - momentum x)^(-1/2)``."""
+    """The coefficients of ``(1 - momentum x)^(-1/2)``."""
     return _root_of_sums(count) * np.asarray(momentum, np.float64) ** np.arange(count)
 
 
 def _optimized_blt(steps: int, separation: int | None, participations: int) -> tuple[np.ndarray, np.ndarray]:
-    import jax
     from jax_privacy.matrix_factorization import buffered_toeplitz
 
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):

@@ -1,48 +1,52 @@
 """Three ways to draw ``y = C^-1 z`` step by step, for a lower-triangular Toeplitz matrix C.
 
-Each is given ``draw(lag)``, the standard normals z of ``lag`` steps ago, which come from the key and a counter and so
-can be drawn again; ``step``, counted from 0 where the strategy began; and its buffers.
+Each gets ``draw(lag)``, which returns the standard normals z of ``lag`` steps ago (they are computed from the key and a
+counter, so they can be drawn again); ``step``, counted from 0 at the start of the strategy; and its buffers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import ArrayLike
 
-Draw = Callable[[Any], Any]  # from a lag to a pytree of standard normals
+from dpopt.common.types import PyTree
+
+Draw: TypeAlias = Callable[[int | jax.Array], PyTree]  # from a lag to standard normals
+Buffers: TypeAlias = tuple[PyTree, ...]  # each like the sum
 
 
 class Stream(Protocol):
-    """How ``C^-1 z`` is drawn."""
+    """A way to draw ``C^-1 z``."""
 
     @property
     def num_buffers(self) -> int:
-        """Arrays of the parameters' size that are kept between steps."""
+        """The number of buffers, each of the size of the parameters, that are stored between steps."""
         ...
 
     @property
     def draws(self) -> int:
-        """Standard normals drawn a step for each parameter, at most."""
+        """The largest number of standard normals that a step draws per parameter."""
         ...
 
     def inverse(self, steps: int) -> np.ndarray:
         """The first column of ``C^-1``, ``[steps]`` float64."""
         ...
 
-    def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
-        """``y`` of this step, shaped ``like`` the sum, and the buffers after it: `num_buffers` trees of such shapes."""
+    def next(self, draw: Draw, step: jax.Array, buffers: Buffers, like: PyTree) -> tuple[PyTree, Buffers]:
+        """``y`` of this step and the new buffers, all shaped ``like`` the sum."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Redrawn:
-    """``y_t = sum_k d_k z_{t-k}``: the last z are drawn again, and nothing is kept."""
+    """``y_t = sum_k d_k z_{t-k}``: the last z are drawn again, and nothing is stored."""
 
     coefficients: tuple[float, ...]  # d
 
@@ -55,7 +59,7 @@ class Redrawn:
     def inverse(self, steps: int) -> np.ndarray:
         return _padded(self.coefficients, steps)
 
-    def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
+    def next(self, draw: Draw, step: jax.Array, buffers: Buffers, like: PyTree) -> tuple[PyTree, Buffers]:
         if len(self.coefficients) == 1:
             return _scaled(self.coefficients[0], draw(0)), buffers
         d = np.append(self.coefficients, 0.0)
@@ -72,7 +76,7 @@ class Redrawn:
 
 @dataclasses.dataclass(frozen=True)
 class Substituted:
-    """``y_t = (z_t - sum_{0<k<b} c_k y_{t-k}) / c_0``: the last b - 1 results are kept, in a ring."""
+    """``y_t = (z_t - sum_{0<k<b} c_k y_{t-k}) / c_0``: the last b - 1 results are stored in a ring buffer."""
 
     coefficients: tuple[float, ...]  # c
 
@@ -85,26 +89,26 @@ class Substituted:
     def inverse(self, steps: int) -> np.ndarray:
         return inverse_series(self.coefficients, steps)
 
-    def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
+    def next(self, draw: Draw, step: jax.Array, buffers: Buffers, like: PyTree) -> tuple[PyTree, Buffers]:
         del like
         first, *rest = self.coefficients
         if not rest:
             return _scaled(1 / first, draw(0)), buffers
-        # Each place of the ring holds the y of some step from 1 to b - 1 steps ago.
+        # Each slot of the ring holds the y of 1 to b - 1 steps ago.
         weights = jnp.asarray(np.asarray(rest) / first)[(step - 1 - np.arange(len(rest))) % len(rest)]
         y = _weighted_sum(1 / first, draw(0), -weights, buffers)
 
-        def put(place: int) -> Any:
-            # A loop of one step or none: what it does not replace stays where it is, while a choice would be copied.
-            is_its_turn = (step % len(rest) == place).astype(jnp.int32)
-            return lax.fori_loop(0, is_its_turn, lambda _, kept: y, buffers[place])
+        def written(slot: int) -> PyTree:
+            # A loop of one step or none leaves the other slots in place; ``jnp.where`` would copy them.
+            is_oldest = (step % len(rest) == slot).astype(jnp.int32)
+            return lax.fori_loop(0, is_oldest, lambda _, old: y, buffers[slot])
 
-        return y, tuple(put(place) for place in range(len(rest)))
+        return y, tuple(written(slot) for slot in range(len(rest)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Recurrent:
-    """``c_k = sum_j w_j a_j^(k-1)`` for k > 0: a buffer for each j holds ``sum_{k>0} a_j^(k-1) y_{t-k}``."""
+    """``c_k = sum_j w_j a_j^(k-1)`` for k > 0: buffer j holds ``sum_{k>0} a_j^(k-1) y_{t-k}``."""
 
     first: float  # c_0
     weights: tuple[float, ...]  # w
@@ -124,43 +128,39 @@ class Recurrent:
     def inverse(self, steps: int) -> np.ndarray:
         return inverse_series(self.column(steps), steps)
 
-    def next(self, draw: Draw, step: jax.Array, buffers: Any, like: Any) -> tuple[Any, Any]:
+    def next(self, draw: Draw, step: jax.Array, buffers: Buffers, like: PyTree) -> tuple[PyTree, Buffers]:
         del step, like
         y = _weighted_sum(1 / self.first, draw(0), -np.asarray(self.weights) / self.first, buffers)
-        following = [
-            jax.tree.map(lambda s, y, a=a: a * s + y, kept, y) for a, kept in zip(self.decays, buffers, strict=True)
-        ]
-        return y, tuple(following)
+        pairs = zip(self.decays, buffers, strict=True)
+        return y, tuple(jax.tree.map(lambda s, y, a=a: a * s + y, buffer, y) for a, buffer in pairs)
 
 
-def inverse_series(coefficients: Any, steps: int) -> np.ndarray:
-    """The first column of the inverse of a lower-triangular Toeplitz matrix, ``[steps]``, from its own first column.
-
-    *Privacy*: public constants.
+def inverse_series(coefficients: ArrayLike, steps: int) -> np.ndarray:
+    """The first column of the inverse of a lower-triangular Toeplitz matrix, ``[steps]``, from that of the matrix.
 
     >>> inverse_series([1.0, 0.5], 3).tolist()
     [1.0, -0.5, 0.25]
     """
     c = np.asarray(coefficients, np.float64)
-    found = np.zeros(steps)
-    found[0] = 1 / c[0]
+    inverse = np.zeros(steps)
+    inverse[0] = 1 / c[0]
     for t in range(1, steps):
         k = min(t, len(c) - 1)
-        found[t] = -(c[1 : k + 1] @ found[t - 1 :: -1][:k]) / c[0]
-    return found
+        inverse[t] = -(c[1 : k + 1] @ inverse[t - 1 :: -1][:k]) / c[0]
+    return inverse
 
 
-def _padded(coefficients: Any, steps: int) -> np.ndarray:
-    found = np.zeros(steps)
-    found[: len(coefficients)] = coefficients[:steps]
-    return found
+def _padded(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
+    padded = np.zeros(steps)
+    padded[: len(coefficients)] = coefficients[:steps]
+    return padded
 
 
-def _scaled(number: float, tree: Any) -> Any:
+def _scaled(number: float, tree: PyTree) -> PyTree:
     return tree if number == 1 else jax.tree.map(lambda z: number * z, tree)
 
 
-def _weighted_sum(number: float, tree: Any, weights: Any, others: Any) -> Any:
+def _weighted_sum(number: float, tree: PyTree, weights: jax.Array | np.ndarray, others: Buffers) -> PyTree:
     """``number * tree + sum_k weights[k] others[k]``, in one pass over the arrays."""
 
     def of_leaf(z: jax.Array, *others: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What correlated noise is to be small in: the sums that an update rule makes of gradients."""
+"""Workloads: the sums of gradients that an update rule computes, in which correlated noise should be small."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dpopt.common import validate
 from dpopt.correlated.strategies import Strategy
 from dpopt.correlated.streams import inverse_series
 
-LARGEST = 4096  # steps, of a matrix that is worked with whole
+LARGEST = 4096  # steps; a workload is a dense matrix
 
 
 def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callable[[int], float] = 1.0) -> np.ndarray:
-    r"""How the parameters of each step depend on the gradients before: ``[steps, steps]``, lower-triangular.
+    r"""How the parameters after each step depend on the gradients so far: ``[steps, steps]``, lower-triangular.
 
     .. math:: A_{ts} = \sum_{j=s}^t \eta_j \beta^{j-s}
 
     Args:
         steps: number of steps.
-        momentum: beta, decay of the momentum trace; 0 for plain SGD, which makes prefix sums.
+        momentum: beta, decay of the momentum trace; 0 for plain SGD, whose workload is prefix sums.
         learning_rate: eta, a number or a schedule ``step -> number``.
 
     Raises:
@@ -34,7 +34,7 @@ def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callab
     validate.positive_int(steps=steps)
     validate.fraction(momentum=momentum)
     if steps > LARGEST:
-        raise ValueError(f"a workload is a whole matrix, of at most {LARGEST} steps; got {steps}.")
+        raise ValueError(f"a workload is a dense matrix, so it can have at most {LARGEST} steps; got {steps}.")
     rates = [float(learning_rate(t) if callable(learning_rate) else learning_rate) for t in range(steps)]
     lag = np.arange(steps)[:, None] - np.arange(steps)
     decays = np.where(lag >= 0, float(momentum) ** np.maximum(lag, 0), 0.0)
@@ -42,16 +42,16 @@ def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callab
 
 
 def error(strategy: Strategy, workload: np.ndarray) -> float:
-    r"""The noise in a workload, :math:`\|A C^{-1}\|_F / \sqrt T`, where an example in one step pays for noise 1.
+    r"""The noise in a workload for noise multiplier 1, :math:`\|A C^{-1}\|_F / \sqrt T`.
 
-    To compare strategies at equal epsilon multiply by the noise multiplier that each needs for it.
+    To compare strategies at equal epsilon, multiply by the noise multiplier that each needs.
 
     Args:
-        strategy: C, of at least as many steps.
+        strategy: C, for at least as many steps.
         workload: A, ``[steps, steps]``.
 
     Raises:
-        ValueError: for a strategy of fewer steps.
+        ValueError: if the strategy covers fewer steps.
 
     *Privacy*: public constants.
 
@@ -62,29 +62,27 @@ def error(strategy: Strategy, workload: np.ndarray) -> float:
     """
     steps = len(workload)
     if strategy.steps < steps:
-        raise ValueError(f"the workload has {steps} steps, and {strategy.name} covers {strategy.steps}.")
+        raise ValueError(f"the workload has {steps} steps, but {strategy.name} covers only {strategy.steps}.")
     return float(np.linalg.norm(np.asarray(workload) @ _toeplitz(strategy.inverse[:steps])) / np.sqrt(steps))
 
 
 def best_coefficients(start: np.ndarray, workload: np.ndarray, steps: int) -> np.ndarray:
-    """The bands, in any scale, that minimise ``|A C^-1|_F |c|``, from some to start with; none is negative.
+    """Coefficients, in any scale, that minimise ``|A C^-1|_F |c|``; none is negative.
 
     Args:
-        start: the first coefficients, ``[bands]``.
+        start: coefficients to start from, ``[bands]``.
         workload: A, ``[steps, steps]``.
 
     Raises:
         ValueError: for a workload of another size.
 
-    *Privacy*: public constants.
-
     >>> best_coefficients(np.ones(1), np.eye(3), 3).tolist()
     [1.0]
     """
-    import scipy.optimize
+    import scipy.optimize  # slow to import
 
     if workload.shape != (steps, steps):
-        raise ValueError(f"workload must be a matrix [{steps}, {steps}], one row a step; got shape {workload.shape}.")
+        raise ValueError(f"workload must be a matrix [{steps}, {steps}], one row per step; got shape {workload.shape}.")
     bands = len(start)
     if bands == 1:
         return start

@@ -1,7 +1,8 @@
-"""DP2's two phases, plain and adaptive: one of two learning rates, one of two clip norms."""
+"""The learning rates and clip norms of DP2's two phases, plain and adaptive."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,12 @@ class ScaleByPhaseLearningRateState(NamedTuple):
     count: jax.Array  # (), int32: steps so far
 
 
-def scale_by_either(plain: Any, adaptive: Any, is_adaptive: Any) -> optax.GradientTransformation:
-    """Multiplies by minus ``plain``, or by minus ``adaptive`` where ``is_adaptive(step)``; numbers or schedules."""
+def scale_by_either(
+    plain: optax.ScalarOrSchedule,
+    adaptive: optax.ScalarOrSchedule,
+    is_adaptive: Callable[[jax.Array], jax.Array],
+) -> optax.GradientTransformation:
+    """Multiplies by ``-adaptive`` at steps where ``is_adaptive(step)`` holds, and by ``-plain`` at others."""
 
     def init_fn(params):
         del params
@@ -34,8 +39,8 @@ def scale_by_either(plain: Any, adaptive: Any, is_adaptive: Any) -> optax.Gradie
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def clip_ratio(adaptive: Any, plain: Any) -> Any:
-    """``adaptive / plain``, of two clip norms; 1 where both are infinite.
+def clip_ratio(adaptive: float | jax.Array, plain: float | jax.Array) -> float | jax.Array:
+    """``adaptive / plain`` for two clip norms; 1 if both are infinite.
 
     Raises:
         ValueError: if only one of them is infinite.
@@ -46,7 +51,7 @@ def clip_ratio(adaptive: Any, plain: Any) -> Any:
         return 1.0  # no clip in either phase; inf / inf would be NaN
     if any(infinite):
         raise ValueError(
-            f"l2_clip_norm ({plain}) and adaptive_l2_clip_norm ({adaptive}) must both be finite, or both infinite for "
-            "a run without privacy."
+            f"l2_clip_norm ({plain}) and adaptive_l2_clip_norm ({adaptive}) must both be finite, or both infinite "
+            "(without privacy)."
         )
     return adaptive / plain

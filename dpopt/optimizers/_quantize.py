@@ -1,4 +1,4 @@
-"""Vectors in a few bits each: uniform codes between a smallest and a largest value, packed into bytes."""
+"""Vectors with a few bits per number: uniform codes between the smallest and the largest value, packed into bytes."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Quantized(NamedTuple):
-    """A vector of d numbers in b bits each, with one range for the whole of it or one a bucket."""
+    """A vector of d numbers in b bits each, with one range for the whole vector or one per bucket."""
 
     codes: jax.Array  # (ceil(d / 2),) uint8 for b = 4, two codes to a byte; (d,) uint8 for b = 8
     low: jax.Array  # (buckets,), at least float32: delta, the value of code 0
@@ -15,7 +15,7 @@ class Quantized(NamedTuple):
 
 
 def zeros(size: int, dtype: jax.typing.DTypeLike, *, bits: int, bucket_size: int | None) -> Quantized:
-    """A vector of zeros: it decodes to exactly zero."""
+    """A vector of zeros, which decodes to exactly zero."""
     buckets = -(-size // _bucket(size, bucket_size))
     codes = jnp.zeros((-(-size * bits // 8),), jnp.uint8)
     return Quantized(codes, jnp.zeros((buckets,), dtype), jnp.zeros((buckets,), dtype))
@@ -27,23 +27,23 @@ def quantize(x: jax.Array, *, bits: int, bucket_size: int | None, key: jax.Array
     Args:
         x: ``(d,)``, d >= 1.
         bits: b, 4 or 8.
-        bucket_size: how many coordinates share a range, or None for all.
-        key: with a key, r ~ U[0, 1) for every coordinate, so that the decoded value is x on average; without, r = 1/2,
-            the nearest code.
+        bucket_size: number of coordinates that share a range; None for all.
+        key: PRNG key for r ~ U[0, 1) per coordinate, so that the decoded value is unbiased. None for r = 1/2, the
+            nearest code.
     """
     rows = _in_buckets(x, bucket_size)
     low, high = jnp.min(rows, axis=1), jnp.max(rows, axis=1)
     unit = _unit(low, high, bits)[:, None]
-    # A bucket of one value has unit 0, and code 0 stands for it exactly.
+    # A bucket of equal values has unit 0, and code 0 decodes to them exactly.
     steps = jnp.where(unit > 0, (rows - low[:, None]) / jnp.where(unit > 0, unit, 1), 0)
     r = 0.5 if key is None else jax.random.uniform(key, steps.shape, steps.dtype)
-    # The largest value may land a rounding error above the largest code.
+    # The code of the largest value may exceed the largest code by a rounding error.
     codes = jnp.clip(jnp.floor(steps + r), 0, 2**bits - 1).astype(jnp.uint8).reshape(-1)[: x.size]
     return Quantized(_pack(codes) if bits == 4 else codes, low, high)
 
 
 def dequantize(quantized: Quantized, size: int, *, bits: int, bucket_size: int | None) -> jax.Array:
-    r"""The vector that the codes stand for, ``(size,)``: :math:`q u + \delta`."""
+    r"""The decoded vector, ``(size,)``: :math:`q u + \delta`."""
     codes = _unpack(quantized.codes)[:size] if bits == 4 else quantized.codes
     low = quantized.low
     rows = _in_buckets(codes.astype(low.dtype), bucket_size)
@@ -56,7 +56,7 @@ def _bucket(size: int, bucket_size: int | None) -> int:
 
 
 def _in_buckets(x: jax.Array, bucket_size: int | None) -> jax.Array:
-    """``(buckets, coordinates)``; the last bucket is filled up with copies of the last value, which keep its range."""
+    """``(buckets, coordinates)``; the last bucket is padded with its last value, which does not change its range."""
     bucket = _bucket(x.size, bucket_size)
     return jnp.pad(x, (0, -x.size % bucket), mode="edge").reshape(-1, bucket)
 

@@ -1,4 +1,4 @@
-"""The k coordinates of a vector that are largest in absolute value, over the whole of it or block by block."""
+"""The k coordinates of a vector that are largest in absolute value, of the whole vector or of each block."""
 
 import math
 
@@ -7,33 +7,33 @@ import jax.numpy as jnp
 
 
 def num_kept(size: int, density: float, block_size: int | None = None) -> int:
-    """How many of ``size`` coordinates are kept: ``ceil(density * size)``, or that of every block added up."""
+    """The number of coordinates kept out of ``size``: ``ceil(density * size)``, or the sum of that over all blocks."""
     full, rest = _blocks(size, block_size)
     return sum(count * math.ceil(density * length) for count, length in (full, (1, rest)))
 
 
 def top_k(x: jax.Array, density: float, block_size: int | None = None) -> jax.Array:
-    """Indices ``(k,)``, int32, of the largest ``|x|``; of equal ones the first come first.
+    """Indices ``(k,)``, int32, of the largest ``|x|``; of equal ones the first are chosen.
 
     Args:
         x: ``(d,)``.
         density: the share to keep.
-        block_size: choose within blocks of this many neighbours (and a shorter last one), or None for all of x.
+        block_size: length of the blocks to choose from (the last may be shorter); None for all of x.
     """
     (count, length), rest = _blocks(x.size, block_size)
     size = count * length
-    found = []
+    parts = []
     if count:
         _, indices = jax.lax.top_k(jnp.abs(x[:size]).reshape(count, length), math.ceil(density * length))
-        found.append((indices + length * jnp.arange(count, dtype=indices.dtype)[:, None]).reshape(-1))
+        parts.append((indices + length * jnp.arange(count, dtype=indices.dtype)[:, None]).reshape(-1))
     if rest:
         _, indices = jax.lax.top_k(jnp.abs(x[size:]), math.ceil(density * rest))
-        found.append(indices + size)
-    return jnp.concatenate(found)
+        parts.append(indices + size)
+    return jnp.concatenate(parts)
 
 
 def index_dtype(size: int) -> jnp.dtype:
-    """The smallest unsigned type that can point at every coordinate; int32 beyond 65,536."""
+    """The smallest unsigned type that can index every coordinate; int32 beyond 65,536."""
     if size <= 2**8:
         return jnp.dtype(jnp.uint8)
     return jnp.dtype(jnp.uint16 if size <= 2**16 else jnp.int32)

@@ -1,28 +1,29 @@
-"""AdaDPS: precondition by side information, then privatise. And what makes side information of text statistics."""
-
-from typing import Any
+"""AdaDPS: precondition by side information, then privatise. Also: side information from statistics of text."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import validate
+from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
+from dpopt.optimizers._parts import private_mean
 from dpopt.preconditioners.base import side_information
 from dpopt.preconditioners.moments import public_moments
-from dpopt.private_mean import privatize
 
 
 def adadps(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
-    scale: Any = None,
+    scale: PyTree = None,
     rule: str = "rmsprop",
     decay: float = 0.9,
     eps: float = 1e-3,
@@ -32,8 +33,8 @@ def adadps(
 ) -> PrivateOptimizer:
     r"""AdaDPS: :math:`w \leftarrow w - \eta\, (\sum_i \mathrm{clip}(g_i / A, C) + \sigma C z) / B`.
 
-    1 / A is either ``scale``, fixed, or comes from the second moment of public gradients (`public_moments`), which
-    then must be passed at every step: ``update(grads, state, params, public_grads=g)``. Without noise and with
+    1 / A is either ``scale``, fixed, or computed from the second moment of public gradients (`public_moments`). Then
+    every step must pass them: ``update(grads, state, params, public_grads=g)``. Without noise and with
     ``l2_clip_norm=math.inf`` this is the paper's non-private AdaS.
 
     Args:
@@ -43,14 +44,14 @@ def adadps(
         scale: 1 / A: positive numbers in the parameters' tree or a prefix of it (see `scale_from_frequencies`,
             `broadcast_feature_scale`), or None for public gradients.
         rule, decay, eps, b1, eps_in_sqrt: see `public_moments`; unused with a fixed scale.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named; in ``update``, without ``scale``, if there are no public
             gradients.
 
-    *Privacy*: one Gaussian query a step with multiplier sigma, as `dp_sgd`; ``scale`` and public gradients must be
-    public indeed.
+    *Privacy*: one Gaussian query per step with multiplier sigma, as `dp_sgd`. ``scale`` and public gradients must not
+    depend on private data.
 
     Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 1.
 
@@ -67,36 +68,29 @@ def adadps(
     else:
         validate.one_of(("rmsprop", "adagrad", "adam"), rule=rule)
         preconditioner = side_information(scale)
-    core = privatize(
-        l2_clip_norm=l2_clip_norm,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        key=key,
-        noise=noise,
-        preconditioner=preconditioner,
-    )
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise, preconditioner)
     return chain(core, optax.scale_by_learning_rate(learning_rate))
 
 
-def scale_from_frequencies(frequencies: Any, *, cap: float = 1e4, division: float = 100.0) -> np.ndarray:
+def scale_from_frequencies(frequencies: ArrayLike, *, cap: float = 1e4, division: float = 100.0) -> np.ndarray:
     r"""Side information from token frequencies: rare tokens get larger gradients.
 
-    :math:`1 / A_j = \min(\mathrm{cap}, \max_k f_k / f_j) / \mathrm{division}`. Any score that is large
-    where a feature matters less will do, such as `tfidf_scores`.
+    :math:`1 / A_j = \min(\mathrm{cap}, \max_k f_k / f_j) / \mathrm{division}`. Instead of frequencies, f can be any
+    score that is larger for less important features, such as `tfidf_scores`.
 
     Args:
-        frequencies: f, shape ``(d,)``, non-negative; 0 counts as rare enough for the cap.
+        frequencies: f, shape ``(d,)``, non-negative; a frequency of 0 gets the cap.
         cap: largest ratio, at least 1.
-        division: brings the scale's size down; equivalent to another clip norm and learning rate.
+        division: divides the whole scale; equivalent to another clip norm and learning rate.
 
     Returns:
         Positive numbers, shape ``(d,)``, for `side_information` or `broadcast_feature_scale`.
 
     Raises:
-        ValueError, TypeError: if a frequency is negative or not finite, none is positive, or an argument is bad.
+        ValueError, TypeError: if a frequency is negative or not finite, if none is positive, or for a bad argument.
 
     *Privacy*: frequencies counted on the private training set are NOT public. Count them elsewhere, or release them by
-    a private mechanism and add its event to the run's.
+    a private mechanism and add its event to that of the run.
 
     Reference: Li, Zaheer, Reddi and Smith (2022), section 6.2; cap and division as in their experiments.
 
@@ -113,7 +107,7 @@ def scale_from_frequencies(frequencies: Any, *, cap: float = 1e4, division: floa
     return np.minimum(ratio, cap) / division
 
 
-def tfidf_scores(counts: Any) -> np.ndarray:
+def tfidf_scores(counts: ArrayLike) -> np.ndarray:
     r"""The mean TF-IDF score of each token over a PUBLIC set of documents, for `scale_from_frequencies`.
 
     Term frequency is a token's share of its document; inverse document frequency is :math:`\ln(n / n_j)`.
@@ -127,7 +121,7 @@ def tfidf_scores(counts: Any) -> np.ndarray:
     Raises:
         ValueError, TypeError: if a count is negative or not finite, or the array has another rank.
 
-    *Privacy*: not private. The documents must be public: a score of the training set reveals it.
+    *Privacy*: not private. The documents must be public: scores of the training set reveal it.
 
     Reference: Li, Zaheer, Reddi and Smith (2022), section 6.2.
 
@@ -140,8 +134,8 @@ def tfidf_scores(counts: Any) -> np.ndarray:
     return share.mean(axis=0) * np.log(len(c) / np.maximum(occurs_in, 1))
 
 
-def _non_negative(name: str, values: Any, ndim: int) -> np.ndarray:
-    values = np.asarray(values)
+def _non_negative(name: str, given: ArrayLike, ndim: int) -> np.ndarray:
+    values = np.asarray(given)
     if not np.issubdtype(values.dtype, np.number) or np.issubdtype(values.dtype, np.complexfloating):
         raise TypeError(f"{name} must hold real numbers; got dtype {values.dtype}.")
     if values.ndim != ndim or values.size == 0:
@@ -153,8 +147,8 @@ def _non_negative(name: str, values: Any, ndim: int) -> np.ndarray:
     return values
 
 
-def broadcast_feature_scale(scale: Any, params: Any, *, leaf: str, axis: int = 0) -> Any:
-    """Spreads one number per input feature over the weights of a (generalised) linear model's first layer.
+def broadcast_feature_scale(scale: ArrayLike, params: optax.Params, *, leaf: str, axis: int = 0) -> PyTree:
+    """Side information for the first layer of a (generalised) linear model, from one number per input feature.
 
     Args:
         scale: shape ``(d,)``, positive.

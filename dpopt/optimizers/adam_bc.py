@@ -1,14 +1,14 @@
-"""DP-AdamBC: Adam, RMSProp and AdaGrad with the noise's variance taken out of the second moment.
+"""DP-AdamBC: Adam, RMSProp and AdaGrad with the variance of the noise subtracted from the second moment.
 
-A private gradient is g + z, where z has a known variance s^2 in each coordinate, so its average square is too large by
-s^2: where noise dominates, Adam divides by the noise and turns into SGD with momentum. Here each square enters the
-average as (g + z)^2 - s^2. An average is linear, so this is the paper's v^ - Phi exactly while s is constant. When s
-follows a schedule, or differs between coordinates, it is the correction that belongs to v^: the same weighted average,
-of the variances of the draws that are in it. No second accumulator is needed to hold it.
+A private gradient is g + z, where z has a known variance s^2 in each coordinate, so its mean square is too large by
+s^2: where noise dominates, Adam divides by the noise and becomes SGD with momentum. Here each square enters the average
+as (g + z)^2 - s^2. An average is linear, so for constant s this is exactly the paper's v^ - Phi. If s follows a
+schedule, or differs between coordinates, it is still the right correction of v^: the same weighted average of the
+variances of the draws in it, without a second accumulator.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,39 +16,40 @@ import optax
 from jax.core import Tracer
 
 from dpopt.chain import NoiseAware, PrivateOptimizer, chain
+from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step, one_minus_power, update_average
+from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._decay import decayed_weights
-from dpopt.private_mean import privatize
+from dpopt.optimizers._parts import decayed_weights, private_mean
 
-ScalarOrSchedule = Any  # float, or step -> float
+NoiseStddev: TypeAlias = PyTree | Callable[[jax.Array], PyTree]  # a prefix of the parameters, or a schedule of one
 
 
 class ScaleByAdamBCState(NamedTuple):
     """State of `scale_by_adam_bc`."""
 
     count: jax.Array  # (), int32: updates so far
-    mu: Any  # like params, at least float32: average update
-    nu: Any  # like params, at least float32: average of the squared update LESS the noise's variance; may be negative
+    mu: PyTree  # like params, at least float32: average update
+    nu: PyTree  # like params, at least float32: average of (squared update - noise variance); may be negative
 
 
 class ScaleByRmsBCState(NamedTuple):
     """State of `scale_by_rms_bc` and `scale_by_adagrad_bc`."""
 
     count: jax.Array  # (), int32: updates so far
-    nu: Any  # like params, at least float32: average (AdaGrad: sum) of the squared update less the noise's variance
+    nu: PyTree  # like params, at least float32: average (AdaGrad: sum) of (squared update - noise variance)
 
 
 def scale_by_adam_bc(
     *,
-    noise_stddev: Any = None,
+    noise_stddev: NoiseStddev | None = None,
     b1: float = 0.9,
     b2: float = 0.999,
     gamma: ScalarOrSchedule = 1e-8,
     eps: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Rescales noisy mean gradients by Adam's rule, with the noise taken out of the scale.
+    r"""Rescales noisy mean gradients by Adam's rule, with the noise variance subtracted from the second moment.
 
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) \tilde g, &
@@ -61,17 +62,17 @@ def scale_by_adam_bc(
     Args:
         noise_stddev: s, the standard deviation of the noise in these updates: sigma C / B for a mean. A number, a
             pytree of numbers or arrays (prefix of the parameters), or a schedule from the step (first step 0) to
-            either. None takes it from the `dpopt.chain` around it, right after its noise; that is right for every
-            schedule and diagonal the chain holds.
+            either. If None, it is passed by `dpopt.chain`, where this rule must stand right after the noise; the value
+            is then correct for any schedule and diagonal in the chain.
         b1, b2: decay of the first and second moment, in [0, 1).
-        gamma: floor of the corrected second moment, inside the root, positive: a number, or a schedule that decreases
-            with the learning rate. Typically 1e-10 to 1e-8; see `dpopt.diagnostics.suggest_gamma`.
-        eps: added outside the root, as some published code does; the paper has none.
+        gamma: positive lower bound of the corrected second moment, inside the root: a number, or a schedule that
+            decreases with the learning rate. Typically 1e-10 to 1e-8; see `dpopt.diagnostics.suggest_gamma`.
+        eps: added outside the root, as in some published code; not in the paper.
 
     Raises:
-        ValueError, TypeError: for a bad argument, named; in ``update``, if s is None and no chain tells it.
+        ValueError, TypeError: for a bad argument, named; in ``update``, if s is None and no chain passes it.
 
-    *Privacy*: post-processing; reads noised updates and the noise's public size.
+    *Privacy*: post-processing; reads noised updates and the public size of the noise.
 
     Reference: Tang, Shpilevskiy and Lécuyer (2023), DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias
     Correction), Algorithm 1.
@@ -106,26 +107,26 @@ def scale_by_adam_bc(
 
 def scale_by_rms_bc(
     *,
-    noise_stddev: Any = None,
+    noise_stddev: NoiseStddev | None = None,
     decay: float = 0.9,
     gamma: ScalarOrSchedule = 1e-8,
     eps: float = 0.0,
     bias_correction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""RMSProp with the noise taken out: :math:`\tilde g / (\sqrt{\max(v - \Phi, \gamma)} + \epsilon)`.
+    r"""RMSProp without the noise variance: :math:`\tilde g / (\sqrt{\max(v - \Phi, \gamma)} + \epsilon)`.
 
-    The average v starts at 0, so after t steps it holds :math:`(1 - \beta^t)\Phi` of noise, and that is what is taken
-    out.
+    The average v starts at 0, so after t steps the noise has added :math:`(1 - \beta^t)\Phi` to it. Exactly that is
+    subtracted.
 
     Args:
         noise_stddev, gamma, eps: see `scale_by_adam_bc`.
         decay: beta, decay of the mean square, in [0, 1).
-        bias_correction: whether to divide the corrected average by :math:`1 - \beta^t`. RMSProp does not.
+        bias_correction: whether to divide the average by :math:`1 - \beta^t`, which RMSProp does not.
 
     Raises:
         ValueError, TypeError: see `scale_by_adam_bc`.
 
-    *Privacy*: post-processing; reads noised updates and the noise's public size.
+    *Privacy*: post-processing; reads noised updates and the public size of the noise.
 
     >>> rule = scale_by_rms_bc(noise_stddev=3.0, decay=0.75)
     >>> updates, _ = rule.update(jnp.array([5.0]), rule.init(jnp.zeros(1)))  # 5 / sqrt((25 - 9) / 4)
@@ -151,23 +152,23 @@ def scale_by_rms_bc(
 
 
 def scale_by_adagrad_bc(
-    *, noise_stddev: Any = None, gamma: ScalarOrSchedule = 1e-8, eps: float = 0.0
+    *, noise_stddev: NoiseStddev | None = None, gamma: ScalarOrSchedule = 1e-8, eps: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    r"""AdaGrad with the noise taken out: :math:`\tilde g / (\sqrt{\max(\sum \tilde g^2 - t\Phi, \gamma)} + \epsilon)`.
+    r"""AdaGrad without the noise variance: :math:`\tilde g / (\sqrt{\max(\sum\tilde g^2 - t\Phi, \gamma)} + \epsilon)`.
 
     Args:
-        noise_stddev, gamma, eps: see `scale_by_adam_bc`. The sum grows with t, and so does its error (by the root of
-            t), so the floor wants to be larger than for an average, or a growing schedule.
+        noise_stddev, gamma, eps: see `scale_by_adam_bc`. The sum grows with t, and its error with the root of t, so
+            gamma should be larger than for an average, or a growing schedule.
 
     Raises:
         ValueError, TypeError: see `scale_by_adam_bc`.
 
-    *Privacy*: post-processing; reads noised updates and the noise's public size.
+    *Privacy*: post-processing; reads noised updates and the public size of the noise.
 
     >>> rule = scale_by_adagrad_bc(noise_stddev=3.0)
     >>> state = rule.init(jnp.zeros(1))
     >>> for _ in range(4):
-    ...     updates, state = rule.update(jnp.array([5.0]), state)  # at last 5 / sqrt(4 * (25 - 9))
+    ...     updates, state = rule.update(jnp.array([5.0]), state)  # 5 / sqrt(4 * (25 - 9)) at the last step
     >>> updates.tolist()
     [0.625]
     """
@@ -184,11 +185,11 @@ def scale_by_adagrad_bc(
 
 
 def dp_adam_bc(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -202,7 +203,7 @@ def dp_adam_bc(
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dpopt.dp_sgd`.
         b1, b2, gamma: see `scale_by_adam_bc`.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -215,69 +216,68 @@ def dp_adam_bc(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = privatize(
-        l2_clip_norm=l2_clip_norm,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        key=key,
-        noise=noise,
-    )
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     rule = scale_by_adam_bc(b1=b1, b2=b2, gamma=gamma)
     return chain(core, rule, *decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
-def _init_second_moment(params: Any) -> ScaleByRmsBCState:
+def _init_second_moment(params: optax.Params) -> ScaleByRmsBCState:
     return ScaleByRmsBCState(jnp.zeros([], jnp.int32), trees.zeros(params))
 
 
-def _noiseless_squares(updates: Any, stddev: Any) -> Any:
-    """``g^2 - s^2``, whose mean is that of the squared gradient without noise."""
+def _noiseless_squares(updates: optax.Updates, stddev: PyTree) -> PyTree:
+    """``g^2 - s^2``, an unbiased estimate of the square of the gradient without noise."""
     stddev = trees.broadcast_prefix(stddev, updates, "noise_stddev")
-    # (g - s)(g + s) keeps digits that g^2 - s^2 loses where the two are close.
+    # (g - s)(g + s) avoids the cancellation of g^2 - s^2 where the two are close.
     return jax.tree.map(lambda g, s: (g - jnp.asarray(s, g.dtype)) * (g + jnp.asarray(s, g.dtype)), updates, stddev)
 
 
-def _floored_root(second_moment: jax.Array, floor: Any, eps: Any) -> jax.Array:
+def _floored_root(second_moment: jax.Array, floor: float | jax.Array, eps: float) -> jax.Array:
     return jnp.sqrt(jnp.maximum(second_moment, jnp.asarray(floor, second_moment.dtype))) + eps
 
 
-def _check_floor(gamma: Any, eps: Any) -> None:
+def _check_floor(gamma: ScalarOrSchedule, eps: float) -> None:
     if not callable(gamma):
         validate.positive(gamma=gamma)
     validate.non_negative(eps=eps)
 
 
-def _noise_aware(init_fn: Callable, update: Callable, noise_stddev: Any, name: str):
-    """The transformation around ``update(updates, state, stddev)``: told the noise by its maker, or by its chain."""
+def _noise_aware(
+    init_fn: optax.TransformInitFn, update: Callable, noise_stddev: NoiseStddev | None, name: str
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation around ``update(updates, state, stddev)``; its chain passes the noise if that is None here."""
     if noise_stddev is None:
 
-        def told_by_chain(updates, state, params=None, *, noise_stddev=None, **extra_args):
+        def update_in_chain(updates, state, params=None, *, noise_stddev=None, **extra_args):
             del params, extra_args
             if noise_stddev is None:
                 raise ValueError(
-                    f"{name} does not know the noise in its input. Put it right after the noise in a dpopt.chain, "
-                    f"which tells it, or pass {name}(noise_stddev=sigma * C / B)."
+                    f"{name} got no noise_stddev. Put it right after the noise in a dpopt.chain, which passes it, or "
+                    f"make it with {name}(noise_stddev=sigma * C / B)."
                 )
             return update(updates, state, noise_stddev)
 
-        told_by_chain.__qualname__ = name  # what dpopt.chain calls it in its messages
-        return NoiseAware(init_fn, told_by_chain)
+        update_in_chain.__qualname__ = name  # the name in the messages of dpopt.chain
+        return NoiseAware(init_fn, update_in_chain)
 
     if not callable(noise_stddev):
-        entries = jax.tree_util.tree_leaves_with_path(noise_stddev)
-        if not entries:
-            raise ValueError("noise_stddev has no entries; give a number, a schedule, or a pytree of numbers.")
-        for path, entry in entries:
-            where = f"noise_stddev{jax.tree_util.keystr(path)}"
-            if jnp.ndim(entry) == 0:
-                validate.non_negative(**{where: entry})
-            elif not isinstance(entry, Tracer) and not bool(jnp.all((entry >= 0) & jnp.isfinite(entry))):
-                raise ValueError(f"{where} must be non-negative and finite everywhere.")
+        _check_stddev(noise_stddev)
 
-    def told_by_maker(updates, state, params=None, **extra_args):
+    def update_alone(updates, state, params=None, **extra_args):
         del params, extra_args
-        stddev = at_step(noise_stddev, state.count)
-        return update(updates, state, stddev)
+        return update(updates, state, at_step(noise_stddev, state.count))
 
-    told_by_maker.__qualname__ = name
-    return optax.GradientTransformationExtraArgs(init_fn, told_by_maker)
+    update_alone.__qualname__ = name
+    return optax.GradientTransformationExtraArgs(init_fn, update_alone)
+
+
+def _check_stddev(noise_stddev: PyTree) -> None:
+    entries = jax.tree_util.tree_leaves_with_path(noise_stddev)
+    if not entries:
+        raise ValueError("noise_stddev has no entries; give a number, a schedule, or a pytree of numbers.")
+    for path, entry in entries:
+        where = f"noise_stddev{jax.tree_util.keystr(path)}"
+        if jnp.ndim(entry) == 0:
+            validate.non_negative(**{where: entry})
+        elif not isinstance(entry, Tracer) and not bool(jnp.all((entry >= 0) & jnp.isfinite(entry))):
+            raise ValueError(f"{where} must be non-negative and finite everywhere.")

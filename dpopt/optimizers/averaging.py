@@ -1,25 +1,26 @@
-"""The average of the parameters over the steps of a run: steadier than the last ones, and free of charge.
+"""A moving average of the parameters over the steps of a run.
 
-Noise moves private parameters to and fro, and a moving average takes most of that out. Every step is released anyway,
-so averaging them costs no privacy.
+It removes most of the noise that moves private parameters back and forth. The parameters of every step are released, so
+averaging them costs no privacy.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from dpopt.common import trees, validate
+from dpopt.common.types import PyTree
 
 
 class AverageState(NamedTuple):
     """State of `average_params`."""
 
     count: jax.Array  # (), int32: updates so far
-    average: Any  # like params, at least float32
+    average: PyTree  # like params, at least float32
 
 
 def average_params(decay: float = 0.999) -> optax.GradientTransformation:
@@ -29,16 +30,16 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformation:
         \bar\theta_t = d_t \bar\theta_{t-1} + (1 - d_t) \theta_t, \qquad d_t = \min\big(d, \tfrac{1 + t}{10 + t}\big),
         \qquad \bar\theta_0 = \theta_0.
 
-    At first the average is over the last tenth of the steps or so, so that where training started is soon forgotten.
-    `averaged_params` finds it in the state of any optimizer, and ``result.averaged_params`` in that of a run.
+    At first the average is over about the last tenth of the steps, so that the initial parameters soon have no weight.
+    `averaged_params` returns it from the state of any optimizer, ``result.averaged_params`` from the result of a run.
 
     Args:
-        decay: d, in [0, 1): the average reaches about 1 / (1 - d) steps back. 0 keeps the parameters themselves.
+        decay: d, in [0, 1): the average is over about 1 / (1 - d) steps. With 0 it equals the parameters.
 
     Raises:
-        ValueError, TypeError: if ``decay`` is no number in [0, 1); in ``update``, if ``params`` are not given.
+        ValueError, TypeError: if ``decay`` is not a number in [0, 1); in ``update``, if ``params`` are not given.
 
-    *Privacy*: post-processing; reads parameters that are released.
+    *Privacy*: post-processing of released parameters.
 
     Reference: De et al. (2022), Unlocking High-Accuracy Differentially Private Image Classification through Scale,
     which evaluates such averages throughout.
@@ -52,15 +53,13 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformation:
     validate.fraction(decay=decay)
 
     def init(params):
-        # Copies: a step that may reuse the buffers of parameters and state must not be given one buffer as both.
+        # Copies: a step with donated arguments must not get one buffer as both parameter and state.
         average = jax.tree.map(lambda p: jnp.array(p, trees.accumulator_dtype(jnp.result_type(p)), copy=True), params)
         return AverageState(jnp.zeros((), jnp.int32), average)
 
     def update(updates, state, params=None):
         if params is None:
-            raise ValueError(
-                "average_params averages the parameters and was not given them: call update(grads, state, params)."
-            )
+            raise ValueError("average_params needs the parameters, and got none: call update(grads, state, params).")
         count = trees.next_count(state.count)
         t = count.astype(jnp.float32)
         d = jnp.minimum(decay, (1 + t) / (10 + t))
@@ -68,12 +67,12 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformation:
         average = jax.tree.map(lambda a, p: a + (1 - d).astype(a.dtype) * (p.astype(a.dtype) - a), state.average, new)
         return updates, AverageState(count, average)
 
-    update.__qualname__ = "average_params"  # what messages and printed plans call it
+    update.__qualname__ = "average_params"  # the name in messages and printed plans
     return optax.GradientTransformation(init, update)
 
 
-def averaged_params(opt_state: Any, like: Any = None) -> Any:
-    """The average that `average_params` keeps somewhere in an optimizer's state.
+def averaged_params(opt_state: optax.OptState, like: optax.Params | None = None) -> PyTree:
+    """The average of `average_params`, from anywhere in the state of an optimizer.
 
     Args:
         opt_state: state of an optimizer with one `average_params` in it.
@@ -83,7 +82,7 @@ def averaged_params(opt_state: Any, like: Any = None) -> Any:
         A pytree like the parameters.
 
     Raises:
-        ValueError: if the state holds no average, or several.
+        ValueError: if the state holds no average, or more than one.
 
     *Privacy*: post-processing.
 
@@ -93,14 +92,14 @@ def averaged_params(opt_state: Any, like: Any = None) -> Any:
     found = averages(opt_state)
     if len(found) != 1:
         raise ValueError(
-            f"this state holds {len(found) or 'no'} averages of parameters, and one is needed: put "
-            "dpopt.average_params(decay) last in the optimizer's chain, or Builder.average(decay)."
+            f"this state holds {len(found) or 'no'} averages of parameters; expected one. Put "
+            "dpopt.average_params(decay) last in the optimizer's chain, or use Builder.average(decay)."
         )
     average = found[0].average
     return average if like is None else jax.tree.map(lambda a, p: a.astype(jnp.result_type(p)), average, like)
 
 
-def averages(opt_state: Any) -> list[AverageState]:
+def averages(opt_state: optax.OptState) -> list[AverageState]:
     """All states of `average_params` in an optimizer's state.
 
     *Privacy*: post-processing.

@@ -1,28 +1,26 @@
-"""DP2: delayed preconditioners. Plain private steps teach the diagonal that adaptive steps then use."""
-
-from typing import Any
+"""DP2: delayed preconditioners. Adaptive steps use a diagonal that is estimated from plain private steps."""
 
 import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import as_clip_function
+from dpopt.clipping import FixedClip, as_clip_function
+from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._decay import decayed_weights
+from dpopt.optimizers._parts import decayed_weights, private_mean
 from dpopt.optimizers._phases import clip_ratio, scale_by_either
 from dpopt.preconditioners.delayed import delayed_moments, phase_lengths
-from dpopt.private_mean import privatize
 
 
 def dp2(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    adaptive_learning_rate: Any,
-    adaptive_l2_clip_norm: Any,
-    delay: Any,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    adaptive_learning_rate: optax.ScalarOrSchedule,
+    adaptive_l2_clip_norm: float | jax.Array,
+    delay: int | tuple[int, int],
+    l2_clip_norm: FixedClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     rule: str = "rmsprop",
     decay: float = 0.9,
@@ -31,7 +29,7 @@ def dp2(
     correct_noise: bool = False,
     noise: Strategy | None = None,
 ) -> PrivateOptimizer:
-    r"""DP2: s1 steps of DP-SGD, then s2 adaptive steps with the diagonal learned from them, and again.
+    r"""DP2: cycles of s1 steps of DP-SGD and s2 adaptive steps with a diagonal that is estimated from them.
 
     .. math::
 
@@ -40,7 +38,7 @@ def dp2(
         \text{adaptive:} \quad & \tilde g = (\textstyle\sum_i \mathrm{clip}(g_i / D, C_2) + \sigma C_2 z) / B, &
         w \leftarrow w - \eta_2 \tilde g
 
-    See `delayed_moments` for D. Without noise and with both clip norms ``math.inf`` this is the paper's non-private
+    `delayed_moments` defines D. Without noise and with both clip norms ``math.inf`` this is the paper's non-private
     optimizer with delayed preconditioners.
 
     Args:
@@ -48,16 +46,16 @@ def dp2(
         adaptive_learning_rate: eta_2, likewise.
         adaptive_l2_clip_norm: C2; bounds the PRECONDITIONED gradient of adaptive steps.
         delay: s for ``s1 = s2 = s``, or ``(s1, s2)``.
-        l2_clip_norm: C1, or a clip function; adaptive steps then use the same function, in proportion.
+        l2_clip_norm: C1, or a clip function, which adaptive steps use in proportion.
         noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         rule, decay, eps, correct_noise: see `delayed_moments`.
         weight_decay: adds ``weight_decay * w`` to the private gradient, in both phases.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
 
-    *Privacy*: one Gaussian query a step with multiplier sigma, in either phase.
+    *Privacy*: one Gaussian query per step with multiplier sigma, in both phases.
 
     Reference: Li, Zaheer, Liu, Reddi, McMahan and Smith (2023), Differentially Private Adaptive Optimization with
     Delayed Preconditioners, Algorithm 1.
@@ -69,29 +67,25 @@ def dp2(
     1.0
     """
     clip = as_clip_function(l2_clip_norm)
-    core = privatize(
-        l2_clip_norm=clip,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        key=key,
-        noise=noise,
-        preconditioner=delayed_moments(
-            delay,
-            rule=rule,
-            decay=decay,
-            eps=eps,
-            adaptive_clip_ratio=clip_ratio(adaptive_l2_clip_norm, clip.sensitivity),
-            correct_noise=correct_noise,
-        ),
+    moments = delayed_moments(
+        delay,
+        rule=rule,
+        decay=decay,
+        eps=eps,
+        adaptive_clip_ratio=clip_ratio(adaptive_l2_clip_norm, clip.sensitivity),
+        correct_noise=correct_noise,
     )
+    core = private_mean(clip, noise_multiplier, expected_batch_size, key, noise, moments)
     rates = scale_by_phase_learning_rate(learning_rate, adaptive_learning_rate, delay)
     return chain(core, *decayed_weights(weight_decay), rates)
 
 
 def scale_by_phase_learning_rate(
-    learning_rate: Any, adaptive_learning_rate: Any, delay: Any
+    learning_rate: optax.ScalarOrSchedule,
+    adaptive_learning_rate: optax.ScalarOrSchedule,
+    delay: int | tuple[int, int],
 ) -> optax.GradientTransformation:
-    """Multiplies by minus one learning rate in DP2's plain phase, and by minus another in its adaptive phase.
+    """Multiplies by the negative learning rate of DP2's phase, plain or adaptive.
 
     Args:
         learning_rate: number, or schedule of the step (over both phases), for the s1 plain steps of a cycle.
@@ -103,6 +97,7 @@ def scale_by_phase_learning_rate(
 
     *Privacy*: post-processing.
 
+    >>> import jax.numpy as jnp
     >>> rates = scale_by_phase_learning_rate(0.5, 2.0, delay=1)
     >>> first, state = rates.update(jnp.ones(1), rates.init(jnp.zeros(1)))
     >>> first.tolist(), rates.update(jnp.ones(1), state)[0].tolist()

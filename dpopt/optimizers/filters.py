@@ -1,14 +1,14 @@
-"""Filters after the noise: the gradient changes slowly from step to step, independent noise does not.
+"""Filters after the noise, which use that gradients change slowly from step to step and independent noise does not.
 
-Stages of a `dpopt.chain` like any others. Under noise that is correlated over steps they have less to do: its slow part
-is small already (`dpopt.correlated`).
+They are ordinary stages of a `dpopt.chain`. With noise that is correlated over steps (`dpopt.correlated`) they gain
+less, since its low frequencies are already small.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,38 +16,39 @@ import numpy as np
 import optax
 
 from dpopt.common import trees, validate
+from dpopt.common.types import Example, LossFn, PyTree
 
 
 class LowPassState(NamedTuple):
     """State of `low_pass`; the latest first."""
 
-    gradients: tuple[Any, ...]  # like params, at least float32: what came in
-    filtered: tuple[Any, ...]  # likewise: what went out, before it was corrected
-    ones: jax.Array  # (gradients,): whether there has been one
-    corrections: jax.Array  # (filtered,): what a gradient of 1 would have become
+    gradients: tuple[PyTree, ...]  # like params, at least float32: inputs
+    filtered: tuple[PyTree, ...]  # likewise: outputs m, not corrected
+    ones: jax.Array  # (gradients,): 1 for each input so far, else 0
+    corrections: jax.Array  # (filtered,): the outputs c for an input of ones
 
 
 def low_pass(
     feedback: Sequence[float] = (-0.9,), feedforward: Sequence[float] = (0.1,)
 ) -> optax.GradientTransformation:
-    r"""A linear filter of noisy gradients, corrected so that a gradient that stays the same comes out as it is.
+    r"""A linear filter of noisy gradients, corrected so that it does not change a constant gradient.
 
     .. math::
         m_t = -\sum_{i \ge 1} a_i m_{t-i} + \sum_{i \ge 0} b_i \tilde g_{t-i}, \quad \hat m_t = m_t / c_t
 
-    where :math:`c_t` is what the same filter makes of ones.
+    where :math:`c_t` is the output of the same filter for an input of ones.
 
     Args:
         feedback: a, from :math:`a_1` on.
-        feedforward: b, from :math:`b_0` on. Coefficients of a design, such as those of ``scipy.signal.butter``, can be
-            given as they are, but for the leading 1 of a.
+        feedforward: b, from :math:`b_0` on. Coefficients from a design function such as ``scipy.signal.butter`` can be
+            used without change, except for the leading 1 of a.
 
     Returns:
         A transformation for after the noise.
 
     Raises:
-        ValueError, TypeError: for coefficients that are not finite, or of a filter that is not stable or lets nothing
-            through that stays the same.
+        ValueError, TypeError: for coefficients that are not finite, or of a filter that is not stable or maps a
+            constant gradient to 0.
 
     *Privacy*: post-processing.
 
@@ -65,12 +66,12 @@ def low_pass(
     if a.ndim != 1 or b.ndim != 1 or not len(b) or not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise ValueError(f"feedback and feedforward must be finite numbers; got {feedback} and {feedforward}.")
     if len(a) and np.abs(np.roots([1.0, *a])).max() >= 1:
-        raise ValueError(f"feedback {feedback} makes a filter that is not stable: its output would grow without bound.")
+        raise ValueError(f"feedback {feedback} makes the filter unstable: its output would grow without bound.")
     if b.sum() == 0:
-        raise ValueError(f"feedforward {feedforward} adds up to 0: a gradient that stays the same would be lost.")
+        raise ValueError(f"feedforward {feedforward} adds up to 0: the filter would map a constant gradient to 0.")
 
     def init_fn(params):
-        def zeros(count: int) -> tuple[Any, ...]:
+        def zeros(count: int) -> tuple[PyTree, ...]:
             return tuple(trees.zeros(params) for _ in range(count))
 
         return LowPassState(zeros(len(b) - 1), zeros(len(a)), jnp.zeros(len(b) - 1), jnp.zeros(len(a)))
@@ -81,12 +82,12 @@ def low_pass(
         ones = jnp.concatenate([jnp.ones(1), state.ones])
 
         def combined(*leaves: jax.Array) -> jax.Array:
-            weights = [*b.tolist(), *(-a).tolist()]  # NumPy's numbers would widen what they multiply
+            weights = [*b.tolist(), *(-a).tolist()]  # Python floats, which do not widen what they multiply
             return sum((w * x for w, x in zip(weights, leaves, strict=True)), jnp.zeros((), leaves[0].dtype))
 
         now = jax.tree.map(combined, *gradients, *state.filtered)
-        became = jnp.sum(jnp.asarray(a, ones.dtype) * state.corrections)
-        correction = jnp.sum(jnp.asarray(b, ones.dtype) * ones) - became
+        fed_back = jnp.sum(jnp.asarray(a, ones.dtype) * state.corrections)
+        correction = jnp.sum(jnp.asarray(b, ones.dtype) * ones) - fed_back
         corrections = jnp.concatenate([correction[None], state.corrections])[: len(a)]
         new_state = LowPassState(
             gradients[: len(b) - 1], (now, *state.filtered)[: len(a)], ones[: len(b) - 1], corrections
@@ -99,16 +100,16 @@ def low_pass(
 class SimplifiedKalmanState(NamedTuple):
     """State of `simplified_kalman`."""
 
-    estimate: Any  # like params, at least float32
+    estimate: PyTree  # like params, at least float32
 
 
 def simplified_kalman(kappa: float = 0.7) -> optax.GradientTransformation:
     r"""DiSK's filter of noisy gradients, :math:`\hat g_t = (1 - \kappa) \hat g_{t-1} + \kappa \tilde g_t`.
 
-    To be used with `look_ahead`, which makes :math:`\tilde g_t` say how the gradient has changed since the last step.
+    Use it with `look_ahead`, which adds to :math:`\tilde g_t` how the gradient has changed since the last step.
 
     Args:
-        kappa: in (0, 1]; the less, the more noise is filtered out.
+        kappa: in (0, 1]; a smaller value filters out more noise.
 
     Returns:
         A transformation for after the noise.
@@ -140,20 +141,22 @@ def simplified_kalman(kappa: float = 0.7) -> optax.GradientTransformation:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def look_ahead(loss_fn: Callable, move: Any, *, kappa: float = 0.7, gamma: float | None = None) -> Callable:
+def look_ahead(
+    loss_fn: LossFn, move: optax.Updates, *, kappa: float = 0.7, gamma: float | None = None
+) -> Callable[[optax.Params, Example], jax.Array]:
     r"""A loss whose gradient extrapolates along the last step, for `simplified_kalman`.
 
     .. math::
         \alpha \nabla f(w + \gamma d) + (1 - \alpha) \nabla f(w), \quad \alpha = (1 - \kappa) / (\kappa \gamma)
 
-    is the gradient that is clipped, d being the step from the parameters before to these.
+    is the gradient that is clipped, where d is the last step of the parameters.
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``.
-        move: d, like the parameters: the updates of the last step; zeros before the first.
-        kappa: as in `simplified_kalman`.
-        gamma: positive; None for :math:`(1 - \kappa) / \kappa`, under which alpha is 1 and one gradient is
-            all it takes: any other takes two, and twice the time.
+        move: d, like the parameters: the updates of the last step; zeros at the first.
+        kappa: see `simplified_kalman`.
+        gamma: positive; None for :math:`(1 - \kappa) / \kappa`, for which alpha is 1. Only then one gradient is enough;
+            any other value needs two, and twice the time.
 
     Returns:
         A loss of one example, with the same arguments.
@@ -161,13 +164,13 @@ def look_ahead(loss_fn: Callable, move: Any, *, kappa: float = 0.7, gamma: float
     Raises:
         ValueError, TypeError: for a number out of range.
 
-    *Privacy*: asks the same one query, whose sensitivity the clip bounds. ``move`` must come from released parameters.
+    *Privacy*: still one query, whose sensitivity is bounded by the clip. ``move`` must come from released parameters.
 
     Reference: Zhang, Bu, Balle, Hong, Razaviyayn and Mirrokni (2025), DiSK: Differentially Private Optimizer with
     Simplified Kalman Filter for Noise Reduction.
 
     >>> loss = look_ahead(lambda w, x: w**3 / 3, jnp.array(0.5), kappa=0.5, gamma=2.0)
-    >>> float(jax.grad(loss)(jnp.array(1.0), None))  # half of (1 + 2 * 0.5)^2, and half of 1^2
+    >>> float(jax.grad(loss)(jnp.array(1.0), None))  # half of (1 + 2 * 0.5)^2, plus half of 1^2
     2.5
     """
     validate.probability(kappa=kappa)
@@ -176,7 +179,7 @@ def look_ahead(loss_fn: Callable, move: Any, *, kappa: float = 0.7, gamma: float
     validate.positive(gamma=gamma)
     share = (1 - kappa) / (kappa * gamma)
 
-    def loss(params: Any, example: Any) -> jax.Array:
+    def loss(params: optax.Params, example: Example) -> jax.Array:
         ahead = jax.tree.map(lambda p, d: p + jnp.asarray(gamma * jax.lax.stop_gradient(d), p.dtype), params, move)
         if math.isclose(share, 1.0):
             return loss_fn(ahead, example)

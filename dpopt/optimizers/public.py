@@ -1,18 +1,19 @@
-"""Public data beside any optimizer: a warm start, and rules that read public values."""
+"""Uses of public data with any optimizer: a warm start, and rules that read public values."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from dpopt.common.types import Batch, LossFn
+
 
 def with_public_arguments(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Passes extra arguments called ``public_...`` on to a rule without that prefix.
+    """Passes extra arguments named ``public_...`` to a rule, without that prefix.
 
-    Rules such as ``optax.contrib.reduce_on_plateau`` read a loss by the name ``value``. A private optimizer refuses an
-    argument of that name; one that is called ``public_value`` says where it comes from.
+    Rules such as ``optax.contrib.reduce_on_plateau`` read a loss as ``value``. A private optimizer refuses an argument
+    of that name, which could be private; the name ``public_value`` states that it is not.
 
     Args:
         rule: a transformation for after the noise.
@@ -20,8 +21,8 @@ def with_public_arguments(rule: optax.GradientTransformation) -> optax.GradientT
     Returns:
         The same rule, whose ``update(..., public_value=v)`` is the rule's ``update(..., value=v)``.
 
-    *Privacy*: post-processing, provided that what is passed was computed from public data, or by a mechanism that is
-    accounted for elsewhere: a loss on the private data is neither.
+    *Privacy*: post-processing, provided that the arguments are computed from public data, or by a mechanism that is
+    accounted for elsewhere. A loss on the private data is neither.
 
     >>> plateau = with_public_arguments(optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     >>> state = plateau.init(jnp.zeros(1))
@@ -33,20 +34,20 @@ def with_public_arguments(rule: optax.GradientTransformation) -> optax.GradientT
     inner = optax.with_extra_args_support(rule)
 
     def update_fn(updates, state, params=None, **extra_args):
-        told = {name.removeprefix("public_"): value for name, value in extra_args.items() if name.startswith("public_")}
-        return inner.update(updates, state, params, **extra_args, **told)
+        public = {k.removeprefix("public_"): value for k, value in extra_args.items() if k.startswith("public_")}
+        return inner.update(updates, state, params, **extra_args, **public)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 def warm_start(
-    loss_fn: Callable[..., Any], params: Any, batches: Iterable[Any], *, optimizer: optax.GradientTransformation
-) -> Any:
-    """Trains on PUBLIC batches without privacy; the result is where private training starts.
+    loss_fn: LossFn, params: optax.Params, batches: Iterable[Batch], *, optimizer: optax.GradientTransformation
+) -> optax.Params:
+    """Trains on PUBLIC batches without privacy, for parameters from which private training can start.
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example, as for `per_example_grads`.
-        params: where to start; not modified.
+        params: initial parameters; not modified.
         batches: public batches, leaves ``(B, ...)``; one step each.
         optimizer: an ordinary Optax optimizer, such as ``optax.adam(1e-3)``.
 
@@ -54,9 +55,9 @@ def warm_start(
         The parameters after the last batch.
 
     Raises:
-        TypeError: if the optimizer is a private one, which would spend noise on public data.
+        TypeError: if the optimizer is private: public data needs no noise.
 
-    *Privacy*: NOT private: whatever the batches hold is in the result.
+    *Privacy*: NOT private: the result may reveal anything in the batches.
 
     >>> loss = lambda w, x: jnp.sum((w - x) ** 2)
     >>> warm_start(loss, jnp.zeros(1), [jnp.ones((4, 1))], optimizer=optax.sgd(0.5)).tolist()

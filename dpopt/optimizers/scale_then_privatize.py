@@ -1,22 +1,22 @@
-"""Scale-then-privatise: Adam whose gradients are clipped in the geometry that Adam steps in."""
-
-from typing import Any
+"""Scale-then-privatise: Adam, with gradients clipped after they are scaled as Adam scales its steps."""
 
 import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.clipping import AdaptiveClip, FixedClip
+from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
+from dpopt.optimizers._parts import private_mean
 from dpopt.preconditioners.moments import last_moments
-from dpopt.private_mean import privatize
 
 
 def scale_then_privatize(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -25,28 +25,28 @@ def scale_then_privatize(
     weight_decay: float = 0.0,
     noise: Strategy | None = None,
 ) -> PrivateOptimizer:
-    r"""Scale by last step's second moment, clip, add noise, undo the scale, then Adam.
+    r"""Scales by the second moment of the last step, clips, adds noise, undoes the scale, then applies Adam.
 
     .. math::
 
         \tilde g_t = \tfrac{1}{s_t B} \big( \textstyle\sum_i \mathrm{clip}(s_t g_i, C) + \sigma C z \big), \quad
         s_t = 1 / (\sqrt{\hat v_{t-1}} + \epsilon_s), \quad s_1 = 1
 
-    and :math:`\tilde g_t` goes into Adam, whose second moment v is.
+    Adam is applied to :math:`\tilde g_t`; v is its second moment.
 
     Args:
         learning_rate: a number or a schedule.
-        l2_clip_norm: C; bounds the SCALED gradient, so it is of the order of the root of the dimension.
+        l2_clip_norm: C; bounds the SCALED gradient, whose norm is of the order of the root of the dimension.
         noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         b1, b2, eps: see ``optax.adam``.
         eps_scale: epsilon_s, positive; bounds the scale where v is small.
         weight_decay: decoupled, multiplied by the learning rate.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
 
-    *Privacy*: one Gaussian query a step with multiplier sigma: the scale comes from what was released before.
+    *Privacy*: one Gaussian query per step with multiplier sigma: the scale is computed from earlier releases.
 
     Reference: Ganesh, McMahan and Thakurta (2025), On Design Principles for Private Adaptive Optimizers, Algorithm 8.
 
@@ -55,12 +55,6 @@ def scale_then_privatize(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = privatize(
-        l2_clip_norm=l2_clip_norm,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        key=key,
-        noise=noise,
-        preconditioner=last_moments(b2=b2, eps_scale=eps_scale),
-    )
+    moments = last_moments(b2=b2, eps_scale=eps_scale)
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise, moments)
     return chain(core, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))

@@ -1,26 +1,24 @@
-"""DP-SGD and its adaptive relatives: privatise the mean gradient, then follow the ordinary Optax rule.
+"""DP-SGD and its adaptive relatives: the private mean gradient, then the ordinary Optax rule.
 
-The shortest file here, and the one to copy for a new optimizer.
+The simplest optimizers; copy one to add another.
 """
-
-from typing import Any
 
 import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.clipping import AdaptiveClip, FixedClip
+from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.private_mean import privatize
-
-ScalarOrSchedule = Any  # float, or step -> float
+from dpopt.optimizers._parts import private_mean
 
 
 def dp_sgd(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     momentum: float | None = None,
     nesterov: bool = False,
@@ -33,10 +31,10 @@ def dp_sgd(
         l2_clip_norm: C, positive (``math.inf`` only without noise), or a clip function of `dpopt.clipping`.
         noise_multiplier: sigma, at least 0; 0 is ordinary SGD without privacy.
         expected_batch_size: B, the expected number of examples in a batch.
-        key: PRNG key of the noise, used for nothing else.
+        key: PRNG key of the noise; do not use it for anything else.
         momentum: decay of the momentum trace, or None.
-        nesterov: whether the momentum looks ahead.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        nesterov: whether to use Nesterov momentum.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Returns:
         An optimizer whose ``update`` takes a promise of `per_example_grads`, or ``(B, ...)`` gradients.
@@ -44,7 +42,7 @@ def dp_sgd(
     Raises:
         ValueError, TypeError: for a bad argument, named.
 
-    *Privacy*: one Gaussian query a step with multiplier sigma, under add/remove of one example.
+    *Privacy*: one Gaussian query per step with multiplier sigma, under add/remove of one example.
 
     Reference: Abadi et al. (2016), Deep Learning with Differential Privacy, Algorithm 1.
 
@@ -54,26 +52,16 @@ def dp_sgd(
     >>> [round(x, 3) for x in updates.tolist()]
     [-0.3, -0.4]
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.sgd(learning_rate, momentum=momentum, nesterov=nesterov))
 
 
-def _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise) -> PrivateOptimizer:
-    return privatize(
-        l2_clip_norm=l2_clip_norm,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        key=key,
-        noise=noise,
-    )
-
-
 def dp_adam(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -86,7 +74,7 @@ def dp_adam(
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         b1, b2: decay of the first and second moment.
         eps: added to the root of the second moment.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -97,16 +85,16 @@ def dp_adam(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.adam(learning_rate, b1=b1, b2=b2, eps=eps))
 
 
 def dp_adamw(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -114,34 +102,33 @@ def dp_adamw(
     weight_decay: float = 1e-4,
     noise: Strategy | None = None,
 ) -> PrivateOptimizer:
-    """DP-AdamW: the private mean gradient, then ``optax.adamw``. The decay reads the parameters, which are private
-    already.
+    """DP-AdamW: the private mean gradient, then ``optax.adamw``.
 
     Args:
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         b1, b2, eps: see `dp_adam`.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
 
-    *Privacy*: as `dp_sgd`; AdamW is post-processing.
+    *Privacy*: as `dp_sgd`; AdamW, decay included, is post-processing.
 
     >>> opt = dp_adamw(1e-3, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=64, key=jax.random.key(0))
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))
 
 
 def dp_rmsprop(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     decay: float = 0.9,
     eps: float = 1e-8,
@@ -153,9 +140,9 @@ def dp_rmsprop(
     Args:
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         decay: decay of the mean square.
-        eps: keeps the division finite.
-        eps_in_sqrt: whether ``eps`` stands under the root, as in Optax; the DP papers add it outside (False).
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        eps: added to the mean square or to its root; see ``eps_in_sqrt``.
+        eps_in_sqrt: whether ``eps`` is added inside the root, as in Optax; the DP papers add it outside (False).
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -166,16 +153,16 @@ def dp_rmsprop(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.rmsprop(learning_rate, decay=decay, eps=eps, eps_in_sqrt=eps_in_sqrt))
 
 
 def dp_adagrad(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     initial_accumulator_value: float = 0.1,
     eps: float = 1e-7,
@@ -185,9 +172,9 @@ def dp_adagrad(
 
     Args:
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
-        initial_accumulator_value: start of the sum of squares.
+        initial_accumulator_value: initial value of the sum of squares.
         eps: see ``optax.adagrad``.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -198,17 +185,17 @@ def dp_adagrad(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     rule = optax.adagrad(learning_rate, initial_accumulator_value=initial_accumulator_value, eps=eps)
     return chain(core, rule)
 
 
 def dp_yogi(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -220,7 +207,7 @@ def dp_yogi(
     Args:
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
         b1, b2, eps: see ``optax.yogi``.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None: independent noise.
+        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -231,5 +218,5 @@ def dp_yogi(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = _core(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.yogi(learning_rate, b1=b1, b2=b2, eps=eps))

@@ -1,1 +1,1 @@
-"""Diagonals that every gradient is multiplied by before the clip: given, from public gradients, or DP2's."""
+"""Diagonals before the clip: fixed ones, those from public or the last private gradients, and that of DP2."""

@@ -1,9 +1,9 @@
 """Diagonals applied to every per-example gradient before the clip.
 
-A preconditioner is three pure functions and a state (`Preconditioner`): what it multiplies the gradients by at this
-step (`Diagonal`), and what it learns from the private mean afterwards. It never sees a raw gradient, so the diagonal
-depends on public data, side information or already noised values alone, and the clip after it bounds what one example
-adds."""
+A preconditioner (`Preconditioner`) is a state and pure functions: what gradients are multiplied by at this step
+(`Diagonal`), and the state after the private mean of the step. It never receives a raw gradient. The diagonal therefore
+depends only on public data, side information or noised values, and the clip after it bounds what one example adds.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,40 +18,59 @@ from jax.core import Tracer
 from dpopt import _stages
 from dpopt.clipping import as_promise
 from dpopt.common import trees, validate
+from dpopt.common.types import PyTree
+from dpopt.gradients import PerExampleGrads
 
 
 class Diagonal(NamedTuple):
-    """What happens to gradients at one step. A field is a pytree, a prefix of the parameters, or None for nothing."""
+    """What is done to gradients at one step. A field is a pytree, a prefix of the parameters, or None for nothing."""
 
-    scale: Any = None  # S: every example's gradient becomes S * g_i ...
-    offset: Any = None  # ... + o, and is clipped after that
-    release: Any = None  # multiplies the noisy mean: undoes S, or restores the units of a clip norm folded into S
+    scale: PyTree = None  # S: every per-example gradient becomes S * g_i ...
+    offset: PyTree = None  # ... + o, and is then clipped
+    release: PyTree = None  # multiplies the noisy mean: undoes S, or restores the units of a clip norm folded into S
 
 
 class Preconditioner(Protocol):
-    """Where a diagonal comes from."""
+    """A source of diagonals."""
 
-    needs_feedback: bool  # whether `observe` or `Diagonal.release` matters: only `dpopt.chain` can serve those
+    needs_feedback: bool  # whether it uses `observe` or `Diagonal.release`, which only `dpopt.chain` supports
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: optax.Params) -> PyTree:
         """The state before the first step: arrays only, of fixed shapes."""
         ...
 
-    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
-        """This step's diagonal and the state. Reads the state and public values (``public_grads``) only."""
+    def diagonal(self, state: PyTree, params: optax.Params | None, **extra_args: Any) -> tuple[Diagonal, PyTree]:
+        """This step's diagonal and the state. Reads only the state and public values (``public_grads``)."""
         ...
 
-    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> Any:
-        """The state after this step's private mean gradient is known, with the standard deviation of the noise in it:
-        one number, or one a parameter or coordinate where a diagonal was undone."""
+    def observe(self, state: PyTree, private_mean: optax.Updates, noise_stddev: PyTree) -> PyTree:
+        """The state after this step's private mean gradient. ``noise_stddev`` is the standard deviation of its noise:
+        one number, or one per parameter or coordinate if a diagonal was undone."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SideInformation:
-    """The preconditioner made by `side_information`: a fixed diagonal."""
+    """A fixed diagonal that multiplies every per-example gradient (AdaDPS with side information, A = 1 / scale).
 
-    scale: Any
+    Args:
+        scale: positive numbers: a pytree with the parameters' structure, or a prefix of it, whose leaves broadcast to
+            the parameters' shapes. For token frequencies see `scale_from_frequencies`.
+
+    Raises:
+        ValueError, TypeError: if an entry is zero, negative, NaN, infinite or not a number; in ``update``, if the tree
+            or a shape does not fit the parameters.
+
+    *Privacy*: reads only ``scale``, which must be public. Statistics of the private training set are not public:
+    release them by a private mechanism of their own and add its event, or count them elsewhere.
+
+    Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 1.
+
+    >>> side_information({"w": np.array([[0.5], [2.0]]), "b": 1.0}).needs_feedback
+    False
+    """
+
+    scale: PyTree
 
     needs_feedback = False
 
@@ -70,15 +89,17 @@ class SideInformation:
             if not (np.isfinite(values).all() and (values > 0).all()):
                 bad = values[~(np.isfinite(values) & (values > 0))].flat[0]
                 raise ValueError(
-                    f"{where} must be positive and finite everywhere; it holds {bad}. A coordinate that should not be "
-                    "trained belongs outside params; for a frequency of 0, cap 1 / frequency."
+                    f"{where} must be positive and finite everywhere; it holds {bad}. To freeze a coordinate, keep it "
+                    "outside params; for a frequency of 0, cap 1 / frequency."
                 )
 
-    def init(self, params: Any) -> optax.EmptyState:
+    def init(self, params: optax.Params) -> optax.EmptyState:
         del params
         return optax.EmptyState()
 
-    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
+    def diagonal(
+        self, state: optax.EmptyState, params: optax.Params | None, **extra_args: Any
+    ) -> tuple[Diagonal, optax.EmptyState]:
         del extra_args
         if params is None:
             return Diagonal(scale=self.scale), state
@@ -89,31 +110,13 @@ class SideInformation:
         scale = trees.broadcast_prefix(self.scale, params, "scale")
         return Diagonal(scale=jax.tree.map(like_moments, scale, params)), state
 
-    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> Any:
+    def observe(self, state: optax.EmptyState, private_mean: optax.Updates, noise_stddev: PyTree) -> optax.EmptyState:
         del private_mean, noise_stddev
         return state
 
 
-def side_information(scale: Any) -> SideInformation:
-    """A fixed diagonal that multiplies every per-example gradient (AdaDPS with side information, A = 1 / scale).
-
-    Args:
-        scale: positive numbers: a pytree with the parameters' structure, or a prefix of it, whose leaves broadcast to
-            the parameters' shapes. For token frequencies see `scale_from_frequencies`.
-
-    Raises:
-        ValueError, TypeError: if an entry is zero, negative, NaN, infinite or no number; in ``update``, if the tree
-            or a shape does not fit the parameters.
-
-    *Privacy*: reads ``scale`` only, which must be public. Statistics of the private training set are not public:
-    release them by a private mechanism of their own and add its event, or count them elsewhere.
-
-    Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 1.
-
-    >>> side_information({"w": np.array([[0.5], [2.0]]), "b": 1.0}).needs_feedback
-    False
-    """
-    return SideInformation(scale)
+side_information = SideInformation
+"""Alias of `SideInformation`: the name to use."""
 
 
 class ScheduledClipNormState(NamedTuple):
@@ -124,7 +127,24 @@ class ScheduledClipNormState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduledClipNorm:
-    """The preconditioner made by `scheduled_clip_norm`."""
+    r"""Makes the clip norm follow a schedule: :math:`C(t) = r(t)\, C`, with the noise in proportion.
+
+    The chain clips at the constant C. Gradients are divided by r(t) before the clip and the noisy mean is multiplied by
+    r(t) after it, which is exactly clipping at :math:`r(t) C` with noise :math:`\sigma r(t) C`.
+
+    Args:
+        relative_norm: r, a schedule ``step -> number`` of positive numbers that are fixed in advance, such as
+            ``optax.linear_schedule(1.0, 0.1, 1000)``. Put this after all other diagonals.
+
+    Raises:
+        ValueError, TypeError: if it is not a schedule, or does not start at a positive number.
+
+    *Privacy*: the noise multiplier, and so the event of a step, does not change. The schedule must not depend on
+    private data.
+
+    >>> scheduled_clip_norm(optax.linear_schedule(1.0, 0.5, 10)).needs_feedback
+    True
+    """
 
     relative_norm: Callable[[Any], Any]
 
@@ -133,46 +153,32 @@ class ScheduledClipNorm:
     def __post_init__(self):
         if not callable(self.relative_norm):
             raise TypeError(
-                f"relative_norm must be a schedule, step -> C(step) / C; got {self.relative_norm!r}. A constant clip "
-                "norm is clip_and_sum's own argument."
+                f"relative_norm must be a schedule, step -> C(step) / C; got {self.relative_norm!r}. Pass a constant "
+                "clip norm to clip_and_sum."
             )
         validate.positive(**{"relative_norm(0)": self.relative_norm(0)})
 
-    def init(self, params: Any) -> ScheduledClipNormState:
+    def init(self, params: optax.Params) -> ScheduledClipNormState:
         del params
         return ScheduledClipNormState(jnp.zeros([], jnp.int32))
 
-    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
+    def diagonal(
+        self, state: ScheduledClipNormState, params: optax.Params | None, **extra_args: Any
+    ) -> tuple[Diagonal, ScheduledClipNormState]:
         del params, extra_args
         ratio = self.relative_norm(state.count)
         # clip(g / r, C) * r = clip(g, r C), and the noise sigma C becomes sigma r C.
         return Diagonal(scale=1 / ratio, release=ratio), state
 
-    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> ScheduledClipNormState:
+    def observe(
+        self, state: ScheduledClipNormState, private_mean: optax.Updates, noise_stddev: PyTree
+    ) -> ScheduledClipNormState:
         del private_mean, noise_stddev
         return ScheduledClipNormState(trees.next_count(state.count))
 
 
-def scheduled_clip_norm(relative_norm: Callable[[Any], Any]) -> ScheduledClipNorm:
-    r"""Lets the clip norm follow a schedule: :math:`C(t) = r(t)\, C`, with the noise in proportion.
-
-    The chain clips at the constant C; gradients are divided by r(t) before and the noisy mean is multiplied by r(t)
-    after, which is clipping at :math:`r(t) C` with noise :math:`\sigma r(t) C`, exactly.
-
-    Args:
-        relative_norm: r, a schedule ``step -> number`` of positive numbers that are fixed in advance, such as
-            ``optax.linear_schedule(1.0, 0.1, 1000)``. Put this after all other diagonals.
-
-    Raises:
-        ValueError, TypeError: if it is no schedule, or does not start at a positive number.
-
-    *Privacy*: the noise multiplier, and so the event of a step, does not change. The schedule must not look at private
-    data.
-
-    >>> scheduled_clip_norm(optax.linear_schedule(1.0, 0.5, 10)).needs_feedback
-    True
-    """
-    return ScheduledClipNorm(relative_norm)
+scheduled_clip_norm = ScheduledClipNorm
+"""Alias of `ScheduledClipNorm`: the name to use."""
 
 
 def precondition(preconditioner: Preconditioner) -> optax.GradientTransformationExtraArgs:
@@ -187,7 +193,7 @@ def precondition(preconditioner: Preconditioner) -> optax.GradientTransformation
 
     Raises:
         TypeError: if ``preconditioner`` lacks a method; ValueError: in ``update`` under plain ``optax.chain``, if the
-            preconditioner learns from what comes after the noise: only `dpopt.chain` passes that back.
+            preconditioner needs the private mean, which only `dpopt.chain` passes back to it.
 
     *Privacy*: see `side_information`; the sensitivity is still the clip norm, since the clip comes after.
 
@@ -197,18 +203,13 @@ def precondition(preconditioner: Preconditioner) -> optax.GradientTransformation
     >>> promise.materialize().tolist()[0]
     [2.0, 2.0]
     """
-    for method in ("init", "diagonal", "observe"):
-        if not callable(getattr(preconditioner, method, None)):
-            raise TypeError(
-                f"{preconditioner!r} is no preconditioner: it has no method {method!r}. Use "
-                "dpopt.side_information(scale) for a fixed diagonal."
-            )
+    check_methods(preconditioner)
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args) -> tuple[Any, PyTree]:  # Optax's types have no promises
         if preconditioner.needs_feedback:
             raise ValueError(
-                f"{type(preconditioner).__name__} learns from the private gradient, which comes after the noise; "
-                "optax.chain cannot pass it back. Build the optimizer with dpopt.chain(...)."
+                f"{type(preconditioner).__name__} needs the private gradient of each step, and optax.chain cannot pass "
+                "it back. Build the optimizer with dpopt.chain(...)."
             )
         diagonal, state = preconditioner.diagonal(state, params, **extra_args)
         return apply_diagonal(as_promise(updates, params), diagonal), state
@@ -217,8 +218,18 @@ def precondition(preconditioner: Preconditioner) -> optax.GradientTransformation
     return _stages.StagedTransformation(preconditioner.init, update_fn, stage)
 
 
-def apply_diagonal(promise: Any, diagonal: Diagonal) -> Any:
-    """The promise of ``S * g_i + o``, for a diagonal that a preconditioner has declared."""
+def check_methods(preconditioner: Preconditioner) -> None:
+    """Raises a TypeError unless an object has the methods of `Preconditioner`."""
+    for method in ("init", "diagonal", "observe"):
+        if not callable(getattr(preconditioner, method, None)):
+            raise TypeError(
+                f"{preconditioner!r} is not a preconditioner: it has no method {method!r}. Use "
+                "dpopt.side_information(scale) for a fixed diagonal."
+            )
+
+
+def apply_diagonal(promise: PerExampleGrads, diagonal: Diagonal) -> PerExampleGrads:
+    """The promise of ``S * g_i + o``, for the diagonal of a preconditioner."""
     if diagonal.scale is not None:
         promise = promise._scaled(diagonal.scale, by_hand=False)
     if diagonal.offset is not None:
@@ -226,7 +237,7 @@ def apply_diagonal(promise: Any, diagonal: Diagonal) -> Any:
     return promise
 
 
-def precondition_by_side_information(scale: Any) -> optax.GradientTransformationExtraArgs:
+def precondition_by_side_information(scale: PyTree) -> optax.GradientTransformationExtraArgs:
     """Multiplies every per-example gradient by a fixed, public diagonal: ``precondition(side_information(scale))``.
 
     Args:

@@ -1,48 +1,46 @@
-"""Diagonals from second moments that cost no privacy: of public gradients, or of the last private ones.
+"""Diagonals from second moments of public gradients, or of past private means, at no cost in privacy.
 
 DP2's diagonal, from delayed private gradients, is in `dpopt.preconditioners.delayed`.
 """
 
 import dataclasses
-import math
-import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from dpopt.common import trees, validate
+from dpopt.common.averages import one_minus_power, update_average
+from dpopt.common.types import PyTree
 from dpopt.gradients import PerExampleGrads
 from dpopt.preconditioners.base import Diagonal
 
 
-def next_second_moment(rule: str, v: Any, square: Any, decay: Any) -> Any:
-    """The accumulated second moment after one more square: RMSProp averages, AdaGrad adds, Yogi moves by its sign.
+def next_second_moment(rule: str, v: PyTree, square: PyTree, decay: float | jax.Array) -> PyTree:
+    """The second moment after one more step: RMSProp averages, AdaGrad adds, Yogi moves by the sign of the difference.
 
     Args:
-        rule: ``"rmsprop"`` (also Adam's), ``"adagrad"`` or ``"yogi"``.
-        v: pytree, the moment so far.
+        rule: ``"rmsprop"`` (also ``"adam"``), ``"adagrad"`` or ``"yogi"``.
+        v: pytree of arrays, the moment so far.
         square: pytree like ``v``, the squared gradient.
-        decay: beta; AdaGrad has none.
+        decay: beta; unused by AdaGrad.
 
-    *Privacy*: arithmetic on what is public or released already.
-
-    >>> next_second_moment("rmsprop", 1.0, 3.0, 0.5), next_second_moment("adagrad", 1.0, 3.0, 0.5)
+    >>> v, square = jnp.array(1.0), jnp.array(3.0)
+    >>> float(next_second_moment("rmsprop", v, square, 0.5)), float(next_second_moment("adagrad", v, square, 0.5))
     (2.0, 4.0)
     """
     step = {
-        "rmsprop": lambda v, x: decay * v + (1 - decay) * x,
-        "adam": lambda v, x: decay * v + (1 - decay) * x,
+        "rmsprop": lambda v, x: update_average(v, x, decay),
+        "adam": lambda v, x: update_average(v, x, decay),
         "adagrad": lambda v, x: v + x,
         "yogi": lambda v, x: v + (1 - decay) * jnp.sign(x - v) * x,
     }[rule]
     return jax.tree.map(step, v, square)
 
 
-def inverse_root(v: Any, eps: Any, eps_in_sqrt: bool = False) -> Any:
-    """1 / A, leaf by leaf: ``1 / (sqrt(v) + eps)`` as the papers have it, or ``1 / sqrt(v + eps)``.
-
-    *Privacy*: arithmetic on what is public or released already.
+def inverse_root(v: PyTree, eps: float | jax.Array, eps_in_sqrt: bool = False) -> PyTree:
+    """1 / A per leaf: ``1 / (sqrt(v) + eps)`` as in the papers, or ``1 / sqrt(v + eps)``.
 
     >>> float(inverse_root(jnp.array(4.0), 0.5)), float(inverse_root(jnp.array(3.0), 1.0, eps_in_sqrt=True))
     (0.4..., 0.5)
@@ -52,33 +50,31 @@ def inverse_root(v: Any, eps: Any, eps_in_sqrt: bool = False) -> Any:
     return jax.tree.map(lambda x: 1 / (jnp.sqrt(x) + eps), v)
 
 
-def checked_public_grads(public_grads: Any, like: Any) -> Any:
-    """Public gradients, in the dtype of moments, after checking that they came and fit.
+def checked_public_grads(public_grads: optax.Updates | None, like: PyTree) -> PyTree:
+    """Checks that public gradients are given and fit, and casts them to the dtype of moments.
 
     Args:
-        public_grads: what ``update(..., public_grads=...)`` was given.
+        public_grads: the argument of ``update(..., public_grads=...)``.
         like: a pytree with the parameters' structure and shapes.
 
     Raises:
-        ValueError: if they are missing, or their tree or a shape is another; TypeError: if they are per-example.
-
-    *Privacy*: reads public gradients only.
+        ValueError: if they are missing, or have another tree structure or shape; TypeError: if they are per-example.
 
     >>> checked_public_grads(None, jnp.zeros(2))
     Traceback (most recent call last):
     ...
-    ValueError: this optimizer learns from public gradients, and got none: call update(grads, state, params, \
+    ValueError: this optimizer needs public gradients, and got none: call update(grads, state, params, \
 public_grads=g) with g the mean gradient on a public batch, shaped like the parameters.
     """
     if public_grads is None:
         raise ValueError(
-            "this optimizer learns from public gradients, and got none: call update(grads, state, params, "
-            "public_grads=g) with g the mean gradient on a public batch, shaped like the parameters."
+            "this optimizer needs public gradients, and got none: call update(grads, state, params, public_grads=g) "
+            "with g the mean gradient on a public batch, shaped like the parameters."
         )
     if isinstance(public_grads, PerExampleGrads):
         raise TypeError(
-            "public_grads must be one mean gradient, not a promise of per-example gradients: take jax.grad of the "
-            "mean loss on a public batch."
+            "public_grads must be one mean gradient, not a promise of per-example gradients: pass jax.grad of the mean "
+            "loss on a public batch."
         )
     if jax.tree.structure(public_grads) != jax.tree.structure(like):
         raise ValueError(
@@ -100,19 +96,52 @@ public_grads=g) with g the mean gradient on a public batch, shaped like the para
 class PublicMomentsState(NamedTuple):
     """State of `public_moments`."""
 
-    v: Any  # like params, at least float32: second moment of the public gradients
-    m: Any  # like params: their first moment, for Adam; else ()
+    v: PyTree  # like params, at least float32: second moment of the public gradients
+    m: PyTree  # like params: their first moment, for Adam; else ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PublicMoments:
-    """The preconditioner made by `public_moments`."""
+    r"""Divides by the root of the second moment of public gradients (AdaDPS with public data).
 
-    rule: str
-    decay: Any
-    eps: Any
-    b1: Any
-    eps_in_sqrt: bool
+    .. math::
+
+        v \leftarrow \beta v + (1 - \beta) \hat g^2 \ \text{(RMSProp)}, \quad v \leftarrow v + \hat g^2 \
+        \text{(AdaGrad)}, \quad A = \sqrt v + \epsilon, \quad g_i \mapsto g_i / A
+
+    Adam also keeps :math:`M \leftarrow \beta_1 M + (1 - \beta_1) \hat g` and maps
+    :math:`g_i \mapsto (\beta_1 g_i + (1 - \beta_1) M) / A`. The moments are updated with this step's public gradient
+    before they are used, and their bias is not corrected.
+
+    Every step must pass ``update(..., public_grads=g)``, the mean gradient of a public batch, shaped like the
+    parameters. A gradient that is not finite leaves the moments unchanged.
+
+    Args:
+        rule: ``"rmsprop"``, ``"adagrad"`` or ``"adam"``.
+        decay: beta, in [0, 1).
+        eps: epsilon, positive.
+        b1: beta_1, in [0, 1); Adam only.
+        eps_in_sqrt: whether A is ``sqrt(v + eps)``, as in the authors' first code.
+
+    Raises:
+        ValueError, TypeError: for a bad argument; in ``update``, if the public gradient is missing or does not fit.
+
+    *Privacy*: the clip comes after, so the event is that of DP-SGD, provided that the public batch is public. The
+    parameters at which its gradient is taken are already released.
+
+    Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 1.
+
+    >>> moments = public_moments(rule="adagrad", eps=1.0)
+    >>> diagonal, _ = moments.diagonal(moments.init(jnp.zeros(2)), None, public_grads=jnp.array([0.0, 3.0]))
+    >>> diagonal.scale.tolist()
+    [1.0, 0.25]
+    """
+
+    rule: str = "rmsprop"
+    decay: float | jax.Array = 0.9
+    eps: float | jax.Array = 1e-3
+    b1: float | jax.Array = 0.9
+    eps_in_sqrt: bool = False
 
     needs_feedback = False
 
@@ -121,17 +150,22 @@ class PublicMoments:
         validate.fraction(decay=self.decay, b1=self.b1)
         validate.positive(eps=self.eps)
 
-    def init(self, params: Any) -> PublicMomentsState:
+    def init(self, params: optax.Params) -> PublicMomentsState:
         return PublicMomentsState(v=trees.zeros(params), m=trees.zeros(params) if self.rule == "adam" else ())
 
     def diagonal(
-        self, state: Any, params: Any, *, public_grads: Any = None, **extra_args: Any
+        self,
+        state: PublicMomentsState,
+        params: optax.Params | None,
+        *,
+        public_grads: optax.Updates | None = None,
+        **extra_args: Any,
     ) -> tuple[Diagonal, PublicMomentsState]:
         del params, extra_args
         g = checked_public_grads(public_grads, state.v)
         v = next_second_moment(self.rule, state.v, jax.tree.map(jnp.square, g), self.decay)
         m = state.m if self.rule != "adam" else next_second_moment("rmsprop", state.m, g, self.b1)
-        # One NaN here would stay in the moments and silently drop every private example from then on.
+        # A NaN would stay in the moments and silently drop every private example from then on.
         is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((v, m))]))
         state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), PublicMomentsState(v, m), state)
         scale = inverse_root(state.v, self.eps, self.eps_in_sqrt)
@@ -142,99 +176,26 @@ class PublicMoments:
             offset=jax.tree.map(lambda s, m: (1 - self.b1) * m * s, scale, state.m),
         ), state
 
-    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> Any:
+    def observe(
+        self, state: PublicMomentsState, private_mean: optax.Updates, noise_stddev: PyTree
+    ) -> PublicMomentsState:
         del private_mean, noise_stddev
         return state
 
 
-def public_moments(
-    *, rule: str = "rmsprop", decay: Any = 0.9, eps: Any = 1e-3, b1: Any = 0.9, eps_in_sqrt: bool = False
-) -> PublicMoments:
-    r"""Divides by the root of the second moment of public gradients (AdaDPS with public data).
-
-    .. math::
-
-        v \leftarrow \beta v + (1 - \beta) \hat g^2 \ \text{(RMSProp)}, \quad v \leftarrow v + \hat g^2 \
-        \text{(AdaGrad)}, \quad A = \sqrt v + \epsilon, \quad g_i \mapsto g_i / A
-
-    Adam also keeps :math:`M \leftarrow \beta_1 M + (1 - \beta_1) \hat g` and maps
-    :math:`g_i \mapsto (\beta_1 g_i + (1 - \beta_1) M) / A`. The moments take in this step's public gradient before they
-    are used, and no bias is corrected.
-
-    Args:
-        rule: ``"rmsprop"``, ``"adagrad"`` or ``"adam"``.
-        decay: beta, in [0, 1).
-        eps: epsilon, positive.
-        b1: beta_1, in [0, 1); Adam only.
-        eps_in_sqrt: whether A is ``sqrt(v + eps)``, as in the authors' first code, instead.
-
-    Returns:
-        A preconditioner. ``update(..., public_grads=g)`` must pass the mean gradient of a public batch, shaped like the
-        parameters, at every step. One that is not finite is passed over: the moments stay what they were.
-
-    Raises:
-        ValueError, TypeError: for a bad argument; in ``update``, if the public gradient is missing or does not fit.
-
-    *Privacy*: the clip comes after, so the event is that of DP-SGD, provided that the public batch is public. The
-    parameters at which its gradient is taken are released already.
-
-    Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 1.
-
-    >>> moments = public_moments(rule="adagrad", eps=1.0)
-    >>> diagonal, _ = moments.diagonal(moments.init(jnp.zeros(2)), None, public_grads=jnp.array([0.0, 3.0]))
-    >>> diagonal.scale.tolist()
-    [1.0, 0.25]
-    """
-    return PublicMoments(rule=rule, decay=decay, eps=eps, b1=b1, eps_in_sqrt=eps_in_sqrt)
+public_moments = PublicMoments
+"""Alias of `PublicMoments`: the name to use."""
 
 
 class LastMomentsState(NamedTuple):
     """State of `last_moments`."""
 
     count: jax.Array  # (), int32: steps so far
-    v: Any  # like params, at least float32: moving average of the squared private mean
+    v: PyTree  # like params, at least float32: moving average of the squared private mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LastMoments:
-    """The preconditioner made by `last_moments`."""
-
-    b2: Any
-    eps_scale: Any
-
-    needs_feedback = True
-
-    def __post_init__(self):
-        validate.fraction(b2=self.b2)
-        validate.positive(eps_scale=self.eps_scale)
-
-    def init(self, params: Any) -> LastMomentsState:
-        return LastMomentsState(jnp.zeros([], jnp.int32), trees.zeros(params))
-
-    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
-        del params, extra_args
-        is_first = state.count == 0
-
-        def root(v):
-            # 1 - b2^t without the digits that 1 - 0.999 loses in float32; at t = 0 any positive number will do.
-            count = jnp.maximum(state.count, 1).astype(v.dtype)
-            return jnp.sqrt(v / -jnp.expm1(count * self._log_b2())) + self.eps_scale
-
-        release = jax.tree.map(lambda v: jnp.where(is_first, 1, root(v)), state.v)
-        return Diagonal(scale=jax.tree.map(lambda r: 1 / r, release), release=release), state
-
-    def _log_b2(self) -> Any:
-        if isinstance(self.b2, numbers.Real):
-            return math.log(self.b2) if float(self.b2) > 0 else -math.inf
-        return jnp.log(self.b2)
-
-    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> LastMomentsState:
-        del noise_stddev
-        v = next_second_moment("rmsprop", state.v, jax.tree.map(jnp.square, private_mean), self.b2)
-        return LastMomentsState(trees.next_count(state.count), v)
-
-
-def last_moments(*, b2: Any = 0.999, eps_scale: Any = 1e-2) -> LastMoments:
     r"""Scales by the private second moment so far, and undoes the scale after the noise (scale-then-privatise).
 
     .. math::
@@ -243,20 +204,17 @@ def last_moments(*, b2: Any = 0.999, eps_scale: Any = 1e-2) -> LastMoments:
         \tilde g_t = \tfrac{1}{s_t} \cdot \tfrac{1}{B} \big( \textstyle\sum_i \mathrm{clip}(s_t g_i, C) + \sigma C z
         \big), \quad v_t = \beta_2 v_{t-1} + (1 - \beta_2) \tilde g_t^2
 
-    The gradient keeps its units, so any adaptive rule may follow; it is told the noise of each coordinate,
-    :math:`\sigma C / (B s_t)`.
+    The gradient keeps its units, so any adaptive rule may follow. `dpopt.chain` passes it the standard deviation of the
+    noise in each coordinate, :math:`\sigma C / (B s_t)`.
 
     Args:
-        b2: beta_2, in [0, 1); v is corrected for its start at 0.
+        b2: beta_2, in [0, 1); the bias of v, which starts at 0, is corrected.
         eps_scale: epsilon_s, positive: bounds the scale where v is 0.
-
-    Returns:
-        A preconditioner for `dpopt.chain`.
 
     Raises:
         ValueError, TypeError: for a bad argument.
 
-    *Privacy*: the scale comes from private means that are released already; the event is that of DP-SGD.
+    *Privacy*: the scale is computed from private means that are already released; the event is that of DP-SGD.
 
     Reference: Ganesh, McMahan and Thakurta (2025), On Design Principles for Private Adaptive Optimizers, Algorithm 8.
 
@@ -265,4 +223,37 @@ def last_moments(*, b2: Any = 0.999, eps_scale: Any = 1e-2) -> LastMoments:
     >>> [round(x, 4) for x in moments.diagonal(state, None)[0].release.tolist()]
     [4.0]
     """
-    return LastMoments(b2=b2, eps_scale=eps_scale)
+
+    b2: float | jax.Array = 0.999
+    eps_scale: float | jax.Array = 1e-2
+
+    needs_feedback = True
+
+    def __post_init__(self):
+        validate.fraction(b2=self.b2)
+        validate.positive(eps_scale=self.eps_scale)
+
+    def init(self, params: optax.Params) -> LastMomentsState:
+        return LastMomentsState(jnp.zeros([], jnp.int32), trees.zeros(params))
+
+    def diagonal(
+        self, state: LastMomentsState, params: optax.Params | None, **extra_args: Any
+    ) -> tuple[Diagonal, LastMomentsState]:
+        del params, extra_args
+        is_first = state.count == 0
+
+        def root(v):
+            count = jnp.maximum(state.count, 1)  # at t = 0 any positive number will do
+            return jnp.sqrt(v / one_minus_power(self.b2, count, v.dtype)) + self.eps_scale
+
+        release = jax.tree.map(lambda v: jnp.where(is_first, 1, root(v)), state.v)
+        return Diagonal(scale=jax.tree.map(lambda r: 1 / r, release), release=release), state
+
+    def observe(self, state: LastMomentsState, private_mean: optax.Updates, noise_stddev: PyTree) -> LastMomentsState:
+        del noise_stddev
+        v = next_second_moment("rmsprop", state.v, jax.tree.map(jnp.square, private_mean), self.b2)
+        return LastMomentsState(trees.next_count(state.count), v)
+
+
+last_moments = LastMoments
+"""Alias of `LastMoments`: the name to use."""

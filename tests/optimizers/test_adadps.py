@@ -1,4 +1,4 @@
-"""AdaDPS against the authors' runs, its equations and its limits; the helpers that make side information."""
+"""AdaDPS against the authors' runs, its equations and its limits; helpers for side information."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_golden_end_to_end_from_the_data(monkeypatch, x64, name):
 
 
 # The first repository divides by sqrt(v + eps), with v fixed for an epoch (`precond`), clips by C / (norm + 1e-6), and
-# clips means of microbatches: here the microbatch is what is handed over as one "example".
+# clips means of microbatches: here a microbatch is passed as one "example".
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PER_EPOCH_RUNS)
 @pytest.mark.parametrize(("dtype", "rtol"), PRECISIONS, ids=["x64", "x32"])
@@ -204,7 +204,7 @@ def test_bfloat16_parameters_keep_float32_moments(rule):
 def test_nan_examples_and_empty_batches():
     opt = adadps(0.1, rule="adam", **privacy_four())
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), tiny_batch())
-    # On the engine that drops both in the same way: ghost redoes a batch with NaN by other sums.
+    # On the engine that drops both in the same way: ghost repeats a batch with NaN, with sums in another order.
     nan_params, _ = train(opt, batch=spoiled, mask=jnp.ones(4, bool), engine="vmap")
     masked_params, _ = train(opt, mask=jnp.array([True, False, True, True]), engine="vmap")
     assert_identical(nan_params, masked_params)
@@ -231,7 +231,7 @@ def test_a_public_gradient_that_is_not_finite_is_passed_over():
         (
             {},
             ValueError,
-            r"learns from public gradients, and got none: call update\(grads, state, params, public_grads",
+            r"needs public gradients, and got none: call update\(grads, state, params, public_grads",
         ),
         ({"public_grads": {"v": jnp.zeros(2)}}, ValueError, "public_grads must have the parameters' tree structure"),
         ({"public_grads": {"w": jnp.zeros((4, 2))}}, ValueError, r"public_grads\['w'\] has shape \(4, 2\) for a param"),

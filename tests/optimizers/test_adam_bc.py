@@ -55,7 +55,7 @@ PRECISIONS = {"x64": (True, 1e-10), "x32": (False, 1e-5)}
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("reference", ["jax_param", "corr_param"])
 def test_golden_from_per_example_gradients(monkeypatch, name, precision, reference):
-    """The whole optimizer: clip, the recorded noise, and Phi from the chain."""
+    """The whole optimizer: the clip, the recorded noise, and Phi from the chain."""
     x64, rtol = PRECISIONS[precision]
     with enable_x64(x64):
         h, data = load(f"{name}.npz", np.float64 if x64 else np.float32)
@@ -118,7 +118,7 @@ def test_golden_variant_with_eps_outside_and_decoupled_decay(name):
         for t in range(h["T"]):
             updates, state = step(at(data["grad"], t), state, params)
             params = optax.apply_updates(params, updates)
-        # The state holds the authors' moments: m as it is, v less the noise that it has gathered.
+        # The state holds the authors' moments: m unchanged, v minus the noise in it.
         weight = 1 - h["beta2"] ** h["T"]
         for leaf in LEAVES:
             assert_close(params[leaf], data["ma_param"][leaf][-1], 1e-10)
@@ -131,7 +131,7 @@ def test_golden_variant_with_eps_outside_and_decoupled_decay(name):
 
 
 def numpy_bc(rule, grads, stddevs, gammas, *, b1=0.9, b2=0.999, eps=0.0, correct=True):
-    """Updates over time with the noise's weight in v written out as a sum over the draws."""
+    """Updates over time, with the weight of the noise in v written as a sum over the draws."""
     m = np.zeros_like(grads[0])
     v = np.zeros_like(grads[0])
     updates = []
@@ -191,7 +191,7 @@ def test_numpy_transcription(rule, noise, x64, rtol):
 
 
 def test_constant_noise_is_the_papers_phi():
-    """For constant s: m^ / sqrt(max(v^ - Phi, gamma)), written as the paper does."""
+    """For constant s: m^ / sqrt(max(v^ - Phi, gamma)), written as in the paper."""
     rng = np.random.default_rng(3)
     with enable_x64(True):
         rule = scale_by_adam_bc(noise_stddev=0.5, gamma=1e-3)
@@ -210,7 +210,7 @@ def test_constant_noise_is_the_papers_phi():
 
 
 def test_correction_removes_the_noise_on_average():
-    """Gradients of 0.1 under noise of 1: the corrected second moment is that of the gradients."""
+    """Gradients of 0.1 with noise of 1: the corrected second moment is that of the gradients."""
     g = 0.1 + jax.random.normal(jax.random.key(0), (4_000, 500))
     rule = scale_by_adam_bc(noise_stddev=1.0, b2=0.999)
     state = jax.lax.scan(lambda s, x: (rule.update(x, s)[1], None), rule.init(jnp.zeros(500)), g)[0]
@@ -221,7 +221,7 @@ def test_correction_removes_the_noise_on_average():
 
 
 def second_moment_error(opt, batch, steps=4):
-    """nu of a chain on zero gradients, against minus the variance of the noise that it should know."""
+    """nu of a chain on zero gradients, against minus the variance of the noise that the chain should pass."""
     params = {"w": jnp.zeros(3)}
     state = opt.init(params)
     for _ in range(steps):
@@ -283,7 +283,7 @@ def test_noise_that_nobody_tells():
     rule = scale_by_adam_bc()
     key = jax.random.key(0)
     opt = optax.chain(dpopt.clip_and_sum(1.0), dpopt.add_gaussian_noise(1.0, key), dpopt.normalize_by(2), rule)
-    with pytest.raises(ValueError, match="scale_by_adam_bc does not know the noise"):
+    with pytest.raises(ValueError, match="scale_by_adam_bc got no noise_stddev"):
         opt.update(jnp.zeros((2, 3)), opt.init(jnp.zeros(3)), jnp.zeros(3))
     told = optax.chain(
         dpopt.clip_and_sum(1.0), dpopt.add_gaussian_noise(1.0, key), dpopt.normalize_by(2),
@@ -298,9 +298,9 @@ def test_noise_that_nobody_tells():
 @pytest.mark.parametrize("make", [scale_by_adam_bc, scale_by_rms_bc, scale_by_adagrad_bc])
 def test_chain_refuses_a_stage_in_between(make):
     core = dpopt.privatize(**privacy_four())
-    with pytest.raises(ValueError, match=rf"stage 2 \({make.__name__}\) must know the noise in its input"):
+    with pytest.raises(ValueError, match=rf"stage 2 \({make.__name__}\) needs the noise in its input"):
         dpopt.chain(core, optax.trace(0.9), make())
-    dpopt.chain(core, optax.trace(0.9), make(noise_stddev=0.1))  # whoever says it, knows it
+    dpopt.chain(core, optax.trace(0.9), make(noise_stddev=0.1))  # accepted, since the caller states the noise
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The average of the parameters: a NumPy transcription, its limits, and where it lives."""
+"""The average of the parameters: a NumPy transcription, its limits, and its place in the state."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Every diagonal with every rule after the noise: what no paper offers together works here together.
+"""Every diagonal with every rule after the noise, including combinations that are in no paper.
 
 One compiled scan a pair does all: it trains a small logistic regression through a batch with a NaN example and through
 an empty batch, and so shows that the pair jits, scans (state of fixed shapes and dtypes), keeps the parameters' dtypes,

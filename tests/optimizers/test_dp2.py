@@ -92,7 +92,7 @@ def test_extra_query_costs_more_than_one_query_and_less_than_all_twice():
         for opt in (
             dpopt.dp_sgd(0.1, **privacy_four()),
             dp2_extra_query(0.1, **privacy_four(), **{**DP2, "delay": 5}),
-            dpopt.dp_sgd(0.1, **privacy_four(noise_multiplier=1 / math.sqrt(2))),  # two equal queries are one of this
+            dpopt.dp_sgd(0.1, **privacy_four(noise_multiplier=1 / math.sqrt(2))),  # equal to the two queries
         )
     ]
     assert spent[0] < spent[1] < spent[2]
@@ -197,7 +197,7 @@ def test_nan_examples_count_as_absent(name):
     batch = tiny_batch()
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), batch)
     mask = jnp.array([True, False, True, True])
-    # On the engine that drops both in the same way: ghost redoes a batch with NaN by other sums.
+    # On the engine that drops both in the same way: ghost repeats a batch with NaN, with sums in another order.
     spoiled_params, _ = train(named()[name], 6, batch=spoiled, engine="vmap")
     masked_params, _ = train(named()[name], 6, batch=batch, mask=mask, engine="vmap")
     assert_identical(spoiled_params, masked_params)
@@ -271,9 +271,9 @@ def test_feedback_needs_a_chain_of_ours():
         by_hand.update({"w": jnp.ones((4, 2))}, by_hand.init(params), params)
 
 
-def test_correcting_noise_that_nobody_tells_is_refused():
+def test_correcting_unknown_noise_is_refused():
     moments = delayed_moments(2, correct_noise=True)
-    with pytest.raises(ValueError, match="correct_noise=True needs the noise"):
+    with pytest.raises(ValueError, match="correct_noise=True needs the standard deviation"):
         moments.observe(moments.init(jnp.zeros(2)), jnp.zeros(2), None)
 
 

@@ -100,7 +100,7 @@ def test_golden_end_to_end_from_the_data(monkeypatch, x64, name):
 
 
 def clipped_mean(grads, scale, clip_norm, sigma, z, batch_size):
-    """The private mean of section 0 of the equations, example by example; one flat vector an example."""
+    """The private mean of section 0 of the equations, example by example; one flat vector per example."""
     total = np.zeros_like(grads[0])
     for g in grads:
         g = scale * g

@@ -1,4 +1,4 @@
-"""Muon with the noise's bias taken out: its limit without noise, its equations in NumPy, and what it is for."""
+"""Muon with bias correction: its limit without noise, its equations in NumPy, and the bias that it removes."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_without_noise_it_is_optax_muon():
 
 
 def test_the_equations_in_numpy_under_noise_that_differs_between_coordinates_and_steps():
-    """With the added noise recorded: the probes are drawn as the docstring says, from the variance in the momentum."""
+    """With the added noise recorded: it has the variance of the noise in the momentum, as the docstring states."""
     beta, key = 0.8, jax.random.key(3)
     rule = scale_by_muon_bc(key=key, beta=beta, gamma=1e-3)
     rest = dpopt.scale_by_adam_bc(gamma=1e-3)
@@ -72,8 +72,8 @@ def test_the_equations_in_numpy_under_noise_that_differs_between_coordinates_and
 
 @pytest.mark.parametrize("stddev", [0.5, 1.0])
 def test_a_third_of_the_bias_is_gone(stddev):
-    """Over 20,000 draws of noise; the plain rule's bias is what makes this a test of something. (The mean square error
-    grows: what is added has a variance.)"""
+    """Over 20,000 draws of noise; the bias of the plain rule is asserted too, so that the test has power. (The mean
+    square error grows, since the correction has a variance.)"""
     m = jnp.asarray(np.random.default_rng(0).normal(size=(6, 4)), jnp.float32)
     rule = scale_by_muon_bc(key=jax.random.key(0), beta=0.0)
     plain = contrib.muon(-1.0, beta=0.0, nesterov=False)
@@ -111,9 +111,9 @@ def test_in_a_chain_it_is_told_the_noise_of_every_coordinate():
 
 def test_what_it_cannot_do_is_refused():
     rule = scale_by_muon_bc(key=jax.random.key(0))
-    with pytest.raises(ValueError, match="does not know the noise"):
+    with pytest.raises(ValueError, match="got no noise_stddev"):
         rule.update(PARAMS, rule.init(PARAMS))
-    with pytest.raises(ValueError, match="must know the noise"):
+    with pytest.raises(ValueError, match="needs the noise"):
         dpopt.chain(dpopt.privatize(**privacy_four()), optax.trace(0.9), rule)
     banded = correlated.banded(4, steps=8)
     with pytest.raises(ValueError, match="independent noise"):

@@ -1,7 +1,7 @@
-"""The contract of every private optimizer: one row an optimizer, many properties.
+"""The contract of every private optimizer: one row per optimizer, many properties.
 
-To add one: a line in ROWS, made by `row`. ``make`` takes the privacy four as keywords; ``twin`` is the Optax optimizer
-that it follows step for step without noise and clip, or None; ``extra`` is what `update` needs besides.
+To add an optimizer, add a line to ROWS with `row`. ``make`` takes the privacy four as keywords; ``twin`` is the Optax
+optimizer that it equals at every step without noise and clip, or None; ``extra`` are other arguments of `update`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from dpopt import events, noise
 
 
 def loss_fn(params, example):
-    """A small model, since compiling is what these tests spend their time on."""
+    """A small model, since these tests spend their time compiling."""
     return jnp.sum((jnp.tanh(example["x"] @ params["w"]) + params["b"] - example["y"]) ** 2)
 
 
@@ -42,7 +42,7 @@ def row(make: Callable, rate: float, twin: Any = None, extra: dict | None = None
 
 
 def adaptive(*, l2_clip_norm: Any, by_leaf: bool = False, **three: Any) -> dict[str, Any]:
-    """The privacy four with a clip norm that moves."""
+    """The privacy four with an adaptive clip norm."""
     initial = {"w": l2_clip_norm, "b": l2_clip_norm} if by_leaf else l2_clip_norm
     return {"l2_clip_norm": dpopt.adaptive.quantile_clip(initial, count_share=0.1), **three}
 
@@ -84,10 +84,10 @@ ROWS = {
     "adaptive groups": Row(lambda **four: dpopt.dp_sgd(0.1, **adaptive(by_leaf=True, **four)), None, {}),
     "extra query": row(dpopt.baselines.dp2_extra_query, 0.1, adaptive_l2_clip_norm=1.0, delay=2, eps=0.1),
 }
-# Settings of a row that is here already are compared with its twin only: compiling is what these tests spend time on.
+# Other settings of a row (with a comma) are only compared with their twin, to save time on compiling.
 NAMED = [name for name in ROWS if "," not in name]
 EVERY = pytest.mark.parametrize("name", NAMED)
-# What is no business of the Optax rule after the noise: one such rule stands for the others, unless slow tests run too.
+# Properties that do not depend on the Optax rule after the noise: without slow tests one rule stands for the others.
 ALIKE = ("momentum", "adamw", "rmsprop", "adagrad", "yogi")
 STRUCTURES = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in NAMED])
 TWINS = pytest.mark.parametrize("name", [name for name, r in ROWS.items() if r.twin is not None])
@@ -95,7 +95,7 @@ WITHOUT_PRIVACY = dict(noise_multiplier=0.0, l2_clip_norm=math.inf)
 
 
 def step_of(name, opt, **kwargs):
-    """A train step of the row, jitted, that takes (params, state, batch, mask)."""
+    """The jitted train step of the row, of (params, state, batch, mask)."""
     # The engines agree (tests/ghost); this one compiles in half the time.
     made = dpopt.make_train_step(loss_fn, opt, **{"engine": "vmap"} | kwargs)
     return jax.jit(lambda params, state, batch, mask=None: made(params, state, batch, mask, **ROWS[name].extra))
@@ -103,7 +103,7 @@ def step_of(name, opt, **kwargs):
 
 @functools.cache
 def standard(name):
-    """The row's optimizer with the standard settings, and its step, compiled once for all tests that can share it."""
+    """The row's optimizer with standard settings and its step, compiled once for all tests that can share it."""
     opt = ROWS[name].make(**privacy_four())
     return opt, step_of(name, opt)
 
@@ -169,13 +169,13 @@ def test_it_draws_noise_once_a_step(name, count_draws):
     step, params = dpopt.make_train_step(loss_fn, opt, microbatch_size=3), make_params()
     jax.eval_shape(lambda: step(params, opt.init(params), mlp_batch(8), mask=None, **ROWS[name].extra))
     strategies = [q.strategy for q in opt.privacy.queries]
-    # In a loop over noises that are drawn again there are two.
+    # A loop that repeats earlier draws has two.
     assert len(count_draws) == sum(1 if s is None else min(2, s.stream.draws) for s in strategies)
 
 
 @EVERY
 def test_nothing_that_was_not_noised_reaches_state_or_parameters(name, monkeypatch):
-    """With NaN for noise, whatever depends on data through the noise is NaN: the rest must be equal on any data."""
+    """With NaN as noise, all that depends on data through the noise is NaN; the rest must be equal for any data."""
     monkeypatch.setattr(
         noise, "standard_normal_like", lambda key, tree: jax.tree.map(lambda x: jnp.full(jnp.shape(x), jnp.nan), tree)
     )
@@ -225,7 +225,7 @@ def test_float32_parameters_stay_so_in_64_bits(x64, name="adam"):
 def test_jitted_and_eager_steps_agree(name="adam"):
     opt, params = ROWS[name].make(**privacy_four()), make_params()
     eager = dpopt.make_train_step(loss_fn, opt)(params, opt.init(params), mlp_batch(4), mask=None, **ROWS[name].extra)
-    assert_near(train(name, steps=1)[0], eager[0], 1e-5)  # fused arithmetic rounds otherwise before a division
+    assert_near(train(name, steps=1)[0], eager[0], 1e-5)  # fused arithmetic rounds differently before a division
 
 
 @STRUCTURES

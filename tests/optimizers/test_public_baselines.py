@@ -161,7 +161,7 @@ def test_event_scan_dtype_and_bad_batches(count_draws, name):
 @pytest.mark.parametrize("name", MAKERS)
 def test_missing_public_gradients(name):
     opt = MAKERS[name](0.1, **privacy_four())
-    with pytest.raises(ValueError, match="learns from public gradients, and got none"):
+    with pytest.raises(ValueError, match="needs public gradients, and got none"):
         opt.update(jnp.ones((4, 2)), opt.init(jnp.zeros(2)), jnp.zeros(2))
 
 

@@ -1,4 +1,4 @@
-"""The protocol of diagonals: how they compose with each other, with the clip, and with Optax's own chain."""
+"""The protocol of diagonals: composition with each other, with the clip, and with ``optax.chain``."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def mean_of(*preconditioners, steps=1, grads=GRADS, **four):
     return np.array(means)
 
 
-# --- a clip norm that moves ---------------------------------------------------------------------------------------
+# --- a scheduled clip norm ----------------------------------------------------------------------------------------
 
 
 def test_scheduled_clip_norm_clips_at_the_schedule(x64):
@@ -143,7 +143,7 @@ def test_diagonals_that_need_the_release_are_refused_in_optax_chain(moments):
 
 @pytest.mark.parametrize("wrap", [precondition, precondition_after_noise])
 def test_what_is_no_preconditioner_is_refused(wrap):
-    with pytest.raises(TypeError, match="is no preconditioner: it has no method 'init'"):
+    with pytest.raises(TypeError, match="is not a preconditioner: it has no method 'init'"):
         wrap(lambda g: g)
 
 

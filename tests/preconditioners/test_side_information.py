@@ -1,4 +1,4 @@
-"""What makes a public diagonal of text statistics."""
+"""Public diagonals from statistics of text."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the papers compare their methods with, and ablations of them; for use, see `dpopt` itself.
+"""Baselines and ablations from the papers, for comparisons; for training use the optimizers of `dpopt`.
 
 * `dp_r_pub`, `dp_adam_pub`, `pda_dpmd`: public gradients without AdaDPS's preconditioner;
 * `dp2_noise_first`, `dp2_extra_query`: DP2 with the noise before the preconditioner, or with a second query;

@@ -1,6 +1,6 @@
-"""A diagonal in the wrong place, on purpose: after the noise, as the baselines have it."""
+"""A diagonal after the noise instead of before the clip, as in the baselines."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +8,18 @@ import optax
 
 from dpopt.chain import NoiseAware
 from dpopt.common import trees
+from dpopt.common.types import PyTree
+from dpopt.preconditioners.base import Preconditioner, check_methods
 
 
-def precondition_after_noise(preconditioner: Any) -> optax.GradientTransformationExtraArgs:
+def precondition_after_noise(preconditioner: Preconditioner) -> optax.GradientTransformationExtraArgs:
     r"""Applies a preconditioner to the private mean gradient: :math:`\tilde g \mapsto S \tilde g + o`.
 
-    The noise is multiplied as well, which is what the papers' baselines suffer from. The preconditioner learns from
-    the private mean as it came.
+    The diagonal also multiplies the noise, which is the weakness of the papers' baselines. The preconditioner observes
+    the private mean before it is multiplied.
 
     Args:
-        preconditioner: any that `precondition` takes.
+        preconditioner: see `precondition`.
 
     Returns:
         A transformation for after the noise.
@@ -32,9 +34,7 @@ def precondition_after_noise(preconditioner: Any) -> optax.GradientTransformatio
     >>> part.update(jnp.array([1.0, 3.0]), part.init(jnp.zeros(2)))[0].tolist()
     [2.0, 6.0]
     """
-    for method in ("init", "diagonal", "observe"):
-        if not callable(getattr(preconditioner, method, None)):
-            raise TypeError(f"{preconditioner!r} is no preconditioner: it has no method {method!r}.")
+    check_methods(preconditioner)
 
     def update_fn(updates, state, params=None, *, noise_stddev=None, **extra_args):
         diagonal, state = preconditioner.diagonal(state, params, **extra_args)
@@ -44,7 +44,7 @@ def precondition_after_noise(preconditioner: Any) -> optax.GradientTransformatio
         updates = _combine(jnp.multiply, updates, diagonal.release, "release")
         return updates, state
 
-    # Only a preconditioner that corrects for the noise must stand where the chain knows it.
+    # Only a preconditioner that corrects for the noise must stand where the noise is known: right after it in a chain.
     if not getattr(preconditioner, "correct_noise", False):
         return optax.GradientTransformationExtraArgs(preconditioner.init, update_fn)
     part = NoiseAware(preconditioner.init, update_fn)
@@ -52,7 +52,9 @@ def precondition_after_noise(preconditioner: Any) -> optax.GradientTransformatio
     return part
 
 
-def _combine(operation, updates, other, name):
+def _combine(
+    operation: Callable[[jax.Array, jax.Array], jax.Array], updates: optax.Updates, other: PyTree, name: str
+) -> PyTree:
     if other is None:
         return updates
     other = trees.broadcast_prefix(other, updates, name)

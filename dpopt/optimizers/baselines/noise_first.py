@@ -1,25 +1,25 @@
-"""DP2's ablation that adds noise first, and preconditions what is noisy."""
-
-from typing import Any
+"""DP2's ablation that adds noise first, and preconditions the noisy mean."""
 
 import jax
+import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.optimizers._decay import decayed_weights
+from dpopt.clipping import AdaptiveClip, FixedClip
+from dpopt.common.types import ScalarOrSchedule
+from dpopt.optimizers._parts import decayed_weights, private_mean
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
 from dpopt.optimizers.dp2 import scale_by_phase_learning_rate
 from dpopt.preconditioners.delayed import delayed_moments
-from dpopt.private_mean import privatize
 
 
 def dp2_noise_first(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    adaptive_learning_rate: Any,
-    delay: Any,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    adaptive_learning_rate: optax.ScalarOrSchedule,
+    delay: int | tuple[int, int],
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     rule: str = "rmsprop",
     decay: float = 0.9,
@@ -29,7 +29,7 @@ def dp2_noise_first(
 ) -> PrivateOptimizer:
     r"""DP2's ablation that adds noise first: adaptive steps are :math:`w \leftarrow w - \eta_2\, \tilde g / D`.
 
-    There is one clip norm, since all clipping is of plain gradients; D enlarges the noise with the gradient.
+    There is one clip norm, since only plain gradients are clipped; dividing by D scales the noise with the gradient.
 
     Args:
         learning_rate, adaptive_learning_rate, delay, rule, decay, eps, weight_decay, correct_noise: see `dp2`.
@@ -38,7 +38,7 @@ def dp2_noise_first(
     Raises:
         ValueError, TypeError: for a bad argument, named.
 
-    *Privacy*: one Gaussian query a step with multiplier sigma; the rest is post-processing.
+    *Privacy*: one Gaussian query per step with multiplier sigma; the rest is post-processing.
 
     Reference: Li et al. (2023), section 5.3 and appendix D, ablation variant 2.
 
@@ -48,12 +48,7 @@ def dp2_noise_first(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = privatize(
-        l2_clip_norm=l2_clip_norm,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        key=key,
-    )
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key)
     moments = delayed_moments(delay, rule=rule, decay=decay, eps=eps, correct_noise=correct_noise)
     rates = scale_by_phase_learning_rate(learning_rate, adaptive_learning_rate, delay)
     return chain(core, precondition_after_noise(moments), *decayed_weights(weight_decay), rates)

@@ -1,25 +1,27 @@
 """Baselines that use public data without AdaDPS's preconditioner: DP-R-Pub, DP-Adam-Pub and PDA-DPMD."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import trees, validate
+from dpopt.common.types import PyTree, ScalarOrSchedule
+from dpopt.optimizers._parts import private_mean
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
 from dpopt.preconditioners.moments import checked_public_grads, next_second_moment, public_moments
-from dpopt.private_mean import privatize
 
 
 def dp_r_pub(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     rule: str = "rmsprop",
     decay: float = 0.9,
@@ -27,8 +29,8 @@ def dp_r_pub(
 ) -> PrivateOptimizer:
     r"""DP-R-Pub: privatise first, then divide by the root of a public second moment.
 
-    AdaDPS in the other order: :math:`w \leftarrow w - \eta\, \tilde g / (\sqrt v + \epsilon)`, v from public gradients,
-    which ``update(..., public_grads=g)`` must pass at every step.
+    AdaDPS in the other order: :math:`w \leftarrow w - \eta\, \tilde g / (\sqrt v + \epsilon)`, with v from public
+    gradients, which every step must pass: ``update(..., public_grads=g)``.
 
     Args:
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
@@ -45,9 +47,7 @@ def dp_r_pub(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = privatize(
-        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
-    )
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key)
     moments = public_moments(rule=rule, decay=decay, eps=eps)
     return chain(core, precondition_after_noise(moments), optax.scale_by_learning_rate(learning_rate))
 
@@ -56,14 +56,14 @@ class ScaleByPublicAdamState(NamedTuple):
     """State of `scale_by_public_adam`."""
 
     count: jax.Array  # (), int32: updates so far
-    mu: Any  # like params, at least float32: average of the blended gradients
-    nu: Any  # like params, at least float32: average of the squared public gradients
+    mu: PyTree  # like params, at least float32: average of the blended gradients
+    nu: PyTree  # like params, at least float32: average of the squared public gradients
 
 
 def scale_by_public_adam(
     *, b1: float = 0.9, b2: float = 0.9, b3: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam's rule with public gradients blended into the first moment and alone in the second.
+    r"""Adam's rule with private and public gradients in the first moment and only public ones in the second.
 
     .. math::
 
@@ -109,11 +109,11 @@ def scale_by_public_adam(
 
 
 def dp_adam_pub(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
     b1: float = 0.9,
     b2: float = 0.9,
@@ -137,9 +137,7 @@ def dp_adam_pub(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = privatize(
-        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
-    )
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key)
     rule = scale_by_public_adam(b1=b1, b2=b2, b3=b3, eps=eps)
     return chain(core, rule, optax.scale_by_learning_rate(learning_rate))
 
@@ -188,22 +186,22 @@ def blend_public_gradients(total_steps: int) -> optax.GradientTransformationExtr
 
 
 def pda_dpmd(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
     total_steps: int,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
 ) -> PrivateOptimizer:
-    r"""PDA-DPMD: private gradients first, public ones more and more.
+    r"""PDA-DPMD: private gradients at first, then increasingly public ones.
 
     :math:`w \leftarrow w - \eta\, (\alpha_t \tilde g + (1 - \alpha_t) \hat g)`, with a public :math:`\hat g`: the
-    first-order form of private mirror descent that the DP2 and AdaDPS papers compare with. See
-    `blend_public_gradients` for alpha. ``update(..., public_grads=g)`` must pass the public gradient at every step.
+    first-order form of private mirror descent that the DP2 and AdaDPS papers compare with. For alpha see
+    `blend_public_gradients`. Every step must pass the public gradient: ``update(..., public_grads=g)``.
 
     Args:
-        total_steps: T, the length of the run.
+        total_steps: T, the number of steps of the run.
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
 
     Raises:
@@ -218,7 +216,5 @@ def pda_dpmd(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
-    core = privatize(
-        l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, key=key
-    )
+    core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key)
     return chain(core, blend_public_gradients(total_steps), optax.scale_by_learning_rate(learning_rate))

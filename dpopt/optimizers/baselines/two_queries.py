@@ -1,30 +1,31 @@
-"""DP2's ablation that asks twice a step: once to learn the diagonal, once to use it."""
+"""DP2's ablation with two queries per step: one to estimate the diagonal, one to use it."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import as_clip_function, as_promise
+from dpopt.clipping import FixedClip, as_clip_function, as_promise
 from dpopt.common import trees, validate
-from dpopt.optimizers._decay import decayed_weights
+from dpopt.common.types import PyTree, ScalarOrSchedule
+from dpopt.optimizers._parts import decayed_weights, private_mean
 from dpopt.optimizers._phases import clip_ratio, scale_by_either
 from dpopt.preconditioners.base import Diagonal, apply_diagonal
 from dpopt.preconditioners.moments import inverse_root, next_second_moment
 from dpopt.privacy import Privacy
-from dpopt.private_mean import privatize
 
 
 @dataclasses.dataclass(frozen=True)
 class _NotARefresh:
-    """Whether a step asks the second query: all but every ``delay``-th, the first included."""
+    """Whether a step makes the second query: all steps but every ``delay``-th, counted from 0."""
 
     delay: int
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: jax.Array) -> jax.Array:
         return step % self.delay != 0
 
 
@@ -32,28 +33,28 @@ class TwoQueriesState(NamedTuple):
     """State of the private part of `dp2_extra_query`."""
 
     count: jax.Array  # (), int32: steps so far
-    plain: Any  # state of the query that the moments learn from
-    adaptive: Any  # state of the query that adaptive steps follow
-    v: Any  # like params, at least float32: second moment of the averaged private gradients
-    total: Any  # like params: sum of the plain private means since v was last refreshed
+    plain: optax.OptState  # state of the query for the moments
+    adaptive: optax.OptState  # state of the query for adaptive steps
+    v: PyTree  # like params, at least float32: second moment of the averaged private gradients
+    total: PyTree  # like params: sum of the plain private means since v was last refreshed
 
 
 def dp2_extra_query(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
-    adaptive_l2_clip_norm: Any,
+    adaptive_l2_clip_norm: float | jax.Array,
     delay: int,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
-    adaptive_learning_rate: Any = None,
+    adaptive_learning_rate: optax.ScalarOrSchedule | None = None,
     rule: str = "rmsprop",
     decay: float = 0.9,
     eps: float = 1e-7,
     weight_decay: float = 0.0,
 ) -> PrivateOptimizer:
-    r"""DP2's ablation with an extra query: every step privatises the plain gradient, most a preconditioned one too.
+    r"""DP2's ablation with an extra query: all steps privatise the plain gradient, most a preconditioned one as well.
 
     .. math::
 
@@ -80,8 +81,8 @@ def dp2_extra_query(
     Raises:
         ValueError, TypeError: for a bad argument, named.
 
-    *Privacy*: two Gaussian queries of multiplier sigma a step on the same batch, one on every ``delay``-th step (0
-    included). The second draw of those steps is discarded. The noises of the two have keys of their own.
+    *Privacy*: two Gaussian queries of multiplier sigma per step on the same batch, and only one at every ``delay``-th
+    step, counted from 0 (a second draw is discarded there). The noises of the two queries have different keys.
 
     Reference: Li et al. (2023), Differentially Private Adaptive Optimization with Delayed Preconditioners, Algorithm 2.
 
@@ -102,7 +103,12 @@ def dp2_extra_query(
 
 
 def extra_query(
-    *, adaptive_l2_clip_norm: Any, delay: int, rule: str = "rmsprop", decay: float = 0.9, eps: float = 1e-7
+    *,
+    adaptive_l2_clip_norm: float | jax.Array,
+    delay: int,
+    rule: str = "rmsprop",
+    decay: float = 0.9,
+    eps: float = 1e-7,
 ) -> Callable[..., PrivateOptimizer]:
     """The private part of `dp2_extra_query`, for ``Builder.mechanism``: a function with the arguments of `privatize`.
 
@@ -126,17 +132,13 @@ def extra_query(
 
     def make_core(*, l2_clip_norm, noise_multiplier, expected_batch_size, key, preconditioner=()):
         if preconditioner not in ((), None):
-            raise ValueError("the extra query learns a diagonal of its own: leave precondition(...) out.")
+            raise ValueError("the extra query computes its own diagonal: leave precondition(...) out.")
         validate.prng_key(key)
         clip = as_clip_function(l2_clip_norm)
         clip_ratio(adaptive_l2_clip_norm, clip.sensitivity)
         queries = [
-            privatize(
-                l2_clip_norm=norm,
-                noise_multiplier=noise_multiplier,
-                expected_batch_size=expected_batch_size,
-                key=jax.random.fold_in(key, i),  # the two noises of a step must not be the same
-            )
+            # With one key, the two noises of a step would be the same.
+            private_mean(norm, noise_multiplier, expected_batch_size, jax.random.fold_in(key, i))
             for i, norm in enumerate((clip, adaptive_l2_clip_norm))
         ]
         return _two_queries(*queries, delay=int(delay), rule=rule, decay=decay, eps=eps)
@@ -145,9 +147,9 @@ def extra_query(
 
 
 def _two_queries(
-    plain: PrivateOptimizer, adaptive: PrivateOptimizer, *, delay: int, rule: str, decay: Any, eps: Any
+    plain: PrivateOptimizer, adaptive: PrivateOptimizer, *, delay: int, rule: str, decay: float, eps: float
 ) -> PrivateOptimizer:
-    asks_twice = _NotARefresh(delay)
+    is_adaptive = _NotARefresh(delay)
 
     def init_fn(params):
         zeros = trees.zeros(params)
@@ -155,7 +157,7 @@ def _two_queries(
 
     def run(updates, state, params=None, **extra_args):
         del extra_args
-        is_refresh = ~asks_twice(state.count)
+        is_refresh = ~is_adaptive(state.count)
 
         def choose(at_refresh, otherwise):
             return jax.tree.map(lambda a, b: jnp.where(is_refresh, a, b), at_refresh, otherwise)
@@ -168,7 +170,7 @@ def _two_queries(
         v = choose(next_second_moment(rule, state.v, square, decay), state.v)
         total = choose(jax.tree.map(jnp.zeros_like, total), total)
 
-        # Asked at every step, so that the step has one shape under jit; a refresh drops the answer unseen.
+        # Queried at every step, so that all steps are one program under jit; a refresh discards the result.
         mean2, adaptive_state, stddev2 = adaptive.run(
             apply_diagonal(grads, Diagonal(scale=inverse_root(v, eps))), state.adaptive, params
         )
@@ -176,5 +178,5 @@ def _two_queries(
         return choose(mean1, mean2), state, jnp.where(is_refresh, stddev1, stddev2)
 
     first, second = plain.privacy.queries + adaptive.privacy.queries
-    privacy = Privacy((first, dataclasses.replace(second, active=asks_twice)), unit=plain.privacy.unit)
+    privacy = Privacy((first, dataclasses.replace(second, active=is_adaptive)), unit=plain.privacy.unit)
     return PrivateOptimizer(init_fn, run, privacy, (plain, adaptive))

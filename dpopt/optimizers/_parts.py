@@ -1,0 +1,41 @@
+"""Parts that most optimizers share: the private mean gradient and weight decay."""
+
+import jax
+import optax
+
+from dpopt.chain import PrivateOptimizer
+from dpopt.clipping import AdaptiveClip, FixedClip
+from dpopt.common import validate
+from dpopt.common.types import ScalarOrSchedule
+from dpopt.correlated.strategies import Strategy
+from dpopt.preconditioners.base import Preconditioner
+from dpopt.private_mean import privatize
+
+
+def private_mean(
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
+    key: jax.Array,
+    noise: Strategy | None = None,
+    preconditioner: Preconditioner | None = None,
+) -> PrivateOptimizer:
+    """`privatize`, with the privacy arguments in the order in which all optimizers have them."""
+    return privatize(
+        l2_clip_norm=l2_clip_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size,
+        key=key,
+        noise=noise,
+        preconditioner=preconditioner,
+    )
+
+
+def decayed_weights(weight_decay: float | jax.Array) -> tuple[optax.GradientTransformation, ...]:
+    """The stage that adds ``weight_decay * params``; none if that is 0, so that ``update`` needs no parameters.
+
+    Raises:
+        ValueError: for a negative number.
+    """
+    validate.non_negative(weight_decay=weight_decay)
+    return () if validate.concrete(weight_decay) == 0 else (optax.add_decayed_weights(weight_decay),)
