@@ -1,4 +1,4 @@
-# Every command works on a bare Python 3.11+: it creates .venv here and installs what it needs.
+# Every target needs only Python 3.11 or newer: it creates .venv here and installs what it needs.
 .PHONY: demo demo-transformer test test-all docs notebooks lint types clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -12,20 +12,20 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # A pretrained Transformer, fine-tuned at epsilon 8; DPOPT_DATA names the folder with its weights and the reviews.
-# Each of two cores is a device of its own: together they are faster so than at the same operations.
+# Each of two cores is a separate device: this is faster than running every operation on both.
 demo-transformer: .venv/installed-pretrained
 	XLA_FLAGS=--xla_force_host_platform_device_count=2 $(BIN)/python examples/fine_tune_transformer.py \
 		--mesh data=2 --microbatch 32
 
-# Also what is marked slow: runs killed many times over, simulated devices, the audit.
+# Includes the tests marked slow: runs killed many times, simulated devices, the audit.
 test-all: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
 
-# The site, in site/; a broken link or an unknown name is an error. (The variable silences the theme's own notice.)
+# Builds the site in site/. A broken link or an unknown name is an error. (The variable silences a notice of the theme.)
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Runs them in full (minutes) and stores their outputs.
+# Runs the notebooks in full (minutes) and stores their outputs.
 notebooks: .venv/installed-dev
 	$(BIN)/python -m notebooks.run
 

@@ -1,11 +1,11 @@
-"""A Wide-ResNet-16-4 learns CIFAR-10 within a privacy budget, as De et al. (2022) train it.
+"""Trains a Wide-ResNet-16-4 on CIFAR-10 within a privacy budget, as in De et al. (2022).
 
     python examples/cifar10_wide_resnet.py --epsilon 1 --directory runs/cifar10
 
 Batches of 4,096, sixteen augmentations of every image averaged before the clip, a moving average of the parameters; 875
-steps at epsilon 1, 2,500 at 8. That is work for an accelerator: ``--predict`` times one ordinary gradient and says what
-the run would take here, and trains nothing. The same command resumes a run that was stopped. It
-runs on one device. Needs dpopt[benchmarks,checkpoint] and the official archive (a message says where to get it).
+steps at epsilon 1, 2,500 at 8. This needs an accelerator: ``--predict`` times one ordinary gradient and prints what the
+run would take on this machine, without training. The same command resumes a run that was stopped. It runs on one
+device. Needs dpopt[benchmarks,checkpoint] and the official archive (a message prints where to get it).
 """
 
 import argparse
@@ -29,12 +29,12 @@ TESTED_TOGETHER = 500  # images
 
 
 def padded_to(microbatch: int, batch_size: float) -> int:
-    """Rows of which a batch is a multiple: whole microbatches, and few shapes to compile (an eighth of a batch)."""
+    """Batches are padded to a multiple of this: whole microbatches, about an eighth of a batch, for few shapes."""
     return microbatch * max(1, round(batch_size / 8 / microbatch))
 
 
 def make_plan(options: argparse.Namespace, num_examples: int) -> dpopt.Plan:
-    """Clip, noise for the budget, gradient descent at a constant rate, the average."""
+    """Clip, noise for the budget, gradient descent at a constant rate, averaging."""
     return (
         dpopt.Builder(
             num_examples=num_examples,
@@ -52,7 +52,7 @@ def make_plan(options: argparse.Namespace, num_examples: int) -> dpopt.Plan:
 
 
 def accuracy_of(model: Any, split: Split) -> Callable[[Any], float]:
-    """Of parameters, on the test images: `dpopt.train` gives it the average."""
+    """Returns a function from parameters to test accuracy. `dpopt.train` calls it with the averaged parameters."""
     forward = jax.jit(lambda params, images: jnp.argmax(model.apply({"params": params}, recipe.scaled(images)), -1))
     parts = np.array_split(np.arange(len(split.test_y)), -(-len(split.test_y) // TESTED_TOGETHER))
 
@@ -64,7 +64,7 @@ def accuracy_of(model: Any, split: Split) -> Callable[[Any], float]:
 
 
 def predicted(options: argparse.Namespace, num_examples: int, loss_fn: Callable[..., Any], params: Any) -> predict.Cost:
-    """What the run takes, from an ordinary gradient of a microbatch that is timed here."""
+    """Predicts the cost of the run from an ordinary gradient of a microbatch, timed on this machine."""
     batch = recipe.noise_batch(options.microbatch)
     rows, pad = num_examples, padded_to(options.microbatch, options.batch_size)
     sizes = np.random.default_rng(0).binomial(rows, options.batch_size / rows, 1_000)
@@ -73,7 +73,7 @@ def predicted(options: argparse.Namespace, num_examples: int, loss_fn: Callable[
 
 
 def recorded() -> str:
-    """How far the planner was off where this network was timed, for whoever reads a prediction."""
+    """The recorded ratios for this network, to judge a prediction by."""
     rows = {row["family"]: row["ratio"] for row in json.loads(predict.SPEED.read_text())["runs"]}
     ratio = next(ratio for name, ratio in rows.items() if name.startswith("Wide-ResNet-16-4"))
     return (
@@ -91,7 +91,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=recipe.BATCH_SIZE, help="expected images (default 4096)")
     parser.add_argument("--multiplicity", type=int, default=recipe.MULTIPLICITY, help="augmentations (default 16)")
     parser.add_argument("--learning-rate", type=float, default=recipe.LEARNING_RATE, help="constant (default 2)")
-    parser.add_argument("--microbatch", type=int, default=64, help="images that are taken together (default 64)")
+    parser.add_argument("--microbatch", type=int, default=64, help="images processed together (default 64)")
     parser.add_argument(
         "--depth", type=int, default=16, help="of the network: 4 more than a multiple of 6 (default 16)"
     )
@@ -99,7 +99,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder with the data (default: DPOPT_DATA, then ./data)")
     parser.add_argument("--directory", type=Path, help="where checkpoints and the journal of the budget are kept")
     parser.add_argument("--save-every", type=int, default=25, help="steps between two checkpoints (default 25)")
-    parser.add_argument("--predict", action="store_true", help="say what the run takes, and stop")
+    parser.add_argument("--predict", action="store_true", help="print what the run would take, and stop")
     parser.add_argument("--seed", type=int, help="for tests; without it noise and batches are secret")
     options = parser.parse_args(argv)
     for name in ("steps", "batch_size", "multiplicity", "microbatch", "width", "save_every"):

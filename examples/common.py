@@ -1,4 +1,4 @@
-"""The model and data of the examples: a small network, Adam, epsilon 3."""
+"""Model, data and plan of the examples on several devices: a small network, Adam, epsilon 3."""
 
 import contextlib
 import hashlib
@@ -11,8 +11,7 @@ import numpy as np
 import optax
 
 import dpopt
-from dpopt.run import loading, sharding
-from dpopt.run.loop import train
+from dpopt import loading, sharding
 
 NUM_EXAMPLES, FEATURES, HIDDEN = 512, 16, 32
 STEPS = 6
@@ -50,9 +49,9 @@ def loss_fn(params, example):
 
 
 def train_on(mesh, layout, directory=None, plan=None, replay="--replay" in sys.argv):
-    """Trains on a mesh; with a directory, saves there and resumes what it finds.
+    """Trains on a mesh; with a directory, saves checkpoints there and resumes from them.
 
-    With ``--replay`` noise and batches follow from the plan's key alone, so that runs can be compared.
+    With ``--replay`` the plan's key alone determines noise and batches, so that runs can be compared.
     """
     plan, data = plan or make_plan(), make_data()
     with contextlib.ExitStack() as stack:
@@ -61,7 +60,7 @@ def train_on(mesh, layout, directory=None, plan=None, replay="--replay" in sys.a
             from dpopt.run.checkpoint import Checkpointer
 
             checkpointer = stack.enter_context(Checkpointer(directory, every=2))
-        return train(
+        return dpopt.train(
             plan,
             loss_fn,
             sharding.place_state(plan.optimizer, make_params(), mesh, layout),
@@ -73,7 +72,7 @@ def train_on(mesh, layout, directory=None, plan=None, replay="--replay" in sys.a
 
 
 def report(result, mesh):
-    """Prints what the run ended with, as one line of JSON."""
+    """Prints the result of the run as one line of JSON."""
     everywhere = jax.jit(lambda tree: tree, out_shardings=sharding.replicated(result.params, mesh))(result.params)
     params = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(everywhere)])
     print(

@@ -1,9 +1,9 @@
-"""An Equinox GRU reads digits row by row; the training loop is an ordinary one with three things changed.
+"""Trains an Equinox GRU that reads digits row by row, in an ordinary training loop with three changes.
 
     python examples/equinox_model.py --epsilon 3
 
-Equinox models take single examples, which is what dpopt wants: no adapter is needed. Needs equinox and scikit-learn
-(dpopt[dev] has both).
+Equinox models take single examples, as dpopt needs, so there is no adapter. Needs equinox and scikit-learn (dpopt[dev]
+has both).
 """
 
 import argparse
@@ -43,9 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=3.0, help="budget of the whole run (default 3)")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument(
-        "--seed", type=int, help="for a run that can be repeated; without it noise and batches are secret"
-    )
+    parser.add_argument("--seed", type=int, help="makes the run repeatable; without it noise and batches are secret")
     options = parser.parse_args(argv)
 
     digits = load_digits()
@@ -58,13 +56,13 @@ def main(argv: list[str] | None = None) -> None:
         image, label = example
         return optax.softmax_cross_entropy_with_integer_labels(eqx.combine(params, static)(image), label)
 
-    # Batches: Poisson samples, whose seed is as secret as the noise.
+    # The batches: Poisson samples, whose seed is as secret as the noise.
     key = dpopt.secure_key() if options.seed is None else jax.random.key(options.seed)
     noise_key, seed_key = jax.random.split(key)
     seed = int(jax.random.bits(seed_key, dtype=jnp.uint32))
     sampler = dpopt.PoissonSampler(len(train_x), BATCH_SIZE, seed=seed, pad_to=256)
 
-    # The optimizer: by name, with the noise that the budget buys.
+    # The optimizer: a named one, with noise calibrated to the budget.
     noise_multiplier = dpopt.calibrate(
         epsilon=options.epsilon, delta=DELTA, sampling_prob=sampler.scheme.sampling_prob, steps=options.steps
     )
@@ -74,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         noise_multiplier=noise_multiplier,
         expected_batch_size=BATCH_SIZE,
         key=noise_key,
-        gamma=1e-5,  # floor of the corrected second moment: together with the learning rate it bounds a step
+        gamma=1e-5,  # floor of the corrected second moment; with the learning rate it bounds a step
     )
 
     @jax.jit

@@ -1,10 +1,10 @@
-"""Logistic regression over many clients, each with a few digits of its own; privacy for a client with all its data.
+"""Logistic regression over many clients with a few digits each, with privacy for a client and all its data.
 
     python examples/federated_logistic_regression.py --epsilon 8
 
-The real digits are dealt out so that a client holds few of the ten classes, as people's data are. In each round a
-Poisson sample of clients trains locally, their changes are clipped, and noise falls on the sum. Needs scikit-learn, as
-in dpopt[benchmarks].
+The real digits are dealt out so that a client has few of the ten classes, as in practice. In each round a Poisson
+sample of clients trains locally, their changes are clipped, and noise is added to the sum. Needs scikit-learn, as in
+dpopt[benchmarks].
 """
 
 import argparse
@@ -20,11 +20,11 @@ import dpopt
 from dpopt import federated
 
 DELTA = 1e-3  # below one over the number of clients
-EXAMPLES = 4  # of a client
+EXAMPLES = 4  # per client
 
 
 def deal(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts by class, and deals two runs of two images to each client: arrays ``(clients, examples, ...)``."""
+    """Sorts by class and deals two runs of two images to each client. Returns arrays ``(clients, examples, ...)``."""
     order = np.argsort(y, kind="stable")
     runs = order[: len(order) // EXAMPLES * EXAMPLES].reshape(-1, EXAMPLES // 2)
     rows = rng.permutation(runs).reshape(-1, EXAMPLES)
@@ -36,9 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epsilon", type=float, default=8.0, help="budget of the whole run (default 8)")
     parser.add_argument("--steps", type=int, default=40, help="rounds (default 40)")
     parser.add_argument("--clients", type=int, default=120, help="expected number of clients in a round (default 120)")
-    parser.add_argument(
-        "--seed", type=int, help="for a run that can be repeated; without it noise and batches are secret"
-    )
+    parser.add_argument("--seed", type=int, help="makes the run repeatable; without it noise and batches are secret")
     options = parser.parse_args(argv)
 
     digits = load_digits()

@@ -1,12 +1,13 @@
-"""A pretrained Transformer learns the sentiment of film reviews within a privacy budget.
+"""Fine-tunes a pretrained Transformer on the sentiment of film reviews within a privacy budget.
 
     python examples/fine_tune_transformer.py --epsilon 8 --directory runs/reviews
 
-It has two stages within one budget: a head on the frozen encoder, then the head with biases and normalisations of the
-encoder (``--train lora`` or ``all``: with other parts; ``--train head``: alone). A run that was stopped is resumed by
-the same command. Needs dpopt[pretrained], and the data (a message says where to get them).
+Training has two stages within one budget: a head on the frozen encoder, then the head with the biases and
+normalisations of the encoder (``--train lora`` or ``all``: with other parts; ``--train head``: the first stage only).
+The same command resumes a run that was stopped. Needs dpopt[pretrained] and the data (a message prints where to get
+them).
 
-On several devices, and as one of several processes (each runs this), it trains the same:
+To train the same on several devices, or in several processes (each runs this program):
 
     python examples/fine_tune_transformer.py --mesh data=4,fsdp=2
     python examples/fine_tune_transformer.py --mesh data=2 --processes localhost:12355 2 0
@@ -28,20 +29,21 @@ import dpopt
 import dpopt.flax
 from benchmarks.data import DamagedData, MissingData
 from benchmarks.pretrained import bert, head, tokens, weights
-from dpopt import correlated
-from dpopt.run import meshes, sharding
+from benchmarks.utility import methods
+from dpopt import correlated, sharding
+from dpopt.run import meshes
 from dpopt.run.checkpoint import Checkpointer
 
 DELTA = 1e-5  # well below one over the number of training reviews
-TOGETHER = head.TOGETHER  # reviews that are scored at a time
+TOGETHER = head.TOGETHER  # reviews scored at a time
 MOMENTUM = 0.9
 
-# What follows the noise, and a learning rate for it by what is trained.
+# The rules after the noise, and their learning rates for each choice of trained parameters.
 RULES = {
     "adam": lambda rate: [optax.adam(rate)],
     "adam_bc": lambda rate: [dpopt.scale_by_adam_bc(gamma=1e-7), optax.scale_by_learning_rate(rate)],
     "sgd": lambda rate: [optax.sgd(rate, momentum=MOMENTUM)],
-    "dp2": lambda rate: [optax.sgd(rate, momentum=MOMENTUM)],  # behind a delayed diagonal
+    "dp2": lambda rate: [optax.sgd(rate, momentum=MOMENTUM)],  # with a delayed diagonal before the clip
 }
 RATES = {
     "bias": {"adam": 2e-3, "adam_bc": 2e-3, "sgd": 0.5, "dp2": 0.01},
@@ -51,14 +53,14 @@ RATES = {
 
 
 def secret_key(options: argparse.Namespace, stage: int) -> jax.Array:
-    """A key that nobody knows, unless a seed was asked for; another one for each stage."""
+    """A secret key, unless a seed is given; a different one for each stage."""
     if options.seed is None:
         return dpopt.secure_key(shared=True)
     return jax.random.fold_in(jax.random.key(options.seed), stage)
 
 
 def make_plan(options: argparse.Namespace, num_examples: int, earlier: Any) -> dpopt.Plan:
-    """Clip, noise for what the earlier stage left of the budget, and the rule."""
+    """Clip, noise for the budget that the earlier stage left, and the rule."""
     clip = 1.0 if options.clip == "flat" else dpopt.LayerwiseClip(1.0)  # each matrix and vector gets a share
     correlate = options.noise == "correlated"
     builder = dpopt.Builder(
@@ -70,19 +72,18 @@ def make_plan(options: argparse.Namespace, num_examples: int, earlier: Any) -> d
         parts=options.bands if correlate else None,
         pad_to=options.microbatch or TOGETHER,
     )
-    if correlate:  # noise of later steps takes back some of that of earlier ones; batches come from parts in turn
+    if correlate:  # later noise partly cancels earlier noise; batches come from parts of the data in turn
         falling = correlated.workload(options.steps, momentum=MOMENTUM, learning_rate=lambda t: 1 - t / options.steps)
         builder = builder.correlate(correlated.optimized_banded(options.bands, steps=options.steps, workload=falling))
     if options.optimizer == "dp2":
         builder = builder.precondition(dpopt.delayed_moments(delay=max(1, options.steps // 8), eps=1e-3))
     rate = optax.linear_schedule(options.learning_rate or RATES[options.train][options.optimizer], 0.0, options.steps)
-    stages = RULES[options.optimizer](rate)
-    stages.append(optax.masked(optax.scale(head.FASTER[options.train]), bert.of_head))
+    stages = RULES[options.optimizer](rate) + methods.faster({"head": head.FASTER[options.train]})
     return builder.clip(clip).budget(epsilon=options.epsilon, delta=DELTA, earlier=earlier).then(*stages).build()
 
 
 def train(options: argparse.Namespace, mesh: Any, stage: str, plan: dpopt.Plan, *args: Any, **watch: Any) -> Any:
-    """Runs one stage, with a directory of its own if there is one."""
+    """Runs one stage, with its own subdirectory if a directory is given."""
     with contextlib.ExitStack() as stack:
         checkpointer = None
         if options.directory is not None:
@@ -110,13 +111,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--microbatch", type=int, help="reviews in memory at a time (default: left to the engine)")
     parser.add_argument("--length", type=int, default=64, help="tokens of a review that are read (default 64)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is not trained"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the computation and of what is not trained",
     )
-    parser.add_argument("--train-reviews", type=int, help="take only so many (default: all)")
-    parser.add_argument("--test-reviews", type=int, default=2_000, help="to be tested on (default 2000)")
+    parser.add_argument("--train-reviews", type=int, help="how many to train on (default: all)")
+    parser.add_argument("--test-reviews", type=int, default=2_000, help="how many to test on (default 2000)")
     parser.add_argument("--data", type=Path, help="folder with the data (default: DPOPT_DATA, then ./data)")
     parser.add_argument("--directory", type=Path, help="where checkpoints and the journal of the budget are kept")
-    parser.add_argument("--seed", type=int, help="for a run that can be repeated; without it the noise key is secret")
+    parser.add_argument("--seed", type=int, help="makes the run repeatable; without it the noise key is secret")
     parser.add_argument("--mesh", help="of devices, such as data=4,fsdp=2; fsdp splits the weights, all axes the batch")
     words = "ADDRESS", "COUNT", "INDEX"
     parser.add_argument("--processes", nargs=3, metavar=words, help="of the first one; how many; number of this one")
@@ -135,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     ids, mask, labels = reviews.train.ids[order], reviews.train.mask[order], reviews.train_labels[order]
     tested = np.random.default_rng(1).permutation(len(reviews.test_labels))[: options.test_reviews]
 
-    # What is trained stays in float32: private updates are small, and a coarser type would round them away.
+    # Trained parameters stay in float32: private updates are small, and a coarser type would round them away.
     kept = "float32" if options.train in ("all", "bias") else options.dtype
     body, config = weights.load(files, dtype=options.dtype, param_dtype=kept)
     model = bert.Classifier(body, config.hidden_size, 2, reads=options.reads, rngs=nnx.Rngs(0))
@@ -150,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"test accuracy {found:.3f}", flush=True)
         return found
 
-    # First the head alone. What the frozen encoder makes of the reviews is computed once, and only if it is needed.
+    # First the head alone. The outputs of the frozen encoder are computed once, and only if they are needed.
     outputs = functools.cache(lambda: head.features(body, tokens.Texts(ids, mask), options.reads, progress=True))
     share = head.BUDGET_SHARE * options.epsilon if options.head_epsilon is None else options.head_epsilon
     share = options.epsilon if options.train == "head" else share

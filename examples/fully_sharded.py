@@ -1,4 +1,4 @@
-"""Fully sharded: every device holds a part of the parameters, of Adam's moments and of the noise.
+"""Fully sharded training: every device holds a part of the parameters, of Adam's moments and of the noise.
 
 Try it without accelerators: XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/fully_sharded.py
 """
@@ -7,12 +7,12 @@ import sys
 
 import common
 
-from dpopt.run.sharding import fully_sharded, make_mesh
+from dpopt import sharding
 
 if __name__ == "__main__":
     counts = [int(x) for x in sys.argv[1:] if x.isdecimal()]
-    mesh = make_mesh(*counts)
-    result = common.train_on(mesh, fully_sharded)
+    mesh = sharding.make_mesh(*counts)
+    result = common.train_on(mesh, sharding.fully_sharded)
     kernel = result.params["hidden"]["kernel"]
     print(f"the first kernel is {kernel.shape}; a device holds {kernel.addressable_shards[0].data.shape} of it")
     common.report(result, mesh)

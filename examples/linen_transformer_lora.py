@@ -1,9 +1,9 @@
-"""A linen Transformer learns digits 0 to 4 in public, then 5 to 9 in private by LoRA adapters and a new head.
+"""Trains a linen Transformer on digits 0 to 4 publicly, then on 5 to 9 privately by LoRA adapters and a new head.
 
     python examples/linen_transformer_lora.py --epsilon 3
 
-An image is read as eight tokens, its rows. The base is frozen in private training: no noise falls on it, and it takes
-no optimizer state. Needs dpopt[benchmarks] (scikit-learn).
+The eight rows of an image are its tokens. The base is frozen in private training: it gets no noise and has no optimizer
+state. Needs dpopt[benchmarks] (scikit-learn).
 """
 
 import argparse
@@ -26,7 +26,7 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
 class LoRADense(nn.Module):
-    """A matrix in the collection ``frozen``, and, where ``rank`` is positive, a product of two thin trained ones."""
+    """A matrix in the collection ``frozen`` and, if ``rank`` is positive, a trained product of two thin matrices."""
 
     features: int
     rank: int
@@ -37,13 +37,13 @@ class LoRADense(nn.Module):
         y = x @ self.variable("frozen", "kernel", lambda: init(self.make_rng("params"), shape)).value
         if self.rank:
             a = self.param("a", init, (shape[0], self.rank))
-            b = self.param("b", nn.initializers.zeros, (self.rank, self.features))  # at first the base is unchanged
+            b = self.param("b", nn.initializers.zeros, (self.rank, self.features))  # the adapters start as zero
             y += (x @ a) @ b
         return y
 
 
 class Transformer(nn.Module):
-    """A small encoder with adapters on its attention. With rank 0 it has none: that is how the base is trained."""
+    """A small encoder with adapters on its attention; with rank 0, as the base is trained, it has none."""
 
     layers: int
     rank: int
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--public-steps", type=int, default=300)
     parser.add_argument("--rank", type=int, default=4, help="of the adapters (default 4)")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--seed", type=int, help="for a run that can be repeated; without it the noise key is secret")
+    parser.add_argument("--seed", type=int, help="makes the run repeatable; without it the noise key is secret")
     options = parser.parse_args(argv)
 
     digits = load_digits()
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         images[~is_public], labels[~is_public] - CLASSES, test_size=0.2, random_state=0
     )
 
-    # In public: everything is trained, nothing is noised.
+    # Publicly: train everything, without noise.
     base = Transformer(options.layers, rank=0)
     rng = np.random.default_rng(0)
     chosen = (rng.integers(len(public_x), size=64) for _ in range(options.public_steps))
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
         optimizer=optax.adam(1e-3),
     )
 
-    # In private: adapters and a new head.
+    # Privately: train adapters and a new head.
     model = Transformer(options.layers, rank=options.rank)
     params = jax.jit(model.init)(jax.random.key(1), images[:1])["params"]
     loss_fn = dpopt.flax.linen_loss(model, cross_entropy, variables={"frozen": trained["frozen"]})

@@ -1,10 +1,10 @@
-"""Several processes, as on several hosts: each runs this same program. Start two on this machine:
+"""Trains in several processes, as on several hosts; each runs this same program. To start two on one machine:
 
     python examples/multi_process.py localhost:12355 2 0 &
     python examples/multi_process.py localhost:12355 2 1
 
-On a cluster, ``jax.distributed.initialize()`` finds the arguments by itself. All processes must see the checkpoint
-directory; the first one keeps the journal, and no process goes on before a step is written there.
+On a cluster, ``jax.distributed.initialize()`` finds the arguments itself. All processes must have access to the
+checkpoint directory. The first one writes the journal, and no process continues before a step is written there.
 """
 
 import sys
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
     import common
 
-    from dpopt.run.sharding import make_mesh, replicated
+    from dpopt import sharding
 
-    mesh = make_mesh()
-    common.report(common.train_on(mesh, replicated, *directory), mesh)
+    mesh = sharding.make_mesh()
+    common.report(common.train_on(mesh, sharding.replicated, *directory), mesh)

@@ -1,4 +1,4 @@
-"""A CNN in Flax NNX learns handwritten digits within a privacy budget.
+"""Trains a CNN in Flax NNX on handwritten digits within a privacy budget.
 
     python examples/nnx_cnn.py --epsilon 3
 
@@ -22,7 +22,7 @@ DELTA = 1e-4  # well below one over the number of training images
 
 
 class CNN(nnx.Module):
-    """Two convolutions and a dense layer. tanh keeps gradients of all examples in a similar range, so less is cut."""
+    """Two convolutions and a dense layer. tanh keeps all gradients in a similar range, so less is clipped."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 16, (3, 3), rngs=rngs)
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=3.0, help="budget of the whole run (default 3)")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seed", type=int, help="for a run that can be repeated; without it the noise key is secret")
+    parser.add_argument("--seed", type=int, help="makes the run repeatable; without it the noise key is secret")
     options = parser.parse_args(argv)
 
     digits = load_digits()

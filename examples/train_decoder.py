@@ -1,16 +1,16 @@
-"""A decoder of a billion parameters learns text, with privacy for documents, its parameters split over all devices.
+"""Trains a decoder with a billion parameters on text, with privacy for documents and parameters split over all devices.
 
     python examples/train_decoder.py --text corpus --epsilon 8 --directory runs/decoder
 
 ``--text`` is a folder of .txt files, each a document, read as bytes; or, with ``--vocabulary`` and ``--end``, a .npy
-file of tokens. ``--predict`` compiles a step and says what memory it takes, and trains nothing. The same command
+file of tokens. ``--predict`` compiles a step and prints the memory it takes, without training. The same command
 resumes a run that was stopped. Needs dpopt[benchmarks,checkpoint].
 
 THE UNIT OF PRIVACY IS THE DOCUMENT. A step draws documents, takes a few windows of each at random, and clips the
 gradient of a document's mean loss: epsilon is for adding or removing one document, however long. If a person wrote
-several, put these into one file. (dpopt calls such a unit a user, and so does the statement.)
+several, put them into one file. (dpopt and its statement call this unit a user.)
 
-Try it small, on eight simulated devices:
+A small version, on eight simulated devices:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/train_decoder.py --text docs --layers 2 \
         --width 128 --length 64 --batch-size 16 --steps 10 --delta 1e-3
@@ -31,18 +31,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import dpopt
 from benchmarks.cost import llm_scaling
 from benchmarks.data import documents
-from dpopt import users
-from dpopt.run import sharding
+from dpopt import sharding, truncated, users
 from dpopt.run.identity import TrainState
-from dpopt.samplers import truncated
+from dpopt.run.results import TrainResult
 
 CLIP_NORM = 1.0
-MATRICES = {"embedding": 0, "qkv": 1, "out": 1, "gate": 1, "up": 1, "down": 1}  # and how many axes number layers
+MATRICES = {
+    "embedding": 0,
+    "qkv": 1,
+    "out": 1,
+    "gate": 1,
+    "up": 1,
+    "down": 1,
+}  # number of leading axes that index layers
 BOTH = ("data", "fsdp")
 
 
 def loss_fn(params: Any, window: jax.Array) -> jax.Array:
-    """Of one window ``(length + 1,)``: the mean over its tokens. (A causal mask alone tells the model their order.)"""
+    """Mean loss over the tokens of one window ``(length + 1,)``. (Only the causal mask gives their order.)"""
     follows = window[1:]
     foretold = jax.nn.log_softmax(llm_scaling.logits(params, jnp.maximum(window[:-1], 0)))
     losses = -jnp.take_along_axis(foretold, jnp.maximum(follows, 0)[:, None], axis=1)[:, 0]
@@ -51,14 +57,14 @@ def loss_fn(params: Any, window: jax.Array) -> jax.Array:
 
 
 def make_mesh(options: argparse.Namespace, kind: AxisType) -> Mesh:
-    """``data`` copies of the parameters, each split over ``fsdp`` devices; documents lie split over all."""
+    """``data`` copies of the parameters, each split over ``fsdp`` devices; documents are split over all devices."""
     return jax.make_mesh((options.data, jax.device_count() // options.data), BOTH, axis_types=(kind,) * 2)
 
 
 def layout(tree: Any, mesh: Mesh) -> Any:
-    """Where parameters, or a state that holds arrays like them, lie: matrices in parts, all else whole.
+    """Shardings of parameters, or of a state with arrays like them: matrices split, everything else replicated.
 
-    The axis that numbers layers is not split, since a scan reads them one by one.
+    The axis that indexes layers is not split, since a scan reads them one by one.
     """
 
     def place(path: Any, x: Any) -> NamedSharding:
@@ -73,7 +79,7 @@ def layout(tree: Any, mesh: Mesh) -> Any:
 
 
 def initialize(key: jax.Array, shapes: Any) -> Any:
-    """Normal numbers; matrices that add to the residual stream are the smaller, the more layers there are."""
+    """Normal initial values, smaller for matrices that add to the residual stream the more layers there are."""
     layers = shapes["layers"]["out"].shape[0]
 
     def start(path: Any, x: Any) -> jax.Array:
@@ -88,7 +94,7 @@ def initialize(key: jax.Array, shapes: Any) -> Any:
 
 
 def make_plan(options: argparse.Namespace, num_documents: int) -> dpopt.Plan:
-    """Clip, noise for the budget, Adam. All batches have one shape: a large model is compiled once."""
+    """Clip, noise for the budget, Adam. All batches have one shape, so that a large model is compiled once."""
     ample = truncated.ample_batch_size(num_documents, options.batch_size, steps=options.steps, delta=options.delta)
     devices = jax.device_count()
     clip = dpopt.FlatClip(CLIP_NORM)
@@ -116,7 +122,7 @@ def make_plan(options: argparse.Namespace, num_documents: int) -> dpopt.Plan:
 
 
 def predict(plan: dpopt.Plan, shapes: Any, options: argparse.Namespace) -> dict[str, float]:
-    """Compiles a private and an ordinary step for the devices there are, and prints what memory each takes."""
+    """Compiles a private and an ordinary step for the available devices, and prints the memory each takes."""
     mesh, automatic = make_mesh(options, AxisType.Explicit), make_mesh(options, AxisType.Auto)
     size = plan.sampler.scheme.max_batch_size
     adam = optax.adam(1e-3)
@@ -159,8 +165,8 @@ def predict(plan: dpopt.Plan, shapes: Any, options: argparse.Namespace) -> dict[
 
 
 def held_out_loss(params: Any, windows: documents.Windows, options: argparse.Namespace, most: int = 1024) -> float:
-    """Mean over windows of held-out documents, of which the first few are read."""
-    mesh = make_mesh(options, AxisType.Auto)  # outside the engine a loss may be split over devices by XLA
+    """Mean loss over the first ``most`` windows of held-out documents."""
+    mesh = make_mesh(options, AxisType.Auto)  # outside the engine XLA may split the loss over devices
     params = jax.tree.map(jax.device_put, params, layout(params, mesh))
     mean = jax.jit(lambda p, w, counts: jnp.sum(jnp.where(counts, jax.vmap(loss_fn, (None, 0))(p, w), 0)))
     together, total, count = 8 * mesh.size, 0.0, min(most, len(windows))
@@ -175,16 +181,14 @@ def read(options: argparse.Namespace, path: Path) -> documents.Windows:
     return documents.read(path, options.length, vocabulary=options.vocabulary, end=options.end)
 
 
-def train(
-    plan: dpopt.Plan, windows: documents.Windows, shapes: Any, options: argparse.Namespace
-) -> dpopt.run.results.TrainResult:
-    """On all devices, from random parameters or from what the directory holds."""
+def train(plan: dpopt.Plan, windows: documents.Windows, shapes: Any, options: argparse.Namespace) -> TrainResult:
+    """Trains on all devices, from random parameters or from the checkpoint in the directory."""
     mesh = make_mesh(options, AxisType.Explicit)
-    key = jax.random.key(0)  # of the parameters at the start: no secret
+    key = jax.random.key(0)  # of the initial parameters: not secret
     params = jax.jit(lambda key: initialize(key, shapes), out_shardings=layout(shapes, mesh))(key)
     states = jax.eval_shape(plan.optimizer.init, params)
     state = TrainState(params, jax.jit(plan.optimizer.init, out_shardings=layout(states, mesh))(params))
-    # The sampler's seed is the same in all processes, and so are then the windows that they take.
+    # The sampler's seed is the same in all processes, so they all draw the same windows.
     groups = users.group(windows.document, max_examples=options.windows, how="resample", seed=plan.sampler.seed)
     with contextlib.ExitStack() as stack:
         checkpointer = None
@@ -205,7 +209,7 @@ def train(
 def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="folder of .txt files, one of them, or .npy of tokens")
-    parser.add_argument("--held-out", type=Path, help="likewise, of documents that are not trained on, to be tested on")
+    parser.add_argument("--held-out", type=Path, help="the same, with held-out documents to test on")
     parser.add_argument("--vocabulary", type=int, help="of a .npy file: how many tokens there are")
     parser.add_argument("--end", type=int, help="of a .npy file: the token that ends a document")
     parser.add_argument("--layers", type=int, default=15, help="(default 15: a billion parameters with --width 2048)")
@@ -222,7 +226,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=int, default=1, help="copies of the parameters (default 1: each device a part)")
     parser.add_argument("--directory", type=Path, help="where checkpoints and the journal of the budget are kept")
     parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints (default 100)")
-    parser.add_argument("--predict", action="store_true", help="compile, say what memory a step takes, and stop")
+    parser.add_argument("--predict", action="store_true", help="compile, print what memory a step takes, and stop")
     parser.add_argument("--seed", type=int, help="for tests; without it noise and batches are secret")
     options = parser.parse_args(argv)
     if options.width < 1 or options.width % llm_scaling.HEAD:

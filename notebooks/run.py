@@ -1,4 +1,4 @@
-"""Runs the notebooks and stores their outputs: ``python -m notebooks.run`` (all), or with names such as ``03``."""
+"""Runs the notebooks and stores their outputs: all by ``python -m notebooks.run``, one by ``... run 03``."""
 
 import hashlib
 import os
@@ -19,12 +19,12 @@ METADATA = {
 
 
 def paths() -> list[Path]:
-    """The notebooks, in the order of their numbers."""
+    """The notebooks, ordered by number."""
     return sorted(FOLDER.glob("*.ipynb"))
 
 
 def execute(path: Path, **environment: str) -> nbformat.NotebookNode:
-    """Runs a notebook from top to bottom in a fresh kernel, on the CPU; the file itself is left alone.
+    """Runs a notebook from top to bottom in a fresh kernel, on the CPU, without changing the file.
 
     Raises:
         CellExecutionError: if a cell fails.
@@ -35,7 +35,7 @@ def execute(path: Path, **environment: str) -> nbformat.NotebookNode:
         timeout=1_800,
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
-        # When a cell ran, and on which machine, would be another difference at each run.
+        # Timings of cells would differ with every run.
         record_timing=False,
     )
     client.execute(env={**os.environ, "JAX_PLATFORMS": "cpu", **environment})
@@ -43,20 +43,20 @@ def execute(path: Path, **environment: str) -> nbformat.NotebookNode:
 
 
 def digest(notebook: nbformat.NotebookNode) -> str:
-    """Stands for the code of a notebook; stored next to outputs, it tells whether they are that code's."""
+    """Hash of a notebook's code, stored with the outputs to check that they belong to this code."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()
 
 
 def project_url() -> str | None:
-    """The project's address on GitHub, where pyproject.toml names one."""
+    """The project's address on GitHub, if pyproject.toml has one."""
     with open(FOLDER.parent / "pyproject.toml", "rb") as file:
         urls = tomllib.load(file)["project"].get("urls", {}).values()
     return next((url.rstrip("/") for url in urls if url.startswith("https://github.com/")), None)
 
 
 def normalize(notebook: nbformat.NotebookNode, path: Path) -> None:
-    """Leaves what a reader sees: no timings, no kernel details, cells named by their place."""
+    """Removes timings and kernel details, and numbers the cells by position."""
     url = project_url()
     first = notebook.cells[0]
     first.source = "\n".join(line for line in first.source.split("\n") if not line.startswith(BADGE))
@@ -72,7 +72,7 @@ def normalize(notebook: nbformat.NotebookNode, path: Path) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Runs the named notebooks in full (all, if none is named) and writes them back with their outputs."""
+    """Runs the named notebooks in full (all if none is named) and writes them back with their outputs."""
     chosen = [path for path in paths() if not names or path.name.startswith(tuple(names))]
     if not chosen:
         raise SystemExit(f"no notebook begins with {' or '.join(names)}; there are {[path.name for path in paths()]}")

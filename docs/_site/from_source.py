@@ -1,6 +1,6 @@
-"""What the documentation takes from elsewhere in the repository, so that it is written once.
+"""Brings pages and docstrings from elsewhere in the repository into the site, so that each is written once.
 
-MkDocs loads this file as a hook (the ``on_...`` functions) and griffe as an extension (`Docstrings`).
+MkDocs loads this file as a hook (the ``on_...`` functions), and griffe as an extension (`Docstrings`).
 """
 
 import ast
@@ -15,8 +15,13 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 
-# Pages that live elsewhere in the repository: where in the site, and where from.
-PAGES = {"changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md", "results.md": "benchmarks/RESULTS.md"}
+# Pages that live elsewhere in the repository: their place in the site, and their source.
+PAGES = {
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "results.md": "benchmarks/RESULTS.md",
+    "security.md": "SECURITY.md",
+}
 
 # Rooms of dpopt that users do not call.
 INTERNAL_ROOMS = {"common", "composition", "engines", "ghost", "normals"}
@@ -24,7 +29,7 @@ INTERNAL_ROOMS = {"common", "composition", "engines", "ghost", "normals"}
 
 @cache
 def public_names() -> dict[str, str]:
-    """Every documented name, and the identifier that the API reference has for it."""
+    """Maps every documented name to its identifier in the API reference."""
     names = {}
     for path in sorted((ROOT / "dpopt").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -38,12 +43,22 @@ def public_names() -> dict[str, str]:
     for node in ast.parse((ROOT / "dpopt" / "__init__.py").read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.module not in ("importlib", "dpopt"):
             names |= {f"dpopt.{alias.asname}": f"{node.module}.{alias.name}" for alias in node.names}
+    # Packages that export the names of their modules
+    for package in ("audit", "correlated", "optimizers.baselines", "sklearn", "tuning"):
+        path = ROOT / "dpopt" / package.replace(".", "/") / "__init__.py"
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                found = {a.asname or a.name: names.get(f"{node.module}.{a.name}") for a in node.names}
+                names |= {f"dpopt.{package}.{name}": target for name, target in found.items() if target}
+    for module in ("optimizers.baselines", "run.loading", "run.sharding", "samplers.truncated"):  # exported by dpopt
+        long, short = f"dpopt.{module}.", f"dpopt.{module.rpartition('.')[2]}."
+        names |= {short + name.removeprefix(long): target for name, target in names.items() if name.startswith(long)}
     names["dpopt.explain"] = "dpopt.ghost.explain.explain"
     return names
 
 
 def linked(text: str, here: str = "dpopt") -> str:
-    """Names in single backticks become links to the API reference."""
+    """Turns names in single backticks into links to the API reference."""
 
     def link(match: re.Match) -> str:
         written, called = match["name"], match["call"] or ""
@@ -62,7 +77,7 @@ def outside_code(change: Any, markdown: str) -> str:
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Adds the pages and plots that live elsewhere."""
+    """Adds pages and plots from elsewhere in the repository."""
     for name, source in PAGES.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / source)))
     for plot in sorted((ROOT / "benchmarks" / "results").glob("*.svg")):
@@ -74,10 +89,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     """Links full names (``dpopt.dp_sgd``) in the text of a page to the API reference."""
     del config, files
     folder = (ROOT / "docs" / page.file.src_uri).parent
+    places = {source: name for name, source in PAGES.items()}
+
+    def moved(match: re.Match) -> str:  # a link between files of the repository, as the site needs it
+        return f"]({places.get(match[1], match[1].removeprefix('docs/'))}"
 
     def link(text: str) -> str:
         text = re.sub(r"(?<![`\[])`dpopt\.[\w.]+(?:\(\))?`(?!`)", lambda m: linked(m[0]), text)
-        # A link to a file of the repository works where the repository is shown; the site has the pages only.
+        if page.file.src_uri in PAGES:
+            text = re.sub(r"\]\(([\w/]+\.md)", moved, text)
+        # Links to other files of the repository work on GitHub; the site has only the pages.
         return re.sub(r"\[([^\]]*)\]\((\.\./[^)]*)\)", lambda m: m[1] if is_elsewhere(m[2]) else m[0], text)
 
     def is_elsewhere(target: str) -> bool:
@@ -94,7 +115,7 @@ def _math(tex: str, display: str) -> str:
 
 
 def as_markdown(doc: str, here: str = "dpopt") -> str:
-    """A docstring of dpopt as Markdown: formulas as MathML, doctests as code, names as links."""
+    """Converts a docstring to Markdown: formulas to MathML, doctests to code blocks, names to links."""
 
     def block(match: re.Match) -> str:
         tex = " ".join(line.strip() for line in match["tex"].splitlines())

@@ -1,4 +1,4 @@
-"""README and documentation: every Python block runs, figures are those of the results, quotes those of the source."""
+"""README and documentation: every Python block runs, figures match the results, and quotes match the source."""
 
 import json
 import re
@@ -22,21 +22,21 @@ README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 QUOTE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-# A page's blocks run in order and share their names, as a reader would run them; those of the README stand alone.
-# (What follows a diff goes with its program.)
+# The blocks of a page run in order and share their names, as a reader would run them. (Blocks after a diff belong to
+# the program in the diff, and run in their own test.)
 WITH_CODE = [page for page in PAGES if PYTHON.search(page.read_text()) and "```diff" not in page.read_text()]
 
 
 @pytest.fixture(autouse=True)
 def _as_users_run_it(monkeypatch):
-    monkeypatch.setattr(rules, "_RULES", {**rules._RULES})  # a rule that a page registers is for that page alone
-    with jax.numpy_rank_promotion("allow"):  # the tests forbid it; a reader's own arrays may broadcast
+    monkeypatch.setattr(rules, "_RULES", {**rules._RULES})  # rules that a page registers are for that page only
+    with jax.numpy_rank_promotion("allow"):  # forbidden in the tests, allowed for readers
         yield
 
 
 @pytest.mark.parametrize("index", range(len(PYTHON.findall(README.read_text()))))
 def test_readme_block_runs(index, capsys):
-    """As a reader comes to them; one that imports JAX starts anew."""
+    """Blocks run in order; a block that imports JAX starts a new program."""
     blocks = PYTHON.findall(README.read_text())[: index + 1]
     first = max(i for i, block in enumerate(blocks) if block.startswith("import jax"))
     names = {}
@@ -113,7 +113,7 @@ def test_bytes_of_state_in_the_readme():
     params = jax.ShapeDtypeStruct((1_000, 1_000), jnp.float32)
     state = jax.eval_shape(dpopt.dp_micro_adam(1e-3, **four).init, params)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / params.size
-    (stated,) = re.findall(r"`dp_micro_adam` .*?([\d.]+) bytes of state a parameter", README.read_text())
+    (stated,) = re.findall(r"`dp_micro_adam` .*?([\d.]+) bytes of state per parameter", README.read_text())
     assert stated == f"{size:.1f}"
 
 
@@ -121,7 +121,7 @@ def test_bytes_of_state_in_the_readme():
 def test_figures_are_those_of_the_results(page):
     text = page.read_text()
     assert figures.updated(text) == text, "run python -m benchmarks report"
-    # A measurement outside the markers would be typed in, and rot.
+    # A measurement outside the markers would be typed by hand and go out of date.
     assert "±" not in re.sub(r"<!-- figures:.*?<!-- end of figures -->", "", text, flags=re.DOTALL).replace(
         "mean ±", ""
     )
@@ -170,7 +170,7 @@ def test_tests_that_the_privacy_argument_names_exist():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built as ``make docs`` builds it: a broken link, anchor or name is an error."""
+    """The site, built as by ``make docs``: a broken link, anchor or name is an error."""
     pytest.importorskip("mkdocs")
     target = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", target]

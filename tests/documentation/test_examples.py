@@ -1,4 +1,4 @@
-"""The example programs run, keep to their budget, and say what they learned. (Others: see `ELSEWHERE`.)"""
+"""The example programs run within their budget and print their accuracy. (`ELSEWHERE` names the tests of others.)"""
 
 import importlib.util
 import re
@@ -32,7 +32,7 @@ def test_example_runs_within_its_budget(name, options, capsys):
     assert 0 < float(accuracy) <= 1
 
 
-# Tests that run the other examples, by name.
+# The tests that run the other examples.
 ELSEWHERE = {
     "common": "run/test_sharding.py",
     "data_parallel": "run/test_sharding.py",

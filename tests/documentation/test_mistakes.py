@@ -1,4 +1,4 @@
-"""Mistakes that people make on their first day, and what they are told."""
+"""Common beginners' mistakes, and the error messages for them."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def own_step(*stages):
 
 
 class Frame:
-    """What a pandas DataFrame shows of itself."""
+    """Looks like a pandas DataFrame to duck typing."""
 
     iloc, shape, dtype = None, (20, 2), np.dtype("float32")
 
@@ -66,7 +66,7 @@ MISTAKES = {
     ),
     "MultiSteps around a private optimizer": (
         lambda: update(optax.MultiSteps(sgd(), 2)),
-        (TypeError, "cannot stand around it"),
+        (TypeError, "cannot wrap it"),
     ),
     "arithmetic with a promise": (
         lambda: 2 * dpopt.per_example_grads(loss)(PARAMS, X, mask=None),
@@ -78,7 +78,7 @@ MISTAKES = {
     ),
     "the mean gradient": (
         lambda: sgd().update(PARAMS, sgd().init(PARAMS), PARAMS),
-        (ValueError, "Gradients that were averaged .* cannot be clipped per example any more"),
+        (ValueError, "Gradients that were already averaged .* cannot be clipped per example"),
     ),
     "a traced noise multiplier": (
         lambda: dpopt.privacy_event(
@@ -96,7 +96,7 @@ MISTAKES = {
     ),
     "a function among the parameters, as Equinox has it": (
         lambda: dpopt.per_example_grads(loss)({"w": jnp.zeros(2), "activation": jax.nn.relu}, X, mask=None),
-        (TypeError, r"\['activation'\] is no array but relu .*equinox.partition"),
+        (TypeError, r"\['activation'\] is not an array but relu .*equinox.partition"),
     ),
     "a forgotten mask": (
         lambda: dpopt.per_example_grads(loss)(PARAMS, X),
@@ -108,7 +108,7 @@ MISTAKES = {
     ),
     "an NNX model for parameters": (
         lambda: plan().run(dpopt.flax.nnx_loss(LINEAR, LINEAR_LOSS)[0], LINEAR, X),
-        (Exception, "with params, a Linear, .*dpopt.flax.nnx_loss and linen_loss make loss and parameters"),
+        (Exception, "with params, a Linear, .*dpopt.flax.nnx_loss and linen_loss make the loss and its parameters"),
     ),
     "a misspelt option": (lambda: plan().run(loss, PARAMS, X, stepz=3), (TypeError, "stepz")),
     "a data frame": (lambda: plan().run(loss, PARAMS, {"x": Frame()}), (TypeError, "is a Frame of pandas")),
@@ -117,7 +117,7 @@ MISTAKES = {
         (ValueError, r"data has shape \(7, 2\), and the plan samples from 20 examples"),
     ),
     "a list of numbers for data": (lambda: plan().run(loss, PARAMS, [1.0] * 20), (TypeError, "a list: np.asarray")),
-    "a list of arrays for data": (lambda: plan().run(loss, PARAMS, [*X]), (ValueError, "after np.stack")),
+    "a list of arrays for data": (lambda: plan().run(loss, PARAMS, [*X]), (ValueError, "use np.stack")),
     "a file's name for data": (lambda: plan().run(loss, PARAMS, "data.csv"), (TypeError, "data is a str")),
     "no data": (lambda: plan().run(loss, PARAMS, {}), (TypeError, "hold no arrays")),
     "weight decay before the clip": (
@@ -128,13 +128,13 @@ MISTAKES = {
         lambda: nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), sgd(), wrt=nnx.Param).update(
             nnx.Linear(2, 2, rngs=nnx.Rngs(0)), dpopt.per_example_grads(loss)(PARAMS, X, mask=None)
         ),
-        (TypeError, "instead of nnx.Optimizer take dpopt.flax.NNXOptimizer"),
+        (TypeError, "instead of nnx.Optimizer use dpopt.flax.NNXOptimizer"),
     ),
     "a promise made outside the step": (
         lambda: jax.jit(lambda g: sgd().update(g, sgd().init(PARAMS), PARAMS))(
             dpopt.per_example_grads(loss)(PARAMS, X, mask=None)
         ),
-        (TypeError, "Make the promise in the jax.jit that updates"),
+        (TypeError, "Make the promise in the same jax.jit as the update"),
     ),
     "a stage between clip and noise, in one's own loop": (
         lambda: own_step(dpopt.clip_and_sum(1.0), optax.trace(0.9), NOISE),
@@ -156,7 +156,7 @@ MISTAKES = {
     ),
     "a loss of a batch": (
         lambda: dpopt.per_example_grads(lambda p, x: jnp.mean((x * p["w"]) ** 2, axis=1))(PARAMS, X, mask=None),
-        (Exception, r"a single example, without a batch axis: example float32\[2\]"),
+        (Exception, r"a single example without a batch axis: example float32\[2\]"),
     ),
     "a loss that is not reduced": (
         lambda: dpopt.per_example_grads(lambda p, x: (x * p["w"]) ** 2)(PARAMS, X, mask=None),
@@ -201,7 +201,7 @@ def test_a_run_within_a_budget_knows_its_delta():
 def test_batches_of_an_nnx_loop_that_no_sampler_drew():
     optimizer = dpopt.flax.NNXOptimizer(LINEAR, sgd(), wrt=nnx.Param)
     optimizer.update(LINEAR, dpopt.flax.nnx_grads(LINEAR_LOSS)(LINEAR, X, mask=None))
-    with pytest.warns(UserWarning, match="the sampler that is to account for its batches has drawn none"):
+    with pytest.warns(UserWarning, match="this sampler has drawn no batches"):
         dpopt.privacy_event(optimizer, sampling=dpopt.PoissonSampler(20, 4, seed=0), steps=1)
 
 
@@ -242,7 +242,7 @@ def test_a_weight_decay_bound_to_the_model_needs_no_parameters_after_a_step():
             dpopt.clip_and_sum(1.0), NOISE, dpopt.normalize_by(4), optax.adamw(1e-3, mask={"w": True, "b": False})
         )
 
-    with pytest.raises(ValueError, match=r"bound to the tree of yours. Pass them, .* as params="):
+    with pytest.raises(ValueError, match=r"may depend on the tree of yours. Pass them, .* as params="):
         dpopt.privacy_event(made(), sampling=SAMPLER.scheme, steps=3)
     tx = made()
     want = dpopt.privacy_event(tx, sampling=SAMPLER.scheme, steps=3, params=PARAMS)

@@ -64,7 +64,7 @@ def test_a_notebook_opens_in_colab(path):
     assert "%pip install" in install and 'find_spec("dpopt")' in install
     assert install == nbformat.read(PATHS[0], as_version=4).cells[1].source
     url = run.project_url()
-    # A badge needs an address; one that is made up would be worse than none.
+    # A badge needs the project's address.
     badges = [] if url is None else [f"{url.removeprefix('https://github.com/')}/blob/main/notebooks/{path.name}"]
     assert re.findall(rf"{COLAB}/github/([^)]+)", first) == badges
 

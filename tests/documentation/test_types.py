@@ -1,4 +1,4 @@
-"""Types as a user's checker sees them: a file of theirs under pyright's strict rules."""
+"""Types as a user sees them: a user's file under pyright's strict rules."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_pyright_strict_in_a_users_file(tmp_path):
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     found = [(d["range"]["start"]["line"], d["message"]) for d in json.loads(run.stdout)["generalDiagnostics"]]
-    exec(FILE, {})  # it is a program, too
+    exec(FILE, {})  # the file also runs
     first = FILE.count("\n")
     assert {line for line, _ in found} == {first, first + 1}
     assert set(MISTAKES.values()) <= {message for _, message in found}
