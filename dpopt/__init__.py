@@ -17,17 +17,17 @@ from importlib import metadata as _metadata
 
 from dpopt import _moved
 
-# One example's gradient: where does it come from, what will it cost?
+# Per-example gradients
 from dpopt.gradients import per_example_grads as per_example_grads
 from dpopt.verification import verify as verify
 
-# How is its influence bounded?
+# Clipping
 from dpopt.clipping import FlatClip as FlatClip
 from dpopt.clipping import GroupClip as GroupClip
 from dpopt.clipping import LayerwiseClip as LayerwiseClip
 from dpopt.clipping import clip_and_sum as clip_and_sum
 
-# In what geometry?
+# Preconditioning
 from dpopt.preconditioners.base import precondition as precondition
 from dpopt.preconditioners.base import precondition_by_side_information as precondition_by_side_information
 from dpopt.preconditioners.base import side_information as side_information
@@ -35,30 +35,30 @@ from dpopt.preconditioners.moments import last_moments as last_moments
 from dpopt.preconditioners.moments import public_moments as public_moments
 from dpopt.preconditioners.delayed import delayed_moments as delayed_moments
 
-# Where is noise added?
+# Noise
 from dpopt.noise import add_gaussian_noise as add_gaussian_noise
 from dpopt.noise import normalize_by as normalize_by
 
-# How do parts make an optimizer, and what does it cost a step?
+# Composition of a private optimizer
 from dpopt.chain import PrivateOptimizer as PrivateOptimizer
 from dpopt.chain import chain as chain
 from dpopt.private_mean import privatize as privatize
 from dpopt.inspection import privacy_of as privacy_of
 
-# What did the run cost?
+# Accounting
 from dpopt.ledger import Ledger as Ledger
 from dpopt.accounting import calibrate as calibrate
 from dpopt.accounting import epsilon as epsilon
 from dpopt.accounting import epsilon_of_event as epsilon_of_event
 from dpopt.events import privacy_event as privacy_event
 
-# Which examples are in which step?
+# Sampling
 from dpopt.sampling import FixedSizeSampler as FixedSizeSampler
 from dpopt.sampling import PoissonSampler as PoissonSampler
 from dpopt.samplers import truncated as truncated
 from dpopt.run.loading import Steps as Steps
 
-# Which optimizer, by name?
+# Named optimizers
 from dpopt.optimizers.sgd import dp_adagrad as dp_adagrad
 from dpopt.optimizers.sgd import dp_adam as dp_adam
 from dpopt.optimizers.sgd import dp_adamw as dp_adamw
@@ -74,22 +74,22 @@ from dpopt.optimizers.microadam import scale_by_micro_adam as scale_by_micro_ada
 from dpopt.optimizers.scale_then_privatize import scale_then_privatize as scale_then_privatize
 from dpopt.optimizers.public import warm_start as warm_start
 
-# Which parameters, in the end?
+# Averaging of parameters
 from dpopt.optimizers.averaging import average_params as average_params
 
-# How is a whole run described?
+# Description of a whole run
 from dpopt.run.plan import Budget as Budget
 from dpopt.run.builder import Builder as Builder
 from dpopt.run.plan import Plan as Plan
 
-# How is it trained, stopped at its budget, and resumed? (Checkpoints: dpopt.run.checkpoint, which needs orbax.)
+# Training within a budget, and resuming (checkpoints: dpopt.run.checkpoint, which needs orbax)
 from dpopt.run.training import make_train_step as make_train_step
 from dpopt.run.results import BudgetExceeded as BudgetExceeded
 from dpopt.run.loop import train as train
 from dpopt.keys import example_keys as example_keys
 from dpopt.keys import secure_key as secure_key
 
-# What the papers compare with, user-level privacy, many devices, tuning, and tools for looking at private data
+# Modules: baselines of the papers, user-level privacy, many devices, tuning, diagnostics and more
 from dpopt import adaptive as adaptive
 from dpopt.optimizers import baselines as baselines
 from dpopt import correlated as correlated
@@ -101,7 +101,7 @@ from dpopt import sparse as sparse
 from dpopt import tuning as tuning
 from dpopt import users as users
 
-# How a clipped sum is computed: imported when it is used (common/lazy.py says why)
+# The ghost engine, imported on first use: see common/lazy.py
 _LATER = "explain", "ghost"
 
 __version__ = _metadata.version("dpopt")
@@ -110,7 +110,7 @@ __version__ = _metadata.version("dpopt")
 if _typing.TYPE_CHECKING:
     from dpopt import ghost as ghost
     from dpopt.ghost import explain as explain
-else:  # to a type checker every name would be there
+else:  # hidden from type checkers, for which every name would exist
     _moved.install()
 
     def __getattr__(name: str):

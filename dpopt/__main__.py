@@ -1,4 +1,4 @@
-"""The accountant from a shell: ``python -m dpopt epsilon``, ``calibrate`` and ``statement``."""
+"""Command line of the accountant: ``python -m dpopt epsilon``, ``calibrate`` and ``statement``."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dpopt import accounting
 from dpopt.common import validate
@@ -16,7 +17,7 @@ from dpopt.sampling import Poisson, WithoutReplacement
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 if it worked, 2 with a message if it could not."""
+    """Runs one command. Returns 0 on success, or 2 after printing an error."""
     given = _parser().parse_args(arguments)
     try:
         given.run(given)
@@ -28,35 +29,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dpopt", description="What differentially private training costs, and promises."
+        prog="python -m dpopt", description="Privacy accounting for differentially private training."
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
     run = argparse.ArgumentParser(add_help=False)
-    run.add_argument("--examples", type=int, required=True, help="how many there are in the training data")
-    run.add_argument("--batch-size", type=float, required=True, help="how many are in a batch, on average")
+    run.add_argument("--examples", type=int, required=True, help="number of training examples")
+    run.add_argument("--batch-size", type=float, required=True, help="expected number of examples in a batch")
     length = run.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int)
-    length.add_argument("--epochs", type=float, help="instead of --steps: each example is drawn so often, on average")
+    length.add_argument("--epochs", type=float, help="instead of --steps: expected number of draws of each example")
     run.add_argument(
         "--sampling", choices=("poisson", "fixed"), default="poisson",
-        help="each example by itself, with one probability (default), or batches of one size without replacement",
+        help="Poisson samples (default), or batches of a fixed size, drawn without replacement",
     )  # fmt: skip
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--delta", type=float, help="default: a tenth of one over the number of examples")
-    common.add_argument("--accountant", choices=("pld", "rdp"), help="default: pld, and rdp for --sampling fixed")
+    common.add_argument("--delta", type=float, help="default: 0.1 / (number of examples)")
+    common.add_argument("--accountant", choices=("pld", "rdp"), help="default: pld, but rdp for --sampling fixed")
     common.add_argument("--json", action="store_true", help="print JSON")
 
-    epsilon = commands.add_parser("epsilon", parents=[run, common], help="what a run costs")
-    epsilon.add_argument("--noise-multiplier", type=float, required=True, help="over the clip norm")
+    epsilon = commands.add_parser("epsilon", parents=[run, common], help="epsilon of a run")
+    epsilon.add_argument("--noise-multiplier", type=float, required=True, help="noise stddev over clip norm")
     epsilon.set_defaults(run=_epsilon)
-    calibrate = commands.add_parser("calibrate", parents=[run, common], help="the noise that a budget asks for")
+    calibrate = commands.add_parser("calibrate", parents=[run, common], help="smallest noise multiplier for a budget")
     calibrate.add_argument("--epsilon", type=float, required=True)
     calibrate.set_defaults(run=_calibrate)
     stated = commands.add_parser(
-        "statement", parents=[common], help="a paragraph and a table about a run, from its ledger.jsonl"
+        "statement", parents=[common], help="a paragraph and a table on the privacy of a run, from its ledger.jsonl"
     )
-    stated.add_argument("ledger", type=Path, help="the file, or the directory of the run's checkpointer")
+    stated.add_argument("ledger", type=Path, help="ledger.jsonl, or the checkpoint directory of the run")
     stated.set_defaults(run=_statement)
     return parser
 
@@ -67,7 +68,7 @@ def _scheme(given: argparse.Namespace) -> Poisson | WithoutReplacement:
     if given.sampling == "poisson":
         return Poisson(given.batch_size / given.examples)
     if given.batch_size != int(given.batch_size):
-        raise ValueError(f"--sampling fixed takes a whole --batch-size; got {given.batch_size}.")
+        raise ValueError(f"--sampling fixed needs an integer --batch-size; got {given.batch_size}.")
     return WithoutReplacement(given.examples, int(given.batch_size))
 
 
@@ -79,7 +80,7 @@ def _steps(given: argparse.Namespace) -> int:
     return given.steps
 
 
-def _defaults(given: argparse.Namespace) -> dict:
+def _options(given: argparse.Namespace) -> dict[str, Any]:
     delta = 0.1 / given.examples if given.delta is None else given.delta
     return {"delta": delta, "accountant": given.accountant or ("rdp" if given.sampling == "fixed" else "pld")}
 
@@ -87,12 +88,12 @@ def _defaults(given: argparse.Namespace) -> dict:
 def _epsilon(given: argparse.Namespace) -> None:
     validate.non_negative(noise_multiplier=given.noise_multiplier)
     event = compose(Privacy((Query(given.noise_multiplier),)), _scheme(given), _steps(given))
-    found = statement.state(event, **_defaults(given))
+    found = statement.state(event, **_options(given))
     print(json.dumps(found.to_json(), indent=1) if given.json else found)
 
 
 def _calibrate(given: argparse.Namespace) -> None:
-    scheme, steps, options = _scheme(given), _steps(given), _defaults(given)
+    scheme, steps, options = _scheme(given), _steps(given), _options(given)
     sigma = accounting.calibrate_event(
         lambda sigma: compose(Privacy((Query(sigma),)), scheme, steps), epsilon=given.epsilon, **options
     )

@@ -1,4 +1,4 @@
-"""What has moved since version 0.1, modules and names at the top: both work for one more version, with a warning."""
+"""Modules and top-level names that have moved since version 0.1. Both still work for one version, with a warning."""
 
 import importlib
 import sys
@@ -77,10 +77,10 @@ NAMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def attribute(name: str) -> object:
-    """What ``dpopt.name`` was.
+    """The object that was ``dpopt.name``.
 
     Raises:
-        AttributeError: for what `dpopt` never had.
+        AttributeError: if `dpopt` never had that name.
     """
     if name not in NAMES:
         raise AttributeError(f"module 'dpopt' has no attribute {name!r}")
@@ -96,13 +96,13 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts the module itself in the place of the empty one: there is one of each, whatever it is called."""
+        """Replaces the empty module by the one that has moved, so that both names are one module."""
         old = module.__name__
         warnings.warn(f"{old} has moved: {MOVED[old]}", DeprecationWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(MOVED[old])
 
 
 def install() -> None:
-    """Lets ``import`` find what has moved."""
+    """Makes ``import`` find the modules that have moved."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

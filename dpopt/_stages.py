@@ -1,26 +1,35 @@
-"""What a transformation does to privacy, said by the transformation itself.
+"""Descriptions of what transformations do to privacy.
 
-Optax composes functions and forgets what they were. An accountant needs to know, so each of dpopt's own transformations
-carries a ``stage``: a plain description (its sensitivity, its noise) that `dpopt.chain` reads when it is built. A chain
-made by ``optax.chain`` has no such list; for it the stages report while `dpopt.inspection` traces the update.
+Optax composes functions, which cannot be read back from the result. Accounting needs to know them, so each of dpopt's
+transformations has a ``stage``: a plain description (its sensitivity, its noise) that `dpopt.chain` reads. A chain made
+by ``optax.chain`` has no list of stages; for it they are recorded while `dpopt.inspection` traces the update.
 """
+
+from __future__ import annotations
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import jax
 import optax
 
 from dpopt.common import validate
+from dpopt.common.types import PyTree, ScalarOrSchedule
+
+if TYPE_CHECKING:
+    from dpopt.correlated.strategies import Strategy
+    from dpopt.preconditioners.base import Preconditioner
+    from dpopt.privacy import Privacy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precondition:
     """A diagonal applied to every per-example gradient before the clip."""
 
-    preconditioner: Any
+    preconditioner: Preconditioner
 
     name = "precondition"
 
@@ -29,7 +38,7 @@ class Precondition:
 class Clip:
     """Bounds what one example can add to the sum."""
 
-    sensitivity: Any  # L2, add/remove of one unit of privacy; a float, or traced under inject_hyperparams
+    sensitivity: float | jax.Array  # L2, add/remove of one unit of privacy; traced under inject_hyperparams
     unit: str = "example"
 
     name = "clip_and_sum"
@@ -39,41 +48,49 @@ class Clip:
 class Noise:
     """Adds Gaussian noise of the given standard deviation to the clipped sum."""
 
-    noise_stddev: Any  # float, or a schedule: step -> float
-    strategy: Any = None  # `dpopt.correlated.Strategy`: how noise is correlated over steps; None: not at all
+    noise_stddev: ScalarOrSchedule
+    strategy: Strategy | None = None  # how noise is correlated over steps; None: not at all
 
     @property
     def name(self) -> str:
         return "add_gaussian_noise" if self.strategy is None else "add_correlated_noise"
 
-    def stddev(self, step: Any) -> Any:
+    def stddev(self, step: int | jax.Array) -> float | jax.Array:
         return self.noise_stddev(step) if callable(self.noise_stddev) else self.noise_stddev
 
-    def stddev_in(self, state: Any) -> Any:
-        """Standard deviation of what is added next."""
-        if self.strategy is None:
-            return self.stddev(state.count)
-        return self.noise_stddev * self.strategy.deviation(state.count - state.start)
+    def stddev_in(self, state: PyTree) -> float | jax.Array:
+        """The standard deviation of the noise that is added next, from the state of the noise stage."""
+        stddev = self.stddev(state.count)
+        return stddev if self.strategy is None else stddev * self.strategy.deviation(state.count - state.start)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Normalize:
     """Divides the noisy sum by a public constant."""
 
-    divisor: Any
+    divisor: float | jax.Array
 
     name = "normalize_by"
 
 
-Stage = Precondition | Clip | Noise | Normalize
+Stage: TypeAlias = Precondition | Clip | Noise | Normalize
+
+
+class StageUpdate(Protocol):
+    """Optax's ``update``. A stage may also take or return a promise, or a sum with its rounding error."""
+
+    def __call__(
+        self, updates: PyTree, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[PyTree, optax.OptState]: ...
 
 
 class StagedTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that carries a description of what it does to privacy."""
+    """An Optax transformation with a description of what it does to privacy."""
 
+    update: StageUpdate
     stage: Stage
 
-    def __new__(cls, init: Callable, update: Callable, stage: Stage) -> "StagedTransformation":
+    def __new__(cls, init: optax.TransformInitFn, update: StageUpdate, stage: Stage) -> StagedTransformation:
         def recorded_update(updates, state, params=None, **extra_args):
             validate.public_arguments(extra_args)
             new_updates, new_state = update(updates, state, params, **extra_args)
@@ -88,19 +105,20 @@ class StagedTransformation(optax.GradientTransformationExtraArgs):
         raise TypeError("a transformation holds functions and cannot be pickled; save its state instead.")
 
 
-_reports: contextvars.ContextVar[list | None] = contextvars.ContextVar("dpopt_reports", default=None)
+Reports: TypeAlias = "list[Stage | Privacy]"
+_reports: contextvars.ContextVar[Reports | None] = contextvars.ContextVar("dpopt_reports", default=None)
 
 
-def record(what: Any) -> None:
-    """Reports a stage (or the privacy of a whole chain) that has run, where somebody is listening."""
+def record(what: Stage | Privacy) -> None:
+    """Reports a stage (or the privacy of a whole chain) that has run; does nothing outside of `listening`."""
     reports = _reports.get()
     if reports is not None:
         reports.append(what)
 
 
 @contextlib.contextmanager
-def listening(reports: list | None) -> Iterator[None]:
-    """Collects what stages report while the block runs; ``listening(None)`` silences them."""
+def listening(reports: Reports | None) -> Iterator[None]:
+    """Appends to ``reports`` what stages `record` while the block runs; ``listening(None)`` discards it."""
     token = _reports.set(reports)
     try:
         yield

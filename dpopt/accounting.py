@@ -1,7 +1,7 @@
-"""Epsilon and delta: thin, careful calls of ``dp_accounting``.
+"""Epsilon, and the noise or the number of steps for a given epsilon, computed with ``dp_accounting``.
 
-Every epsilon here is for the add-or-remove-one relation unless the sampler says otherwise, and is an upper bound. What
-was drawn and what is accounted cannot differ: both come from the same `dpopt.privacy.Privacy`.
+Every epsilon is an upper bound, under add-or-remove-one unless samples have a fixed size. The noise that is drawn and
+the noise that is accounted for cannot differ: both come from the same `dpopt.privacy.Privacy`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from dpopt import events
 from dpopt.common import validate
@@ -18,10 +18,9 @@ from dpopt.composition import bounds, step_events
 from dpopt.events import poisson_event
 from dpopt.privacy import Relation
 
-Accountant = Literal["pld", "rdp"]
+Accountant: TypeAlias = Literal["pld", "rdp"]
 
-# No privacy to speak of, in numbers that a grid of privacy losses cannot hold.
-_HOPELESS = 1e6
+_HOPELESS = 1e6  # no meaningful privacy, and too large an epsilon for a grid of privacy losses
 
 
 def epsilon(
@@ -31,11 +30,11 @@ def epsilon(
 
     Args:
         noise_multiplier: standard deviation of the noise over the L2 sensitivity; 0 gives infinity.
-        sampling_prob: probability with which each example is in a batch, in (0, 1].
-        steps: number of steps; empty batches count.
+        sampling_prob: probability that an example is in a batch, in (0, 1].
+        steps: number of steps, including those with an empty batch.
         delta: target delta, in (0, 1).
-        accountant: ``"pld"``: the smallest of three valid bounds, by privacy loss distributions (mostly the smallest),
-            by Renyi divergences, and by the probability of being in any batch. ``"rdp"``: Renyi divergences alone, the
+        accountant: ``"pld"``: the smallest of three bounds, from privacy loss distributions (usually the smallest),
+            Renyi divergences, and the probability of being in any batch. ``"rdp"``: Renyi divergences alone, the
             classic moments accountant.
 
     Returns:
@@ -57,7 +56,7 @@ def epsilon(
 def calibrate(
     *, epsilon: float, delta: float, sampling_prob: float, steps: int, accountant: Accountant = "pld"
 ) -> float:
-    """The smallest noise multiplier whose epsilon does not exceed the target, to within 1e-3 (and never below it).
+    """The smallest noise multiplier whose epsilon does not exceed the target, rounded up by at most 1e-3.
 
     Args:
         epsilon: the target, positive and finite.
@@ -83,11 +82,17 @@ def calibrate(
     return calibrate_event(make_event, epsilon=epsilon, delta=delta, accountant=accountant)
 
 
-def calibrate_event(make_event: Any, *, epsilon: float, delta: float, accountant: Accountant = "pld") -> float:
-    """`calibrate` for any family of events: ``make_event(noise_multiplier)``, whose epsilon falls as noise grows.
+def calibrate_event(
+    make_event: Callable[[float], dp_accounting.DpEvent],
+    *,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "pld",
+) -> float:
+    """`calibrate` for any family of events ``make_event(noise_multiplier)`` whose epsilon falls as the noise grows.
 
     Args:
-        make_event: from a positive multiplier to a ``dp_accounting`` event.
+        make_event: returns the ``dp_accounting`` event for a positive noise multiplier.
         epsilon, delta, accountant: see `calibrate`.
 
     Raises:
@@ -105,9 +110,9 @@ def calibrate_event(make_event: Any, *, epsilon: float, delta: float, accountant
         return math.log(found / epsilon) if found > 0 else -math.inf
 
     def stride(gap: float) -> float:
-        return math.exp(min(math.log(2), max(0.1, abs(gap) / 2)))  # epsilon falls faster than noise grows
+        return math.exp(min(math.log(2), max(0.1, abs(gap) / 2)))  # epsilon falls faster than the noise grows
 
-    # A bracket grown from 1, at most by doubling or halving: accountants do not meet near-zero noise.
+    # Grow the bracket from 1 by factors of at most 2, so that no accountant has to handle near-zero noise.
     low = high = 1.0
     over = under = gap(1.0)
     while under > 0:
@@ -118,10 +123,10 @@ def calibrate_event(make_event: Any, *, epsilon: float, delta: float, accountant
     while over <= 0:
         low, high, under = low / stride(over), low, over
         if low < 1e-3:
-            return high  # a target this loose is met by hardly any noise; do not search for less
+            return high  # the target is so loose that a smaller multiplier is not worth searching for
         over = gap(low)
-    # Secants, or bisection after one that helped little. The target stays met at `high`, which is safe to return. A
-    # secant's point is moved by a quarter of what is asked for, towards the far end, so that the bracket closes.
+    # Secant steps, each replaced by bisection if the one before helped little. `high` always meets the target. The
+    # secant point moves by a quarter of the tolerance towards the far end, so that the bracket closes from both sides.
     by_secant = True
     while (width := high - low) > (tolerance := min(1e-3, 1e-3 * high) / 2):
         share = over / (over - under) if by_secant and math.isfinite(over - under) else 0.5
@@ -134,23 +139,22 @@ def calibrate_event(make_event: Any, *, epsilon: float, delta: float, accountant
 
 
 def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: Accountant = "pld") -> float:
-    """Epsilon of any event that dpopt makes; an upper bound.
+    """Epsilon, as an upper bound, of any event that dpopt makes.
 
-    Time and memory do not depend on how small epsilon is or how many steps there are: at most seconds (a schedule of
-    truncated samples: up to half a minute), and below a gigabyte. More than 32 different steps (a schedule) are rounded
-    first, noise down and sampling probabilities up, by at most 0.1%, or by as much as it takes to be left with 400, or
-    with 64 of truncated samples. The epsilon of truncated samples (`dpopt.samplers.truncated`) is the larger of those
-    against data of one example less and of one more.
+    Time and memory do not depend on the size of epsilon or the number of steps: at most seconds (up to half a minute
+    for a schedule of truncated samples) and less than a gigabyte. If there are more than 32 different steps (a
+    schedule), noise is first rounded down and sampling probabilities up: by at most 0.1%, or by more until at most 400
+    different steps are left (64 of truncated samples). For truncated samples (`dpopt.samplers.truncated`) epsilon is
+    the larger of two: against data sets with one example fewer, and with one more.
 
     Args:
         event: a ``dp_accounting`` event, made of Gaussian queries, Poisson samples, samples without replacement, and
             selections of the best of several runs (`dpopt.tuning`).
         delta: target delta, in (0, 1).
-        accountant: see `epsilon`. Sampling without replacement and selection have an RDP bound only: ask for it by
-            name.
+        accountant: see `epsilon`. Sampling without replacement and selection have only an RDP bound: pass ``"rdp"``.
 
     Raises:
-        ValueError: if delta is out of range or the event is of a kind that no accountant here takes.
+        ValueError: if delta is out of range, or there is no bound for this kind of event.
 
     *Privacy*: arithmetic on public constants.
 
@@ -198,13 +202,13 @@ def steps_affordable(
     accountant: Accountant = "pld",
     most: int,
 ) -> int:
-    """The largest number of steps, up to ``most``, whose epsilon does not exceed the limit; 0 where none does.
+    """The largest number of steps, up to ``most``, whose epsilon does not exceed the limit; 0 if that of one step does.
 
     Args:
-        make_event: from a number of steps to an event, whose epsilon grows with it.
+        make_event: returns the event of a number of steps; its epsilon grows with the number.
         epsilon, delta: the limit.
         accountant: see `epsilon`.
-        most: do not count further than this.
+        most: upper end of the search.
 
     *Privacy*: arithmetic on public constants.
 
@@ -217,8 +221,8 @@ def steps_affordable(
     def excess(steps: int, accountant: Accountant) -> float:
         return epsilon_of_event(make_event(steps), delta=delta, accountant=accountant) - epsilon
 
-    def last(accountant: Accountant, low: int, tolerance: float) -> int:
-        """By steps that grow, then by secants, with a bisection between them so that it ends."""
+    def largest(accountant: Accountant, low: int, tolerance: float) -> int:
+        """Searches upwards in growing strides, then alternates secant steps with bisection, so that it ends."""
         over_low, stride = -math.inf, max(1, low // 4)
         while low < most and (over := excess(high := min(most, low + stride), accountant)) <= 0:
             low, over_low, stride = high, over, 4 * stride
@@ -236,5 +240,6 @@ def steps_affordable(
         return low
 
     if accountant == "rdp":
-        return last("rdp", 0, tolerance=0.0)
-    return last(accountant, last("rdp", 0, tolerance=0.1), tolerance=0.0)  # Renyi is quick, and allows no more
+        return largest("rdp", 0, tolerance=0.0)
+    few = largest("rdp", 0, tolerance=0.1)  # the Renyi bound is quick, and never allows more steps
+    return largest(accountant, few, tolerance=0.0)

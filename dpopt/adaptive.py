@@ -1,16 +1,15 @@
-"""Adaptive clipping: a clip norm that follows a quantile of the gradients' norms, and pays for what it looks at.
+"""Adaptive clipping: a clip norm that follows a quantile of the gradients' norms, at a privacy cost that is included.
 
-Where to clip is hard to say before a run, and norms change during one. `quantile_clip` takes the place of a clip norm:
-it starts somewhere and moves towards the norm below which a given share of examples lie. How many do is a second query
-of every step, with noise of its own, and both come out of one noise multiplier.
+A good clip norm is hard to guess before a run, and norms change during one. `quantile_clip` is used in place of a clip
+norm: it moves from an initial value towards the norm below which a given share of examples lie. The number of examples
+below it is a second query of every step, with its own noise. One noise multiplier covers both queries.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from dpopt.chain import PrivateOptimizer
 from dpopt.clipping import as_promise
 from dpopt.common import trees, validate
 from dpopt.common.lazy import flow
+from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.engines import unit_clip
 from dpopt.gradients import ClippedSum
 from dpopt.noise import AddGaussianNoiseState, add_gaussian_noise
@@ -28,28 +28,31 @@ from dpopt.preconditioners.base import Diagonal, Preconditioner
 from dpopt.privacy import Privacy, Query
 from dpopt.private_mean import privatize
 
+if TYPE_CHECKING:
+    from dpopt.correlated.strategies import Strategy
+
 # Gradients are divided by the clip norm before they are clipped: within these bounds nothing over- or underflows.
 LEAST, MOST = 2.0**-60, 2.0**60
-# A vote falls while a norm grows from 15/16 to 17/16 of the clip norm, and not all at once there: rows that are alike
-# would all change their votes with the last bit of their norms, which may hang on one row more in the batch.
+# A vote falls linearly while a norm grows from 15/16 to 17/16 of the clip norm. If it jumped, similar rows could all
+# change their votes with the last bit of their norms, which may depend on whether the batch has one row more.
 HALF_WIDTH = 2.0**-4
-# What such bits move the sum of votes by, over the 1/2 of the row that is there or not: norms are taken to be the same
-# to 2^-20, a vote moves by 1 / (2 * HALF_WIDTH) times that, and a batch may be twice as large as is expected.
+# How much such bits move the sum of votes, relative to the 1/2 of the row that differs: norms are assumed equal to
+# 2^-20, a vote moves by 1 / (2 * HALF_WIDTH) times that, and a batch may be twice as large as expected.
 _SLACK = 2 * 2.0**-20 / HALF_WIDTH
-_COUNT_KEY = 2**31 - 4  # as far from the numbers of steps as what the sampler's seed is made of
+_COUNT_KEY = 2**31 - 4  # folded into the key: far from step numbers, as is the number for the sampler's seed
 
 
 class QuantileClipState(NamedTuple):
-    """State of an optimizer whose clip norm is made by `quantile_clip`."""
+    """State of an optimizer with `quantile_clip`."""
 
-    clip_norms: Any  # like the initial ones, float32: what the next step clips at
+    clip_norms: PyTree  # like the initial ones, float32: those of the next step
     count_noise: AddGaussianNoiseState  # of the noise on the counts
-    core: Any  # of the private mean
+    core: optax.OptState  # of the private mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class QuantileClip:
-    """The clip norm made by `quantile_clip`; a description, which an optimizer takes where it takes a clip norm.
+    """The clip norm made by `quantile_clip`: a description, passed to optimizers in place of a clip norm.
 
     *Privacy*: see `quantile_clip`.
 
@@ -57,25 +60,25 @@ class QuantileClip:
     (3.0, 2.0)
     """
 
-    initial: Any  # numbers, or (layers,) arrays: a prefix of the parameters
+    initial: PyTree  # numbers, or (layers,) arrays: a prefix of the parameters
     quantile: float
     learning_rate: float
     count_share: float
 
-    sensitivity = 1.0  # of the sum of gradients over the norm of the C_k, which is what gets clipped
+    sensitivity = 1.0  # gradients are divided by the joint norm of the C_k before they are clipped
 
     @property
     def num_groups(self) -> int:
-        """How many clip norms there are, and counts a step."""
+        """The number of clip norms, and of counts per step."""
         return sum(math.prod(np.shape(c)) for c in jax.tree.leaves(self.initial))
 
-    def split(self, noise_multiplier: Any) -> tuple[Any, Any]:
-        r"""The gradients' noise multiplier, and the standard deviation of the noise on each count.
+    def split(self, noise_multiplier: ScalarOrSchedule) -> tuple[ScalarOrSchedule, ScalarOrSchedule]:
+        r"""The noise multiplier of the gradients, and the standard deviation of the noise on each count.
 
         .. math:: z_\Delta = z / \sqrt{1 - r}, \quad \sigma_b = \tfrac{z}{2} \sqrt{m / r}
 
-        so that :math:`z_\Delta^{-2} + m\, (2 \sigma_b)^{-2} = z^{-2}`: m counts, each of which an example moves by 1/2,
-        and the gradients cost together what one Gaussian query of multiplier z costs.
+        so that :math:`z_\Delta^{-2} + m\, (2 \sigma_b)^{-2} = z^{-2}`. An example moves each of the m counts by 1/2.
+        Together with the gradients they cost as much as one Gaussian query of multiplier z.
 
         Args:
             noise_multiplier: z, a number or a schedule; both results are of the same kind.
@@ -83,10 +86,10 @@ class QuantileClip:
         gradients, counts = (1 - self.count_share) ** -0.5, 0.5 * (self.num_groups / self.count_share) ** 0.5
         return _times(gradients, noise_multiplier), _times(counts, noise_multiplier)
 
-    def _initial(self) -> Any:
+    def _initial(self) -> PyTree:
         return jax.tree.map(lambda c: jnp.array(c, jnp.float32), self.initial)
 
-    def next_norms(self, clip_norms: Any, shares: Any) -> Any:
+    def next_norms(self, clip_norms: PyTree, shares: PyTree) -> PyTree:
         """The clip norms after a step in which these shares of the batch were below them."""
 
         def moved(c: jax.Array, share: jax.Array) -> jax.Array:
@@ -97,11 +100,11 @@ class QuantileClip:
     def private_mean(
         self,
         *,
-        noise_multiplier: Any,
-        expected_batch_size: Any,
+        noise_multiplier: ScalarOrSchedule,
+        expected_batch_size: float | jax.Array,
         key: jax.Array,
         preconditioner: tuple[Preconditioner, ...] = (),
-        noise: Any = None,
+        noise: Strategy | None = None,
     ) -> PrivateOptimizer:
         """`dpopt.privatize` with this clip norm; it takes the same arguments.
 
@@ -110,10 +113,9 @@ class QuantileClip:
         """
         if noise is not None:
             raise ValueError(
-                "an adaptive clip norm goes with independent noise only. Correlated noise takes back what earlier "
-                "steps added; where the clip norm, and the noise with it, has moved since then, that is another amount "
-                "than was added, and no account here covers such noise together with counts. Pass a fixed "
-                "l2_clip_norm, or noise=None."
+                "an adaptive clip norm supports independent noise only. Correlated noise subtracts noise that earlier "
+                "steps added; after the clip norm has changed, and the noise with it, the amounts differ, and no "
+                "accounting here covers such noise together with counts. Pass a fixed l2_clip_norm, or noise=None."
             )
         gradient_multiplier, count_stddev = self.split(noise_multiplier)
         drawn_stddev = _times(1 + _SLACK * expected_batch_size, count_stddev)
@@ -143,64 +145,66 @@ class QuantileClip:
             norms = self.next_norms(state.clip_norms, shares)
             return mean, QuantileClipState(norms, cast(AddGaussianNoiseState, noise_state), core_state), noise_stddev
 
-        # Together the counts are moved by sqrt(m) / 2.
+        # One example moves all counts together by sqrt(m) / 2.
         counts = Query(_times(2 * self.num_groups**-0.5, count_stddev))
         privacy = Privacy((*core.privacy.queries, counts), unit=core.privacy.unit)
         return PrivateOptimizer(init_fn, run, privacy, core.stages)
 
 
-def _times(factor: float, value: Any) -> Any:
+def _times(factor: float | jax.Array, value: ScalarOrSchedule) -> ScalarOrSchedule:
     if callable(value):
-        schedule: Callable[[Any], Any] = value
+        schedule = value
         return lambda step: factor * schedule(step)
     return factor * value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptiveClipNorm:
-    """The diagonal that makes a clip at 1 one at C: gradients over C before it, the noisy mean times C after the noise.
+    """The diagonal that turns a clip at 1 into a clip at C: gradients are divided by C, the noisy mean multiplied by C.
 
-    *Privacy*: C is what was released before.
+    *Privacy*: C was released before the step.
 
     >>> AdaptiveClipNorm(2.0, None).diagonal((), None)[0].scale
     0.5
     """
 
-    total: Any  # (): the norm of all C_k
+    total: float | jax.Array  # (): the norm of all C_k
     rule: QuantileClip | None
 
     needs_feedback = True
 
     @property
     def clip_norm(self) -> str:
-        """What a plan's summary says the sensitivity is a multiple of."""
+        """The factor of the sensitivity, for the summary of a plan."""
         initial = [] if self.rule is None else jax.tree.leaves(self.rule.initial)
         start = f"{initial[0]:g}" if len(initial) == 1 and not np.ndim(initial[0]) else "those of the groups"
         return f" times the clip norm, which is adaptive, from {start}"
 
-    def init(self, params: Any) -> optax.EmptyState:
+    def init(self, params: optax.Params) -> optax.EmptyState:
         del params
         return optax.EmptyState()
 
-    def diagonal(self, state: Any, params: Any, **extra_args: Any) -> tuple[Diagonal, Any]:
+    def diagonal(
+        self, state: optax.EmptyState, params: optax.Params | None, **extra_args: Any
+    ) -> tuple[Diagonal, optax.EmptyState]:
         del params, extra_args
         return Diagonal(scale=1 / self.total, release=self.total), state
 
-    def observe(self, state: Any, private_mean: Any, noise_stddev: Any) -> Any:
+    def observe(self, state: optax.EmptyState, private_mean: PyTree, noise_stddev: PyTree) -> optax.EmptyState:
         del private_mean, noise_stddev
         return state
 
 
-def _centred_counts(seen: ClippedSum, l2_clip_norms: Any) -> Any:
+def _centred_counts(seen: ClippedSum, l2_clip_norms: PyTree) -> PyTree:
     r""":math:`\sum_i \phi(\|g_{i,k}\| / C_k)` over the examples of a batch, like the clip norms.
 
-    Padding adds nothing, and neither does a gradient that is not finite: it is no reason for a larger C_k, and with it
-    more noise. So one example more or less is at most 1/2 more or less.
+    Padding adds nothing. Neither does a gradient that is not finite, since it should not increase C_k and with it the
+    noise. So adding or removing one example changes a count by at most 1/2.
     """
     if seen.leaf_norms is None:  # an empty batch
         return jax.tree.map(jnp.zeros_like, l2_clip_norms)
 
-    def of_group(c: jax.Array, group: Any) -> jax.Array:
+    def of_group(c: jax.Array, group: PyTree) -> jax.Array:
         norms = unit_clip.group_norms(c, group)
         counts = trees.per_example(seen.sensitive.is_example, norms) & jnp.isfinite(norms)
         votes = jnp.clip((1 - norms / unit_clip.per_row(c)) / (2 * HALF_WIDTH), -0.5, 0.5)
@@ -211,39 +215,38 @@ def _centred_counts(seen: ClippedSum, l2_clip_norms: Any) -> Any:
 
 
 def quantile_clip(
-    initial_l2_clip_norm: Any, *, quantile: float = 0.5, learning_rate: float = 0.2, count_share: float = 0.01
+    initial_l2_clip_norm: PyTree, *, quantile: float = 0.5, learning_rate: float = 0.2, count_share: float = 0.01
 ) -> QuantileClip:
-    r"""A clip norm that follows a quantile of the gradients' norms; takes the place of ``l2_clip_norm``.
+    r"""A clip norm that follows a quantile of the gradients' norms; pass it as ``l2_clip_norm``.
 
     .. math::
 
         \tilde b_t = \tfrac12 + \tfrac1B \Big( \sum_{i \in \text{batch}} \phi\Big(\frac{\|g_i\|}{C_t}\Big)
         + \sigma_b z \Big), \quad C_{t+1} = C_t \exp(-\eta\, (\tilde b_t - \gamma))
 
-    with B the expected batch size, and :math:`\phi` falling from 1/2 to -1/2 between 15/16 and 17/16. (The paper's vote
-    falls at 1 all at once, and then floating-point norms of rows that are alike may all change sides for the sake of
-    one other row.) The noise on the gradients follows: its standard deviation is :math:`z_\Delta C_t`,
-    which stages that must know it are told. The optimizer's ``noise_multiplier`` z, given or calibrated, is that of
-    both queries together; `QuantileClip.split` says what each gets. The optimizer's state holds the clip norm:
-    ``optax.tree.get(state, "clip_norms")``.
+    with B the expected batch size, and :math:`\phi` falling from 1/2 to -1/2 between 15/16 and 17/16. (In the paper it
+    jumps at 1, so the votes of similar rows could all change with one other row, which may change the last bits of
+    their norms.) The standard deviation of the noise on the gradients is :math:`z_\Delta C_t`, and is passed to stages
+    that need it. The optimizer's ``noise_multiplier`` z, given or calibrated, covers both queries together; see
+    `QuantileClip.split`. The clip norm is in the optimizer's state: ``optax.tree.get(state, "clip_norms")``.
 
     Args:
-        initial_l2_clip_norm: C_0: a number, or numbers as a pytree that is a prefix of the parameters, each for a group
-            that has a clip norm, a count and a quantile of its own (see `dpopt.GroupClip`). For a parameter that a scan
-            takes layer by layer it may be an array ``(layers,)``: a group each (see `dpopt.LayerwiseClip`). Clip norms
+        initial_l2_clip_norm: C_0: a number, or numbers as a pytree that is a prefix of the parameters, one for each
+            group with its own clip norm, count and quantile (see `dpopt.GroupClip`). For a parameter that stacks layers
+            for a scan it may be an array ``(layers,)``, with each layer a group (see `dpopt.LayerwiseClip`). Clip norms
             stay between 2^-60 and 2^60.
-        quantile: gamma, the share of examples that are not to be clipped, in [0, 1].
-        learning_rate: eta, at least 0: a clip norm that is far off moves by a factor of up to e^eta a step.
-        count_share: r in (0, 1), which part of ``1 / z**2`` the counts get, all of them together. 0.01 makes the
-            gradients' noise 0.5% larger. The paper's :math:`\sigma_b = B / 20` is :math:`r = m\, (10 z / B)^2`.
+        quantile: gamma, the share of examples that should not be clipped, in [0, 1].
+        learning_rate: eta, at least 0: a clip norm that is far off moves by a factor of up to e^eta per step.
+        count_share: r in (0, 1), the share of ``1 / z**2`` that all counts together get. 0.01 makes the noise on the
+            gradients 0.5% larger. The paper's :math:`\sigma_b = B / 20` is :math:`r = m\, (10 z / B)^2`.
 
     Raises:
-        ValueError, TypeError: for a bad argument, named; in ``update``, if the clip norms' tree is no prefix of the
-            parameters.
+        ValueError, TypeError: for a bad argument, named; in ``update``, if the tree of the clip norms is not a prefix
+            of the parameters.
 
-    *Privacy*: two Gaussian queries a step on one batch: the clipped sum, of sensitivity C_t, and m counts, each of
-    which one example moves by at most 1/2, whatever its gradient. The noise on counts is larger than :math:`\sigma_b`
-    by B / 2^15 of it, for what one example more may do to the last bits of all others' norms. C_t comes from noised
+    *Privacy*: two Gaussian queries per step on one batch: the clipped sum, of sensitivity C_t, and m counts, each of
+    which one example moves by at most 1/2, whatever its gradient. The noise on counts is increased by B / 2^15 of
+    :math:`\sigma_b`, because one more example may change the last bits of the other norms. C_t is computed from noised
     counts alone, and so is fixed before a batch is read.
 
     Reference: Andrew, Thakkar, McMahan and Ramaswamy (2021), Differentially Private Learning with Adaptive Clipping,
@@ -259,7 +262,7 @@ def quantile_clip(
     """
     entries = jax.tree_util.tree_leaves_with_path(initial_l2_clip_norm)
     if not entries:
-        raise ValueError("initial_l2_clip_norm has no entries; give a number, or one a group of parameters.")
+        raise ValueError("initial_l2_clip_norm has no entries; pass a number, or one per group of parameters.")
     for path, entry in entries:
         name = f"initial_l2_clip_norm{jax.tree_util.keystr(path)}"
         for value in entry if np.ndim(entry) == 1 else [entry]:

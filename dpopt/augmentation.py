@@ -1,6 +1,6 @@
 """Augmentation multiplicity: the loss of an example is its mean over several augmentations, which are clipped as one.
 
-Averaged before the clip, K augmentations of an example cost no more privacy than one; K examples in the batch would.
+Averaged before the clip, K augmentations of an example cost no more privacy than one, unlike K rows of a batch.
 """
 
 from collections.abc import Callable
@@ -10,36 +10,34 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.common import validate
+from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines import batches
 
 
-def augmented(
-    loss_fn: Callable[..., Any], augment: Callable[[Any, jax.Array], Any], *, multiplicity: int
-) -> Callable[..., Any]:
-    r"""A loss of one example that is averaged over random augmentations of it, ``(1/K) sum_k loss(augment(x, key_k))``.
+def augmented(loss_fn: LossFn, augment: Callable[[Example, jax.Array], Example], *, multiplicity: int) -> LossFn:
+    r"""The mean loss over random augmentations of an example, ``(1/K) sum_k loss(augment(x, key_k))``.
 
-    Its gradient is the mean gradient over the augmentations; all that follows (clip, noise, accounting) takes it for
-    the gradient of one example. Every engine does: to it the augmentations are one more axis. A step costs about K
-    times one without them.
+    Its gradient is the mean gradient over the augmentations. Clip, noise and accounting treat it as the gradient of one
+    example, and every engine can compute it: the augmentations are one more axis. A step costs about K times as much.
 
     Args:
-        loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example, or ``(scalar, aux)`` where
-            ``has_aux`` asks for it: ``aux`` then has an axis ``(K, ...)``. One with an attribute ``takes_key`` that is
-            true (those that `dpopt.flax` makes of models with dropout) gets ``(example, key)``, another key for every
+        loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example, or ``(scalar, aux)`` with ``has_aux``:
+            ``aux`` then has an axis ``(K, ...)``. A loss with a true attribute ``takes_key`` (such as those that
+            `dpopt.flax` makes from models with dropout) gets ``(example, key)``, with a different key for every
             augmentation.
         augment: ``augment(example, key) -> example``, a random variant of one example (leaves without a batch axis),
-            drawn from this key alone; shapes and dtypes may change, what there is (images, labels) may not. It must
-            not read other private examples: mixing two of them (mixup) would let one move two gradients.
+            drawn from this key alone. Shapes and dtypes may change, the tree structure may not. It must not read other
+            private examples: if it mixes two (mixup), one example moves two gradients.
         multiplicity: K, how many augmentations; 1 is ordinary augmentation.
 
     Returns:
-        ``loss_fn(params, (example, key)) -> scalar``. `dpopt.train` and ``Plan.run`` put the keys there, made of the
-        step and the example, so that a replay draws the same. In a loop of your own, let the batch be ``(examples,
-        dpopt.example_keys(key, step, indices))``, or pass `dpopt.Steps` an ``example_key``. Scores take ``loss_fn``.
+        ``loss_fn(params, (example, key)) -> scalar``. `dpopt.train` and ``Plan.run`` pass the keys, computed from the
+        step and the example, so that a replay draws the same. In your own loop, pass the batch as ``(examples,
+        dpopt.example_keys(key, step, indices))``, or give `dpopt.Steps` an ``example_key``. Evaluate with ``loss_fn``.
 
     Raises:
-        ValueError, TypeError: for a bad argument; in the returned function, for an example without a key, or an
-            ``augment`` that returns something of another structure.
+        ValueError, TypeError: for a bad argument; in the returned function, for an example without a key, or if
+            ``augment`` changes the tree structure.
 
     *Privacy*: the mean depends on one example and its own draws, and the clip bounds the mean gradient: sensitivity,
     noise and epsilon are the same for every K.
@@ -62,50 +60,50 @@ def augmented(
             raise TypeError(f"{name} must be a function of {arguments}; got {function!r}.")
     if getattr(loss_fn, "makes_promise", False):
         raise TypeError(
-            "loss_fn makes gradients of many examples. Augment the loss of one, inside: "
+            "loss_fn makes gradients of many examples. Augment the loss of a single one instead: "
             "per_user_grads(augmented(loss_fn, augment, multiplicity=...))."
         )
     validate.positive_int(multiplicity=multiplicity)
     takes_key = getattr(loss_fn, "takes_key", False)
 
-    def mean_loss(params: Any, example_and_key: Any) -> Any:
-        example, key = _parted(example_and_key)
+    def mean_loss(params: PyTree, example_and_key: tuple[Example, jax.Array]) -> Any:
+        example, key = _with_key(example_and_key)
 
         def of_one(key: jax.Array) -> Any:
             own, left = jax.random.split(key)
             variant = _checked(augment(example, own), example)
             return loss_fn(params, (variant, left) if takes_key else variant)
 
-        # Not split(key, K): the first augmentations are then the same for every K, as a comparison of K's wants.
+        # Not split(key, K), so that the first augmentations are the same for every K, and values of K can be compared.
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(multiplicity))
-        if multiplicity == 1:  # the loss itself, without an axis that engines would see
+        if multiplicity == 1:  # the loss itself, without an extra axis
             found = of_one(keys[0])
             return (found[0], jax.tree.map(lambda a: a[None], found[1])) if isinstance(found, tuple) else found
         found = jax.vmap(of_one)(keys)
         losses, *aux = found if isinstance(found, tuple) else (found,)
-        mean = jnp.mean(losses, axis=0)  # of scalars; if they are none, `per_example_grads` says so
+        mean = jnp.mean(losses, axis=0)  # over K scalars; `per_example_grads` raises for other losses
         return (mean, *aux) if aux else mean
 
-    cast(Any, mean_loss).takes_key = True  # `dpopt.train` asks
+    cast(Any, mean_loss).takes_key = True  # read by `dpopt.train`
     return mean_loss
 
 
-def _parted(example_and_key: Any) -> tuple[Any, jax.Array]:
+def _with_key(example_and_key: tuple[Example, jax.Array]) -> tuple[Example, jax.Array]:
     example, key = batches.example_and_key(example_and_key)
     if key is None:
         raise ValueError(
-            "an augmented loss takes (example, key), and the example comes without a key, so that all examples would "
-            "share one draw. dpopt.train and Plan.run give every example its own; in a loop of your own, let the batch "
-            "be (examples, dpopt.example_keys(key, step, indices)). To evaluate, use the loss without augmentation."
+            "an augmented loss takes (example, key), but the example has no key, so all examples would share one draw. "
+            "dpopt.train and Plan.run pass a key per example; in your own loop, pass the batch as (examples, "
+            "dpopt.example_keys(key, step, indices)). To evaluate, use the loss without augmentation."
         )
     return example, key
 
 
-def _checked(variant: Any, example: Any) -> Any:
+def _checked(variant: Example, example: Example) -> Example:
     found, expected = jax.tree.structure(variant), jax.tree.structure(example)
     if found != expected:
         raise ValueError(
-            f"augment must return an example, as it gets one: {expected}; it returned {found}. Return what it leaves "
-            "alone (labels), too."
+            f"augment must return the tree structure of its example, {expected}; it returned {found}. Return the "
+            "unchanged parts (labels) too."
         )
     return variant

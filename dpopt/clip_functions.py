@@ -1,29 +1,28 @@
-"""Clip functions: by what factor an example is scaled down, given its gradient's norms, and how far that bounds it.
+"""Clip functions: the factor by which an example is scaled down, given the norms of its gradient.
 
-A clip function turns norms into factors and knows the L2 sensitivity of the resulting sum. It sees one example at a
-time.
+A clip function maps norms to factors, one example at a time, and has the L2 sensitivity of the resulting sum.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpopt.common import trees, validate
+from dpopt.common.types import PyTree
 from dpopt.engines import stacked
 from dpopt.engines.norms import shrink_to, without_denormals
 
-# The least clip norm and gamma. Float32 flushes numbers below 2^-126 to zero: this far above, what a norm near the
-# bound loses to that is less than 2^-20 of it.
+# The least clip norm and gamma. Float32 flushes numbers below 2^-126 to zero: this far above, a norm near the bound
+# loses less than 2^-20 of itself to that.
 LEAST_CLIP_NORM = 2.0**-100
 _TOO_SMALL = "Float32 would lose gradients of that size and smaller; multiply the loss by a constant instead."
 
 
-def _check_clip_norm(*, allow_inf: bool = False, **named: Any) -> None:
-    """Raises unless it is 0, which leaves nothing of any example, or large enough for float32."""
+def _check_clip_norm(*, allow_inf: bool = False, **named: float | jax.Array) -> None:
+    """Raises unless a clip norm is 0, which scales every example to zero, or large enough for float32."""
     validate.non_negative(allow_inf=allow_inf, **named)
     for name, value in named.items():
         if validate.concrete(value) != 0:
@@ -36,7 +35,7 @@ class FlatClip:
     r"""Scales an example down to norm C over all parameters: :math:`c_i = \min(1, C / \|g_i\|_2)`.
 
     Args:
-        l2_clip_norm: C; ``math.inf`` switches clipping off, 0 leaves nothing of any example.
+        l2_clip_norm: C; ``math.inf`` switches clipping off, 0 scales every example to zero.
 
     Raises:
         ValueError, TypeError: if C is not a number, or negative, or between 0 and 2^-100.
@@ -47,18 +46,18 @@ class FlatClip:
     [1.0, 0.5]
     """
 
-    l2_clip_norm: Any
+    l2_clip_norm: float | jax.Array
 
     def __post_init__(self):
         _check_clip_norm(l2_clip_norm=self.l2_clip_norm, allow_inf=True)
 
     @property
-    def sensitivity(self) -> Any:
+    def sensitivity(self) -> float | jax.Array:
         """L2 sensitivity of the clipped sum to adding or removing one example."""
         return self.l2_clip_norm
 
-    def coefficients(self, leaf_norms: Any) -> Any:
-        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
+    def coefficients(self, leaf_norms: PyTree) -> PyTree:
+        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape, equal for all leaves."""
         c = shrink_to(self.l2_clip_norm, stacked.global_norms(leaf_norms))
         return jax.tree.map(lambda _: c, leaf_norms)
 
@@ -66,16 +65,16 @@ class FlatClip:
 @stacked.takes_rows
 @dataclasses.dataclass(frozen=True)
 class GroupClip:
-    r"""Clips each group of parameters on its own: :math:`c_{i,k} = \min(1, C_k / \|g_{i,k}\|_2)`.
+    r"""Clips each group of parameters separately: :math:`c_{i,k} = \min(1, C_k / \|g_{i,k}\|_2)`.
 
     Args:
-        l2_clip_norms: the :math:`C_k`, as a pytree that is a prefix of the parameters; everything below one entry is
-            one group, so ``{"encoder": 1.0, "head": 0.1}`` has two and a tree with one number a leaf clips leaf by
-            leaf. 0 leaves nothing of a group.
+        l2_clip_norms: the :math:`C_k`, a pytree that is a prefix of the parameters. Everything below one entry is one
+            group, so ``{"encoder": 1.0, "head": 0.1}`` has two, and a tree with one number per leaf clips per leaf. 0
+            scales a group to zero.
 
     Raises:
         ValueError, TypeError: if an entry is not a finite number, or negative, or between 0 and 2^-100; when clipping,
-            if the tree is no prefix.
+            if the tree is not a prefix.
 
     *Privacy*: sensitivity :math:`\sqrt{\sum_k C_k^2}` under add/remove-one.
 
@@ -83,12 +82,12 @@ class GroupClip:
     5.0
     """
 
-    l2_clip_norms: Any
+    l2_clip_norms: PyTree
 
     def __post_init__(self):
         entries = jax.tree_util.tree_leaves_with_path(self.l2_clip_norms)
         if not entries:
-            raise ValueError("l2_clip_norms has no entries; give one clip norm a group of parameters.")
+            raise ValueError("l2_clip_norms has no entries; pass one clip norm per group of parameters.")
         for path, entry in entries:
             name = f"l2_clip_norms{jax.tree_util.keystr(path)}"
             _check_clip_norm(**{name: entry})
@@ -98,26 +97,26 @@ class GroupClip:
         """L2 sensitivity of the clipped sum to adding or removing one example."""
         return float(np.linalg.norm(np.array(jax.tree.leaves(self.l2_clip_norms), np.float64)))
 
-    def coefficients(self, leaf_norms: Any) -> Any:
+    def coefficients(self, leaf_norms: PyTree) -> PyTree:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape."""
 
-        def one_group(c: Any, group: Any) -> Any:
+        def one_group(c: float | jax.Array, group: PyTree) -> PyTree:
             shrink = shrink_to(c, stacked.global_norms(group))
             return jax.tree.map(lambda _: shrink, group)
 
         return self._mapped(one_group, leaf_norms)
 
-    def own_clip_norms(self, params: Any) -> list:
-        """C_k of the parameters that are groups of their own, None for others: these can be clipped as they come."""
+    def own_clip_norms(self, params: PyTree) -> list[float | jax.Array | None]:
+        """C_k of each parameter that is a group by itself and so can be clipped within the backward pass, else None."""
 
-        def one_group(c: Any, group: Any) -> list:
+        def one_group(c: float | jax.Array, group: PyTree) -> list[float | jax.Array | None]:
             size = len(jax.tree.leaves(group))
             return [c if size == 1 else None] * size
 
         lists = self._mapped(one_group, params)
         return jax.tree.leaves(lists, is_leaf=lambda x: x is None)
 
-    def _mapped(self, one_group: Callable, tree: Any) -> Any:
+    def _mapped(self, one_group: Callable[[float | jax.Array, PyTree], PyTree], tree: PyTree) -> PyTree:
         try:
             return jax.tree.map(one_group, self.l2_clip_norms, tree)
         except (ValueError, TypeError, KeyError) as error:
@@ -130,25 +129,24 @@ class GroupClip:
 @stacked.takes_rows
 @dataclasses.dataclass(frozen=True)
 class LayerwiseClip:
-    r"""Clips every parameter on its own, and every layer of those that a scan stacks.
+    r"""Clips every parameter separately, and every layer of parameters that are stacked for a scan.
 
-    All K of them get the same share of the clip norm: :math:`c_{i,k} = \min(1, C / (\sqrt{K} \|g_{i,k}\|_2))`. A
-    parameter's coefficient is known as soon as its gradient is, so the ghost engine clips within the one backward pass:
-    the way to train the largest models privately, at the time and memory of ordinary training. Flat clipping, which
-    keeps the direction of every gradient, is often the more accurate for the same C.
+    All K of them get the same share of the clip norm: :math:`c_{i,k} = \min(1, C / (\sqrt{K} \|g_{i,k}\|_2))`. The
+    coefficient of a parameter is known as soon as its gradient is, so the ghost engine clips within a single backward
+    pass. This trains the largest models privately in the time and memory of ordinary training. Flat clipping, which
+    keeps the direction of every gradient, is often more accurate for the same C.
 
     Args:
-        l2_clip_norm: C, of the whole gradient, finite; 0 leaves nothing of any example.
-        scanned: which parameters hold a layer in each entry of their first axis, as ``jax.lax.scan`` and ``nn.scan``
-            take them: a pytree of booleans that is a prefix of the parameters, such as ``{"layers": True, "embed":
-            False}``.
+        l2_clip_norm: C, of the whole gradient, finite; 0 scales every example to zero.
+        scanned: which parameters stack layers along their first axis, as for ``jax.lax.scan`` and ``nn.scan``: a pytree
+            of booleans that is a prefix of the parameters, such as ``{"layers": True, "embed": False}``.
 
     Raises:
         ValueError, TypeError: if C is not a finite number, or negative, or between 0 and 2^-100; when clipping, if
-            ``scanned`` is no prefix of the parameters, or True for a scalar.
+            ``scanned`` is not a prefix of the parameters, or True for a scalar.
 
-    *Privacy*: sensitivity C under add/remove-one. An example whose gradient is not finite contributes zero to the
-    parameters concerned.
+    *Privacy*: sensitivity C under add/remove-one. If a gradient is not finite in some parameters, the example
+    contributes zero to those.
 
     Reference: McMahan, Ramage, Talwar and Zhang (2018), per-layer clipping; He et al. (2023), group-wise clipping.
 
@@ -157,8 +155,8 @@ class LayerwiseClip:
     [1.0, 0.5, 0.25]
     """
 
-    l2_clip_norm: Any
-    scanned: Any = False
+    l2_clip_norm: float | jax.Array
+    scanned: PyTree = False
 
     def __post_init__(self):
         _check_clip_norm(l2_clip_norm=self.l2_clip_norm)
@@ -168,31 +166,31 @@ class LayerwiseClip:
                 raise TypeError(f"scanned{where} must be True or False, got {entry!r}.")
 
     @property
-    def sensitivity(self) -> Any:
+    def sensitivity(self) -> float | jax.Array:
         """L2 sensitivity of the clipped sum to adding or removing one example."""
         return self.l2_clip_norm
 
-    def coefficients(self, leaf_norms: Any) -> Any:
+    def coefficients(self, leaf_norms: PyTree) -> PyTree:
         """Maps norms, a pytree of ``(B,)``, or ``(B, layers)`` where scanned, to coefficients of the same shapes."""
         is_scanned = trees.broadcast_prefix(self.scanned, leaf_norms, "scanned")
         norms, tree = jax.tree.flatten(leaf_norms)
         counts = [n.shape[-1] if s else 1 for n, s in zip(norms, jax.tree.leaves(is_scanned), strict=True)]
         return tree.unflatten([shrink_to(self._share(counts), n) for n in norms])
 
-    def layer_axes(self, params: Any) -> list[int]:
-        """How many leading axes of each parameter number layers: 1 or 0."""
+    def layer_axes(self, params: PyTree) -> list[int]:
+        """How many leading axes of each parameter index layers: 1 or 0."""
         is_scanned = jax.tree.leaves(trees.broadcast_prefix(self.scanned, params, "scanned"))
         if any(s and jnp.ndim(p) == 0 for s, p in zip(is_scanned, jax.tree.leaves(params), strict=True)):
             raise ValueError("scanned is True for a parameter that is a scalar: it has no axis of layers.")
         return [int(s) for s in is_scanned]
 
-    def own_clip_norms(self, params: Any) -> list:
-        """What each parameter, and each layer, is scaled down to."""
+    def own_clip_norms(self, params: PyTree) -> list[float | jax.Array]:
+        """The norm that each parameter, and each layer, is scaled down to."""
         axes = self.layer_axes(params)
         counts = [jnp.shape(p)[0] if axis else 1 for p, axis in zip(jax.tree.leaves(params), axes, strict=True)]
         return [self._share(counts)] * len(counts)
 
-    def _share(self, counts: list[int]) -> Any:
+    def _share(self, counts: list[int]) -> float | jax.Array:
         return self.l2_clip_norm / sum(counts) ** 0.5
 
 
@@ -202,9 +200,9 @@ class NormalizedClip:
     r"""Gives every example about the same norm (AUTO-S): :math:`c_i = C / (\|g_i\|_2 + \gamma)`.
 
     Args:
-        l2_clip_norm: C, finite; 0 leaves nothing of any example. With it the learning rate scales; no threshold is left
+        l2_clip_norm: C, finite; 0 scales every example to zero. C only scales the learning rate: there is no threshold
             to tune.
-        gamma: stability constant, positive: an example of norm far below it keeps a small weight. Below about 1e-15
+        gamma: stability constant, positive: an example with a norm far below it keeps a small weight. Below about 1e-15
             the ghost engine may have to form gradients one at a time, to tell norms of that size apart.
 
     Raises:
@@ -219,8 +217,8 @@ class NormalizedClip:
     [1.0, 0.5]
     """
 
-    l2_clip_norm: Any
-    gamma: Any = 0.01
+    l2_clip_norm: float | jax.Array
+    gamma: float | jax.Array = 0.01
 
     def __post_init__(self):
         _check_clip_norm(l2_clip_norm=self.l2_clip_norm)
@@ -231,12 +229,12 @@ class NormalizedClip:
             validate.at_least(bound * LEAST_CLIP_NORM, "C / gamma would overflow.", gamma=self.gamma)
 
     @property
-    def sensitivity(self) -> Any:
+    def sensitivity(self) -> float | jax.Array:
         """L2 sensitivity of the clipped sum to adding or removing one example."""
         return self.l2_clip_norm
 
-    def coefficients(self, leaf_norms: Any) -> Any:
-        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape: here one and the same for every leaf."""
+    def coefficients(self, leaf_norms: PyTree) -> PyTree:
+        """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape, equal for all leaves."""
         norms = stacked.global_norms(leaf_norms)
         c = without_denormals(self.l2_clip_norm / (norms + self.gamma), norms.dtype)
         return jax.tree.map(lambda _: c, leaf_norms)

@@ -1,8 +1,8 @@
 """Losses that read arrays which are not trained: frozen weights, tables.
 
-A loss may simply close over such arrays. ``jax.jit`` then writes their values into every program that it compiles, on
-each device whole, and refuses arrays of which other processes hold a part. A loss made here says what it reads, so that
-`dpopt.train` hands it over as an argument, and `dpopt.run.sharding.place_constants` can lay it on a mesh.
+A loss may simply close over such arrays. But then ``jax.jit`` copies their values into every program that it compiles,
+unsharded on each device, and refuses arrays that are partly held by other processes. A loss made here lists what it
+reads, so that `dpopt.train` can pass it as an argument and `dpopt.run.sharding.place_constants` can shard it.
 """
 
 from collections.abc import Callable
@@ -11,25 +11,27 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from dpopt.common.types import LossFn, PyTree
 
-def with_constants(loss: Callable[..., Any], constants: Any) -> Callable[..., Any]:
+
+def with_constants(loss: Callable[..., Any], constants: PyTree) -> LossFn:
     """``loss_fn(params, example)`` from ``loss(params, example, constants)``.
 
-    `dpopt.flax.nnx_loss` makes such a loss of a model by itself. In a step of your own under ``jax.jit``, pass
-    ``loss_fn.constants`` in as an argument and take gradients of ``loss_fn.given(constants)``; without that the step
-    closes over them, as it would over any array.
+    `dpopt.flax.nnx_loss` makes such a loss from a model. In your own training step under ``jax.jit``, pass
+    ``loss_fn.constants`` as an argument and take gradients of ``loss_fn.given(constants)``; otherwise the step closes
+    over them, as over any other array.
 
     Args:
         loss: ``loss(params, example, constants) -> scalar``, of one example.
         constants: pytree of arrays that are not trained and are the same for all examples.
 
     Returns:
-        The loss, with attributes ``constants`` and ``given``: a function from other constants to the loss with these.
+        The loss, with attributes ``constants`` and ``given``, which maps other constants to the loss with these.
 
     Raises:
-        TypeError: if ``loss`` is no function.
+        TypeError: if ``loss`` is not a function.
 
-    *Privacy*: constants are covered by no clip and no noise. They must not depend on the private examples.
+    *Privacy*: constants are not clipped and get no noise. They must not depend on the private examples.
 
     >>> loss_fn = with_constants(lambda w, x, frozen: jnp.sum((frozen @ w - x) ** 2), jnp.eye(2))
     >>> float(loss_fn(jnp.ones(2), jnp.zeros(2))), float(loss_fn.given(2 * jnp.eye(2))(jnp.ones(2), jnp.zeros(2)))
@@ -38,18 +40,18 @@ def with_constants(loss: Callable[..., Any], constants: Any) -> Callable[..., An
     if not callable(loss):
         raise TypeError(f"loss must be a function of (params, example, constants); got {loss!r}.")
 
-    def loss_fn(params, example):
+    def loss_fn(params: PyTree, example: PyTree) -> Any:
         return loss(params, example, constants)
 
     made = cast(Any, loss_fn)
     if getattr(loss, "takes_key", False):
-        made.takes_key = True  # `dpopt.train` asks
+        made.takes_key = True  # read by `dpopt.train`
     made.constants, made.given = constants, lambda others: with_constants(loss, others)
     return loss_fn
 
 
-def constants_of(loss_fn: Callable[..., Any]) -> Any:
-    """What `with_constants` was given, or None for another loss.
+def constants_of(loss_fn: LossFn) -> PyTree:
+    """The constants of a loss made by `with_constants`, None for other losses.
 
     *Privacy*: reads no data.
 
@@ -59,8 +61,8 @@ def constants_of(loss_fn: Callable[..., Any]) -> Any:
     return getattr(loss_fn, "constants", None)
 
 
-def given(loss_fn: Callable[..., Any], constants: Any) -> Callable[..., Any]:
-    """The loss with other constants, as `constants_of` gives them; a loss that has none as it is.
+def given(loss_fn: LossFn, constants: PyTree) -> LossFn:
+    """The loss with other constants in place of `constants_of` it; a loss without constants unchanged.
 
     *Privacy*: see `with_constants`.
 
@@ -70,8 +72,8 @@ def given(loss_fn: Callable[..., Any], constants: Any) -> Callable[..., Any]:
     return loss_fn if constants_of(loss_fn) is None else cast(Any, loss_fn).given(constants)
 
 
-def shapes_of(constants: Any) -> Any:
-    """Shapes and dtypes, without where the arrays lie.
+def shapes_of(constants: PyTree) -> PyTree:
+    """Shapes and dtypes, without shardings.
 
     *Privacy*: reads no data.
 

@@ -1,8 +1,8 @@
-"""Looking at a run: what noise does to an adaptive optimizer, before and while it trains.
+"""Diagnostics: the effect of noise on an adaptive optimizer, before and during training.
 
-Functions of public constants and released values can be used freely. Those named ``sensitive_...`` read un-noised
-quantities: they are for research on data that may be looked at, live outside the optimizer's state, and no epsilon
-covers what they return.
+Functions of public constants and released values can be used freely. Those named ``sensitive_...`` read values without
+noise. They are for research on data that may be looked at, keep their state outside the optimizer, and their results
+are not covered by epsilon.
 """
 
 import dataclasses
@@ -16,15 +16,18 @@ import numpy as np
 
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step
+from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.gradients import SensitiveAux
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def sgdm_learning_rate_schedule(learning_rate: Any, *, b1: float = 0.9, noise_stddev: Any) -> Callable[..., Any]:
-    r"""The learning rate at which DP-SGD with momentum does what DP-Adam does where noise dominates.
+def sgdm_learning_rate_schedule(
+    learning_rate: ScalarOrSchedule, *, b1: float = 0.9, noise_stddev: ScalarOrSchedule
+) -> Callable[[int | jax.Array], jax.Array]:
+    r"""The learning rate at which DP-SGD with momentum matches DP-Adam if noise dominates.
 
-    There the root of Adam's second moment is about :math:`\sqrt\Phi = s` in every coordinate, so a step is SGD with
+    The root of Adam's second moment is then about :math:`\sqrt\Phi = s` in every coordinate, so a step is SGD with
     momentum at :math:`\eta_t = \eta (1 - \beta_1) / ((1 - \beta_1^t)\, s)`.
 
     Args:
@@ -36,7 +39,7 @@ def sgdm_learning_rate_schedule(learning_rate: Any, *, b1: float = 0.9, noise_st
         A schedule from the step (first step 0, where t = 1).
 
     Raises:
-        ValueError, TypeError: for a bad argument, named.
+        ValueError, TypeError: for a bad argument.
 
     *Privacy*: arithmetic on public constants.
 
@@ -47,9 +50,8 @@ def sgdm_learning_rate_schedule(learning_rate: Any, *, b1: float = 0.9, noise_st
     (6.4, 0.64)
     """
     validate.fraction(b1=b1)
-    for name, value in (("learning_rate", learning_rate), ("noise_stddev", noise_stddev)):
-        if not callable(value):
-            validate.positive(**{name: value})
+    given: dict[str, Any] = {"learning_rate": learning_rate, "noise_stddev": noise_stddev}
+    validate.positive(**{name: value for name, value in given.items() if not callable(value)})
 
     def schedule(step):
         eta, s = at_step(learning_rate, step), at_step(noise_stddev, step)
@@ -59,15 +61,15 @@ def sgdm_learning_rate_schedule(learning_rate: Any, *, b1: float = 0.9, noise_st
 
 
 def second_moment_error_bound(
-    *, noise_stddev: Any, step: Any, b2: float = 0.999, failure_prob: float = 0.05
+    *, noise_stddev: float | jax.Array, step: int | jax.Array, b2: float = 0.999, failure_prob: float = 0.05
 ) -> jax.Array | float:
-    r"""How far DP-AdamBC's corrected second moment may be from the clean one, with probability 1 - alpha.
+    r"""A bound on the error of DP-AdamBC's corrected second moment, which holds with probability 1 - alpha.
 
     With :math:`\Phi = s^2`, :math:`\nu = 4 \Phi \sqrt{(1 - \beta_2^{2t}) / (1 - \beta_2^2)}`, :math:`b = 4 \Phi`:
     :math:`\xi = \frac{1 - \beta_2}{1 - \beta_2^t} \max(\sqrt{2 \nu^2 \ln(2 / \alpha)},\, 2 b \ln(2 / \alpha))`.
 
-    The proposition is about one coordinate and a fixed sequence of gradients, and bounds the average of the squared
-    noise around Phi; the cross term of gradient and noise has mean 0 and is left out of it.
+    The proposition is about one coordinate and a fixed sequence of gradients. It bounds the deviation of the average
+    squared noise from Phi; it omits the cross term of gradient and noise, which has mean 0.
 
     Args:
         noise_stddev: s = sigma C / B, the noise in the mean gradient.
@@ -76,10 +78,10 @@ def second_moment_error_bound(
         failure_prob: alpha, in (0, 1].
 
     Returns:
-        xi: a float if all arguments are Python numbers, else an array.
+        xi: a float if all arguments are Python numbers, otherwise an array.
 
     Raises:
-        ValueError, TypeError: for a bad argument, named.
+        ValueError, TypeError: for a bad argument.
 
     *Privacy*: arithmetic on public constants.
 
@@ -109,23 +111,23 @@ def second_moment_error_bound(
 
 def suggest_gamma(
     *, noise_stddev: float, steps: int | None = None, b2: float = 0.999, failure_prob: float = 0.05
-) -> Any:
-    """A floor for DP-AdamBC's corrected second moment: the size of the error that noise leaves in it.
+) -> ScalarOrSchedule:
+    """A floor for DP-AdamBC's corrected second moment: the size of its error due to noise.
 
-    Below it a corrected second moment is mostly error, and its root in the denominator would be too. A place to start
-    tuning from.
+    Below it, a corrected second moment is mostly error, and so is its root in the denominator. A starting point for
+    tuning.
 
     Args:
         noise_stddev: s = sigma C / B, the noise in the mean gradient.
-        steps: the number of updates of the run, for one number (the bound at its end), or None for a schedule that
-            decreases as the error does (first step 0).
+        steps: the number of updates of the run, for the bound at its end; None for a schedule that decreases with the
+            error (first step 0).
         b2, failure_prob: see `second_moment_error_bound`.
 
     Returns:
-        A float, or a schedule; either goes into ``gamma`` of `dpopt.dp_adam_bc`.
+        A float or a schedule, for ``gamma`` of `dpopt.dp_adam_bc`.
 
     Raises:
-        ValueError, TypeError: for a bad argument, named.
+        ValueError, TypeError: for a bad argument.
 
     *Privacy*: arithmetic on public constants.
 
@@ -136,14 +138,15 @@ def suggest_gamma(
     fixed = {"noise_stddev": noise_stddev, "b2": b2, "failure_prob": failure_prob}
     if steps is not None:
         return second_moment_error_bound(step=steps, **fixed)
-    second_moment_error_bound(step=1, **fixed)  # complains now about what is wrong
+    second_moment_error_bound(step=1, **fixed)  # checks the arguments
     return lambda step: second_moment_error_bound(step=jnp.asarray(step) + 1, **fixed)
 
 
-def tree_quantiles(tree: Any, quantiles: Sequence[float] = QUANTILES) -> jax.Array:
+def tree_quantiles(tree: PyTree, quantiles: Sequence[float] = QUANTILES) -> jax.Array:
     """Quantiles over all coordinates of all leaves.
 
-    *Privacy*: as sensitive as what it is given; of released values (a private optimizer's moments) it is free.
+    *Privacy*: as sensitive as the argument. Post-processing for released values, such as the moments of a private
+    optimizer.
 
     >>> tree_quantiles({"a": jnp.arange(4.0), "b": jnp.array(4.0)}, (0.0, 0.5, 1.0)).tolist()
     [0.0, 2.0, 4.0]
@@ -153,30 +156,30 @@ def tree_quantiles(tree: Any, quantiles: Sequence[float] = QUANTILES) -> jax.Arr
 
 
 class SensitiveMoments(NamedTuple):
-    """State of `SensitiveMomentRecorder`. Keep it out of optimizer states and checkpoints.
+    """State of `SensitiveMomentRecorder`. Do not store it in optimizer states or checkpoints.
 
-    *Privacy*: the ``clean`` fields are averages of un-noised gradients.
+    *Privacy*: the ``clean`` fields are averages of gradients without noise.
     """
 
     count: jax.Array  # (), int32: updates so far
-    clean_m: Any  # like params: average of the clipped, un-noised mean gradient
-    clean_v: Any  # like params: average of its square
-    private_m: Any  # like params: average of the private mean gradient
-    private_v: Any  # like params: average of its square
-    noise_v: Any  # like params, or scalars: average of the noise's variance
+    clean_m: PyTree  # like params: average of the clipped mean gradient without noise
+    clean_v: PyTree  # like params: average of its square
+    private_m: PyTree  # like params: average of the private mean gradient
+    private_v: PyTree  # like params: average of its square
+    noise_v: PyTree  # like params: average of the noise variance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SensitiveMomentRecorder:
-    r"""Follows Adam's moments with and without noise, to see what the noise does to them.
+    r"""Tracks Adam's moments with and without noise, to show the effect of the noise.
 
-    A step's clean mean gradient is what the same clip gives without noise,
-    ``promise.clipped_sum(clip).sum / expected_batch_size``; the private one what `dpopt.privatize` gives.
+    The clean mean gradient of a step is the one clipped but without noise,
+    ``promise.clipped_sum(clip).sum / expected_batch_size``; the private one is the output of `dpopt.privatize`.
 
     Args:
         b1, b2: decay of the moments, in [0, 1).
 
-    *Privacy*: none. What it is given and what it returns is raw; see the module's text.
+    *Privacy*: none. Input and output are not covered by epsilon; see the module docstring.
 
     Reference: Tang, Shpilevskiy and Lécuyer (2023), DP-AdamBC, Table 2, Figures 1 and 4.
 
@@ -192,14 +195,14 @@ class SensitiveMomentRecorder:
     def __post_init__(self):
         validate.fraction(b1=self.b1, b2=self.b2)
 
-    def init(self, params: Any) -> SensitiveMoments:
+    def init(self, params: PyTree) -> SensitiveMoments:
         """Moments before the first step."""
         return SensitiveMoments(jnp.zeros([], jnp.int32), *(trees.zeros(params) for _ in range(5)))
 
     def update(
-        self, moments: SensitiveMoments, clean_mean: Any, private_mean: Any, *, noise_stddev: Any
+        self, moments: SensitiveMoments, clean_mean: PyTree, private_mean: PyTree, *, noise_stddev: PyTree
     ) -> SensitiveMoments:
-        """Moments after a step. ``noise_stddev`` is that of the private mean: a number or a pytree (prefix allowed)."""
+        """Moments after a step. ``noise_stddev``, of the private mean, is a number or a pytree (prefix allowed)."""
         noise = trees.broadcast_prefix(noise_stddev, moments.noise_v, "noise_stddev")
 
         def average(decay, order):
@@ -218,39 +221,38 @@ class SensitiveMomentRecorder:
     def quantiles(self, moments: SensitiveMoments, quantiles: Sequence[float] = QUANTILES) -> dict[str, jax.Array]:
         """Quantiles over all coordinates of the bias-corrected moments: clean, private, and with Phi subtracted."""
         weights = {"m": 1 - self.b1**moments.count, "v": 1 - self.b2**moments.count}
-        corrected = jax.tree.map(jnp.subtract, moments.private_v, moments.noise_v)
         rows = {
             "m clean": moments.clean_m,
             "m private": moments.private_m,
             "v clean": moments.clean_v,
             "v private": moments.private_v,
-            "v corrected": corrected,
+            "v corrected": jax.tree.map(jnp.subtract, moments.private_v, moments.noise_v),
         }
         return {name: tree_quantiles(tree, quantiles) / weights[name[0]] for name, tree in rows.items()}
 
 
-def sensitive_staleness(clean_means: Any, private_means: Any, *, delay: int, eps: float) -> jax.Array:
-    r"""DP2's :math:`h(s)`: how fast gradients outgrow the preconditioner built from older ones. Small is good.
+def sensitive_staleness(clean_means: PyTree, private_means: PyTree, *, delay: int, eps: float) -> jax.Array:
+    r"""DP2's :math:`h(s)`: how far gradients exceed the preconditioner built from older ones. Small is good.
 
     .. math:: h(s) = \max_t \frac{\|g_t\|_1}{\|G / s\|_1 + d \epsilon}
 
-    G / s is the average of the private means over the last complete window of s steps before t. The expectations of the
-    paper are replaced by the one run given.
+    G / s is the average of the private means over the last complete window of s steps before t. The given run stands
+    for the expectations of the paper.
 
     Args:
-        clean_means: leaves ``(T, ...)``, the un-noised mean gradients :math:`g_t` of T steps.
+        clean_means: leaves ``(T, ...)``, the mean gradients :math:`g_t` of T steps without noise.
         private_means: the same with noise.
-        delay: s, at least 1, below T.
+        delay: s, at least 1 and below T.
         eps: the constant added to DP2's preconditioner.
 
     Returns:
         h(s), a scalar.
 
     Raises:
-        ValueError, TypeError: for a bad argument, or a run that ends with its first window.
+        ValueError, TypeError: for a bad argument, or if no step follows the first window.
 
-    *Privacy*: none for ``clean_means``: the result is raw. With the private means in both places it is a function of
-    released values.
+    *Privacy*: none for ``clean_means``: the result is not covered by epsilon. With the private means for both, it is
+    post-processing.
 
     Reference: Li et al. (2023), Differentially Private Adaptive Optimization with Delayed Preconditioners, Theorem 2.
 
@@ -266,7 +268,7 @@ def sensitive_staleness(clean_means: Any, private_means: Any, *, delay: int, eps
         raise ValueError(f"clean_means and private_means must match; they flatten to {clean.shape}, {private.shape}.")
     windows = steps // delay
     if steps <= delay:
-        raise ValueError(f"a run of {steps} steps has no step after a window of delay={delay}.")
+        raise ValueError(f"a run of {steps} steps has no step after the first window of delay={delay}.")
     averages = jnp.mean(private[: windows * delay].reshape(windows, delay, d), axis=1)
     past = jnp.arange(delay, steps) // delay - 1
     ratios = jnp.sum(jnp.abs(clean), axis=1)[delay:] / (jnp.sum(jnp.abs(averages), axis=1)[past] + d * eps)
@@ -274,12 +276,12 @@ def sensitive_staleness(clean_means: Any, private_means: Any, *, delay: int, eps
 
 
 def sensitive_clip_fraction(aux: SensitiveAux) -> jax.Array:
-    """The share of real, finite examples that the clip scaled down.
+    """The fraction of examples, without padding and non-finite ones, that the clip scaled down; 0 for an empty batch.
 
     Args:
-        aux: ``promise.sensitive``, after the optimizer's update. An empty batch gives 0.
+        aux: ``promise.sensitive``, after the update of the optimizer.
 
-    *Privacy*: none: it counts private examples. Do not choose a clip norm by it in a run that must be private.
+    *Privacy*: none: it counts private examples. Do not use it to choose a clip norm in a private run.
 
     >>> from dpopt.gradients import stacked_grads
     >>> from dpopt.clipping import FlatClip
@@ -291,8 +293,8 @@ def sensitive_clip_fraction(aux: SensitiveAux) -> jax.Array:
     return jnp.sum(aux.was_clipped & counted) / jnp.maximum(jnp.sum(counted), 1)
 
 
-def _flat_steps(tree: Any, name: str) -> jax.Array:
+def _flat_steps(tree: PyTree, name: str) -> jax.Array:
     leaves = jax.tree.leaves(trees.upcast(tree))
     if not leaves or any(jnp.ndim(x) == 0 for x in leaves) or len({x.shape[0] for x in leaves}) > 1:
-        raise ValueError(f"{name} must have leaves (T, ...), one row a step, of the same T.")
+        raise ValueError(f"{name} must have leaves (T, ...), one row per step, with the same T.")
     return jnp.concatenate([x.reshape(x.shape[0], -1) for x in leaves], axis=1)

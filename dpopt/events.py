@@ -1,4 +1,4 @@
-"""Events: what a run did to privacy, in the words of ``dp_accounting``, and in JSON."""
+"""Privacy events of ``dp_accounting`` for runs: made from an optimizer and a sampling scheme, simplified, counted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting as dp
+from dpopt.common.types import PyTree
 from dpopt.composition import step_events
 from dpopt.composition.event_kinds import check as check
 from dpopt.composition.event_kinds import everything_in as everything_in
@@ -22,7 +23,9 @@ from dpopt.composition.event_kinds import with_one_more as with_one_more
 from dpopt.inspection import privacy_of
 from dpopt.privacy import Privacy, Query
 from dpopt.samplers.parts import InParts
-from dpopt.sampling import Poisson
+from dpopt.sampling import HasScheme, Poisson, Scheme
+
+Sampling: TypeAlias = "Scheme | InParts | HasScheme"
 
 
 def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) -> dp.DpEvent:
@@ -34,8 +37,6 @@ def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
-    *Privacy*: a description; reads no data.
-
     >>> poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=2).count
     2
     """
@@ -43,15 +44,13 @@ def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) 
     return compose(Privacy((Query(noise_multiplier),)), Poisson(sampling_prob), steps)
 
 
-def step_event(privacy: Privacy, scheme: Any, step: int, origin: int = 0) -> dp.DpEvent:
-    """What one step adds to the cost of those before it.
+def step_event(privacy: Privacy, scheme: Scheme | InParts, step: int, origin: int = 0) -> dp.DpEvent:
+    """The event that one step adds to those before it.
 
     Args:
         privacy, scheme: see `compose`.
-        step: its number.
-        origin: the step that the noise's strategy began with, where noise is correlated.
-
-    *Privacy*: a description; reads no data.
+        step: number of the step.
+        origin: first step of the strategy that correlates the noise, if any.
 
     >>> step_event(Privacy((Query(1.0),)), Poisson(0.5), 3).sampling_probability
     0.5
@@ -61,20 +60,18 @@ def step_event(privacy: Privacy, scheme: Any, step: int, origin: int = 0) -> dp.
     return scheme.event(privacy.step_event(step, scheme.relation))
 
 
-def compose(privacy: Privacy, sampling: Any, steps: int, *, start: int = 0) -> dp.DpEvent:
+def compose(privacy: Privacy, sampling: Sampling, steps: int, *, start: int = 0) -> dp.DpEvent:
     """The event of steps ``start .. start + steps - 1`` of an optimizer under a sampling scheme.
 
     Args:
-        privacy: what a step costs.
+        privacy: the queries of a step.
         sampling: a scheme of `dpopt.sampling`, `dpopt.samplers.truncated` or `dpopt.samplers.parts` (``Poisson``,
-            ``WithoutReplacement``, ``TruncatedPoisson``, ``InParts``), or a sampler, which has one.
-        steps: how many steps; 0 gives the event that costs nothing.
+            ``WithoutReplacement``, ``TruncatedPoisson``, ``InParts``), or a sampler.
+        steps: number of steps; 0 gives the event that costs nothing.
         start: the first step, for optimizers whose cost depends on the step.
 
     Raises:
-        ValueError, TypeError: for a count that is no non-negative integer, or a sampling that is no scheme.
-
-    *Privacy*: a description; reads no data.
+        ValueError, TypeError: if a count is not a non-negative integer, or ``sampling`` has no scheme.
 
     >>> from dpopt.sampling import Poisson
     >>> compose(Privacy((Query(1.0),)), Poisson(0.5), 3)
@@ -82,20 +79,18 @@ def compose(privacy: Privacy, sampling: Any, steps: int, *, start: int = 0) -> d
 event=GaussianDpEvent(noise_multiplier=0.999...)), count=3)
     """
     validate.non_negative_int(steps=steps, start=start)
-    scheme = getattr(sampling, "scheme", sampling)
+    scheme: Any = getattr(sampling, "scheme", sampling)
     if not (hasattr(scheme, "event") and hasattr(scheme, "relation")):
         raise TypeError(
             f"sampling must be a sampler or a scheme of dpopt.sampling, such as Poisson(0.01); got {sampling!r}."
         )
-    return composer(privacy, scheme, start)(int(steps))  # dp_accounting takes no NumPy integers
+    return composer(privacy, scheme, start)(int(steps))  # dp_accounting rejects NumPy integers
 
 
-def composer(privacy: Privacy, scheme: Any, start: int, origin: int = 0) -> Callable[[int], dp.DpEvent]:
-    """`compose` for one start and many numbers of steps: each step of a schedule is looked up once.
+def composer(privacy: Privacy, scheme: Scheme | InParts, start: int, origin: int = 0) -> Callable[[int], dp.DpEvent]:
+    """`compose` for one start and many numbers of steps: each step of a schedule is evaluated once.
 
-    ``origin`` is the step that the noise's strategy began with, where noise is correlated.
-
-    *Privacy*: a description; reads no data.
+    ``origin``: see `step_event`.
 
     >>> composer(Privacy((Query(1.0),)), Poisson(0.5), start=0)(3).count
     3
@@ -109,9 +104,9 @@ def composer(privacy: Privacy, scheme: Any, start: int, origin: int = 0) -> Call
             return dp.NoOpDpEvent()
         if not privacy.varies:
             return dp.SelfComposedDpEvent(scheme.event(privacy.step_event(start, scheme.relation)), steps)
-        # Merged, since an event that is a list of queries cannot be counted.
+        # Merged, since a composed event holds a list and has no hash.
         seen.extend(merged(privacy.step_event(start + i, scheme.relation)) for i in range(len(seen), steps))
-        # Composition does not care about order, so equal steps are counted together.
+        # Order does not matter for composition, so equal steps are counted together.
         counts = Counter(seen[:steps])
         parts = [dp.SelfComposedDpEvent(scheme.event(e), count) for e, count in counts.items()]
         return parts[0] if len(parts) == 1 else dp.ComposedDpEvent(cast(list[dp.DpEvent], parts))
@@ -119,19 +114,16 @@ def composer(privacy: Privacy, scheme: Any, start: int, origin: int = 0) -> Call
     return event
 
 
-def privacy_event(optimizer: Any, *, sampling: Any, steps: int, params: Any = None) -> dp.DpEvent:
-    """The event of training with an optimizer: by name, by `dpopt.chain`, by ``optax.chain``, or a train step.
+def privacy_event(optimizer: Any, *, sampling: Sampling, steps: int, params: PyTree = None) -> dp.DpEvent:
+    """The event of training with a named optimizer, a `dpopt.chain`, an ``optax.chain`` or a train step.
 
-    A sampler is asked about the run that it feeds, and two mistakes can be seen from here: there is a UserWarning where
-    it has drawn more batches than ``steps``, and where it has drawn none though the optimizer has been used, whose
-    batches then came from elsewhere (an epoch over shuffled data is no Poisson sample). To ask what another run would
-    cost, pass a scheme (``sampler.scheme``), which describes and has drawn nothing.
+    A sampler stands for the run that it feeds. There is a UserWarning if it has drawn more batches than ``steps``, or
+    none although the optimizer has been used: the batches then came from elsewhere (an epoch over shuffled data is not
+    a Poisson sample). For the cost of another run, pass a scheme (``sampler.scheme``).
 
     Args:
-        optimizer: see `dpopt.inspection.privacy_of`.
-        sampling: see `compose`.
-        steps: number of steps.
-        params: see `dpopt.inspection.privacy_of`.
+        optimizer, params: see `dpopt.inspection.privacy_of`.
+        sampling, steps: see `compose`.
 
     Raises:
         ValueError: if the optimizer does not privatise its gradients in an order that can be accounted for.
@@ -152,36 +144,34 @@ def privacy_event(optimizer: Any, *, sampling: Any, steps: int, params: Any = No
 
 
 def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> None:
-    while not hasattr(optimizer, "updated"):  # a train step holds one, an NNX optimizer too
+    while not hasattr(optimizer, "updated"):  # a train step or an NNX optimizer holds one
         held = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
         if held is None:
             break
         optimizer = held
     if drawn_to == 0 and getattr(optimizer, "updated", False):
         warnings.warn(
-            "this optimizer has been used, but the sampler that is to account for its batches has drawn none. If they "
-            "came from elsewhere, such as epochs over shuffled data, this epsilon is not theirs. Pass the sampler that "
-            "drew them, or a scheme (sampler.scheme) to ask what a run would cost.",
+            "this optimizer has been used, but this sampler has drawn no batches. If they came from elsewhere, such as "
+            "epochs over shuffled data, epsilon does not hold for them. Pass the sampler that drew them, or a scheme "
+            "(sampler.scheme) for the cost of a planned run.",
             UserWarning,
             stacklevel=3,
         )
     elif drawn_to is not None and steps < drawn_to:
         warnings.warn(
-            f"this sampler has drawn the batches of {drawn_to} steps, and {steps} are to be accounted for: the others "
-            "are free only if their results were never used. Pass a scheme (sampler.scheme) to ask about a shorter "
-            "run.",
+            f"this sampler has drawn the batches of {drawn_to} steps, but only {steps} are accounted for: the others "
+            "cost nothing only if their results were never used. Pass a scheme (sampler.scheme) for the cost of a "
+            "shorter run.",
             UserWarning,
             stacklevel=3,
         )
 
 
 def merged(event: dp.DpEvent) -> dp.DpEvent:
-    r"""The same event in a form that either accountant takes: Gaussian queries on one sample become one.
+    r"""An equivalent event that both accountants accept: Gaussian queries on the same sample become one.
 
-    k Gaussian queries on the same data are one of multiplier :math:`(\sum_j \sigma_j^{-2})^{-1/2}`, exactly. A query
-    without noise becomes the event that is not private, one of infinite noise the event that costs nothing.
-
-    *Privacy*: a description; reads no data.
+    k Gaussian queries on the same data equal one with multiplier :math:`(\sum_j \sigma_j^{-2})^{-1/2}`, exactly. A
+    query without noise becomes the event that is not private, one with infinite noise the event that costs nothing.
 
     >>> merged(dp.ComposedDpEvent([dp.GaussianDpEvent(3.0)] * 4)).noise_multiplier
     1.5
@@ -189,7 +179,7 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
     match event:
         case dp.GaussianDpEvent(noise_multiplier=math.inf):
             return dp.NoOpDpEvent()
-        case dp.GaussianDpEvent(noise_multiplier=sigma):  # within what can be squared
+        case dp.GaussianDpEvent(noise_multiplier=sigma):  # so that its square is finite
             return dp.NonPrivateDpEvent() if sigma < 1e-100 else dp.GaussianDpEvent(min(sigma, 1e100))
         case dp.ComposedDpEvent(events=parts):
             parts = [e for e in map(merged, parts) if not isinstance(e, dp.NoOpDpEvent)]
@@ -212,24 +202,21 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
         case dp.TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma):
             query = merged(dp.GaussianDpEvent(sigma))
-            return _unless_trivial(query, lambda e: step_events.with_noise(event, e.noise_multiplier))
+            return _unless_trivial(query, lambda e: step_events.with_noise(event, step_events.noise(e)))
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
-            # Whatever is selected from costs nothing.
             return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
     return event
 
 
 def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
-    """How often each step occurs in an event; equal steps are counted together, since order does not matter.
+    """The steps of an event, with the number of times each occurs, since order does not matter.
 
-    Steps are Gaussian queries, on everything or on a sample, and selections of the best of several runs. What costs
-    nothing is left out; all queries that read everything are one.
+    Steps are Gaussian queries, on all data or on a sample, and selections of the best of several runs. Steps that cost
+    nothing are dropped; all queries on all data are merged into one.
 
     Raises:
-        ValueError: for a sample on which something else is asked than Gaussian queries, or for Poisson samples and
-            samples of fixed size together.
-
-    *Privacy*: a description; reads no data.
+        ValueError: for queries on a sample that are not Gaussian, or Poisson samples together with samples of fixed
+            size.
 
     >>> flattened(dp.ComposedDpEvent([dp.GaussianDpEvent(2.0), dp.SelfComposedDpEvent(dp.GaussianDpEvent(4.0), 12)]))
     Counter({GaussianDpEvent(noise_multiplier=1.0): 1})
@@ -240,8 +227,8 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
     poisson = {dp.PoissonSampledDpEvent, dp.TruncatedSubsampledGaussianDpEvent}
     if dp.SampledWithoutReplacementDpEvent in kinds and kinds & poisson:
         raise ValueError(
-            "this event mixes Poisson samples, which are accounted for under add-or-remove-one, with samples of fixed "
-            "size, which are accounted for under replace-one; no accountant takes both."
+            "this event mixes Poisson samples, accounted for under add-or-remove-one, with samples of fixed size, "
+            "accounted for under replace-one; no accountant handles both."
         )
     unsampled: list[dp.DpEvent] = [
         dp.SelfComposedDpEvent(e, n) for e, n in steps.items() if isinstance(e, dp.GaussianDpEvent)
@@ -253,12 +240,11 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
 
 
 def flattened_both_ways(event: dp.DpEvent) -> list[Counter[dp.DpEvent]]:
-    """`flattened`, against the data with one example less, and against those with one more where that is another cost.
+    """`flattened` against data sets with one example fewer and, if the cost differs, against those with one more.
 
-    A truncated sample's cost depends on the size of the larger of two neighbours, and neither of the two cases always
-    costs more: samples are cut more often, but what is cut is shared among more. An accountant takes the worse.
-
-    *Privacy*: a description; reads no data.
+    The cost of a truncated sample depends on the size of the larger of two neighbouring data sets. With one more,
+    samples are cut more often, but each example is less likely to be cut, so neither case always costs more. Epsilon is
+    the larger one.
 
     >>> len(flattened_both_ways(dp.GaussianDpEvent(1.0)))
     1
@@ -275,7 +261,7 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
             pass
         case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
             if min(event.dataset_size, event.truncated_batch_size, q) > 0:
-                if step_events.cut_beside(event) > 0:
+                if step_events.prob_full(event) > 0:
                     steps[event] += count
                 else:
                     _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps)
@@ -290,17 +276,14 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
             steps[merged(dp.SelfComposedDpEvent(event, count))] += 1
         case dp.PoissonSampledDpEvent() | dp.SampledWithoutReplacementDpEvent():
             if not isinstance(event.event, dp.GaussianDpEvent):
-                raise ValueError(
-                    f"what is asked of a sample must be Gaussian queries for an accountant to take it; got {event!r}."
-                )
+                raise ValueError(f"only Gaussian queries on a sample can be accounted for; got {event!r}.")
             steps[event] += count
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
             parts = [dp.SelfComposedDpEvent(e, n) for e, n in flattened(inner).items()]
-            if parts:  # as a tuple, which has a hash
-                steps[dp.dp_event.RepeatAndSelectDpEvent(dp.ComposedDpEvent(cast(Any, tuple(parts))), mean, shape)] += (
-                    count
-                )
+            if parts:
+                runs = dp.ComposedDpEvent(cast(Any, tuple(parts)))  # hashable, as a list is not
+                steps[dp.dp_event.RepeatAndSelectDpEvent(runs, mean, shape)] += count
 
 
-def _unless_trivial(inner: dp.DpEvent, wrap: Any) -> dp.DpEvent:
+def _unless_trivial(inner: dp.DpEvent, wrap: Callable[[dp.DpEvent], dp.DpEvent]) -> dp.DpEvent:
     return inner if isinstance(inner, dp.NonPrivateDpEvent | dp.NoOpDpEvent) else wrap(inner)

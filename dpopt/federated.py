@@ -1,9 +1,9 @@
-"""Federated, user-level privacy: what a client's local run changes takes the place of an example's gradient.
+"""Federated training with client-level privacy: the change by a local run replaces the gradient of an example.
 
-A round of AdaDPS's Algorithm 3 is a step of the same chains: every sampled client trains for itself, its change
-``Delta_i = w_i - w`` is clipped, noise falls on the sum, and the server moves by the mean. `client_deltas` promises
-``-Delta_i``, since an Optax optimizer subtracts what it is given: ``dp_sgd(1.0, ...)`` adds the private mean of the
-changes, ``momentum=0.9`` makes that server momentum, ``dp_adam`` makes it FedAdam.
+A round of Algorithm 3 of AdaDPS is a step of the same chains: every sampled client trains locally, its change
+``Delta_i = w_i - w`` is clipped, noise is added to the sum, and the server moves by the mean. `client_deltas` promises
+``-Delta_i``, since an Optax optimizer subtracts its input: ``dp_sgd(1.0, ...)`` adds the private mean of the changes,
+``momentum=0.9`` gives server momentum, and ``dp_adam`` gives FedAdam.
 """
 
 import dataclasses
@@ -13,18 +13,20 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpopt._units import stated_for
 from dpopt.chain import PrivateOptimizer
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step
+from dpopt.common.types import Batch, LossFn, PyTree, ScalarOrSchedule
 from dpopt.engines import batches, promises
-from dpopt.gradients import PerExampleGrads, stacked_grads
+from dpopt.gradients import PerExampleGrads, rows_of
 from dpopt.preconditioners.base import side_information
 
 
 class Clients(NamedTuple):
-    """Data of clients that hold different numbers of examples, padded to the same: a batch for `client_deltas`.
+    """A batch for `client_deltas`: the examples of each client, padded to the same number.
 
     *Privacy*: private data.
 
@@ -32,33 +34,33 @@ class Clients(NamedTuple):
     (10, 3)
     """
 
-    data: Any  # leaves (clients, examples, ...)
-    example_mask: Any  # (clients, examples) bool, False for padding
+    data: PyTree  # leaves (clients, examples, ...)
+    example_mask: jax.Array | np.ndarray  # (clients, examples) bool, False for padding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ClientRuns(promises.Loss):
-    """Local runs to be: a batch is ``(data of the clients, their example masks or None)``, a row one client's run."""
+    """Deferred local runs, one per row. The batch is ``(data of the clients, example masks or None)``."""
 
     local_steps: int
-    local_learning_rate: Any
-    local_scale: Any
+    local_learning_rate: float | jax.Array
+    local_scale: PyTree | None
     local_batch_size: int | None
 
     unit = "client"
 
-    def examples(self, row: tuple[Any, jax.Array | None]) -> tuple[Any, jax.Array]:
+    def examples(self, row: tuple[PyTree, jax.Array | None]) -> tuple[PyTree, jax.Array]:
         data, mask = row
         return data, jnp.ones(jax.tree.leaves(data)[0].shape[0], bool) if mask is None else mask
 
-    def _value_and_grad(self, row: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
-        """One client: its mean loss at the start, and ``w - w_i``."""
+    def _value_and_grad(self, row: tuple[PyTree, jax.Array | None]) -> tuple[jax.Array, PyTree]:
+        """The mean loss of one client at its first step, and ``w - w_i``."""
         data, mask = row
         first_batch = self._local_batch(data, mask, 0)
 
         def mean_loss(w, local_batch):
             examples, counts = local_batch
-            # The run is kept in float32; the model sees weights of its own type.
+            # The run is in float32, but the model gets weights of its own dtype.
             w = jax.tree.map(lambda x, p: x.astype(jnp.result_type(p)), w, self.params)
             losses = jax.vmap(self.loss_fn, in_axes=(None, 0))(w, examples)
             return jnp.sum(jnp.where(counts, losses, 0)) / jnp.maximum(jnp.sum(counts), 1)
@@ -69,15 +71,15 @@ class _ClientRuns(promises.Loss):
             loss, grads = jax.value_and_grad(mean_loss)(w, local_batch)
             if self.local_scale is not None:
                 grads = jax.tree.map(lambda g, s: g * jnp.asarray(s, g.dtype), grads, self.local_scale)
-            # What has been subtracted so far, instead of w_i itself: no digits are lost in w - w_i.
+            # Accumulates w - w_i instead of w_i, so that no digits cancel in the difference.
             moved = jax.tree.map(lambda d, g: d + jnp.asarray(self.local_learning_rate, g.dtype) * g, moved, grads)
             return moved, loss
 
         moved, losses = jax.lax.scan(step, trees.zeros(self.params), jnp.arange(self.local_steps))
         return losses[0], moved
 
-    def _local_batch(self, data: Any, mask: jax.Array | None, step: Any) -> tuple[Any, jax.Array]:
-        """The examples of a local step, and which of them count: each of the client's own at most once."""
+    def _local_batch(self, data: PyTree, mask: jax.Array | None, step: int | jax.Array) -> tuple[PyTree, jax.Array]:
+        """The examples of a local step and their mask; each example of the client occurs at most once."""
         num_examples = jax.tree.leaves(data)[0].shape[0]
         size = num_examples if self.local_batch_size is None else min(self.local_batch_size, num_examples)
         if mask is None and size == num_examples:
@@ -85,21 +87,21 @@ class _ClientRuns(promises.Loss):
         mask = jnp.ones((num_examples,), bool) if mask is None else mask
         own = jnp.sum(mask)
         own_first = jnp.argsort(jnp.logical_not(mask), stable=True)
-        # Round and round through the client's own examples; padding is never read, whatever it holds.
+        # Cycles through the client's own examples; padding is never read.
         rows = own_first[(step * size + jnp.arange(size)) % jnp.maximum(own, 1)]
         return jax.tree.map(lambda x: x[rows], data), jnp.arange(size) < own
 
 
 def client_deltas(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     *,
     local_steps: int,
-    local_learning_rate: Any,
-    scale: Any = None,
+    local_learning_rate: float | jax.Array,
+    scale: PyTree = None,
     local_batch_size: int | None = None,
     microbatch_size: int | None = None,
 ) -> Callable[..., PerExampleGrads]:
-    r"""Makes ``f(params, client_batches, *, mask=None, example_mask=None)``, which promises every client's change.
+    r"""Makes ``f(params, client_batches, *, mask, example_mask=None)``, a promise of the change of every client.
 
     Client i starts at the server's w and takes ``local_steps`` steps of
     :math:`w_i \leftarrow w_i - \eta\, S \nabla F_i(w_i)` on its own data. Row i of the promise is
@@ -110,26 +112,26 @@ def client_deltas(
         loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example.
         local_steps: number of local steps, at least 1.
         local_learning_rate: eta, positive.
-        scale: S = 1 / A, side information that multiplies the local gradients: positive numbers, a pytree with the
-            parameters' structure or a prefix of it. None for 1. (To scale the clients' changes themselves, before the
+        scale: S = 1 / A, public side information that multiplies the local gradients: positive numbers, a pytree with
+            the structure of the parameters or a prefix of it. None for 1. (To scale the changes themselves before the
             clip, use `dpopt.precondition_by_side_information` on the server.)
-        local_batch_size: how many of its examples a client uses in a local step. Step k takes the next ones in the
-            order given, round and round; a client with fewer uses all of them. None: every step uses all.
-        microbatch_size: how many clients to run at a time, or None for all. Memory goes down, the result is the same.
+        local_batch_size: number of examples in a local step. Step k takes the next ones in the given order, cyclically;
+            a client with fewer examples uses all of them. None: every step uses all.
+        microbatch_size: number of clients to run at a time, to save memory; None for all. The result is the same.
 
     Returns:
         A function of ``params``; ``client_batches``, leaves ``(clients, examples, ...)``, or `Clients`; ``mask``,
-        ``(clients,)`` bool, False for clients that only fill up the round, None if there are none; and
-        ``example_mask``, ``(clients, examples)`` bool, False for padding of clients with fewer examples, None (the
-        default) if there is none. Content under a False is irrelevant. A client whose run ends in NaN or Inf
-        contributes zero. ``SensitiveAux.losses`` holds each client's mean loss at its first step. Train steps,
-        `dpopt.train` and ``Plan.run`` take it in a loss's place (``Builder(..., unit="client")``).
+        ``(clients,)`` bool, False for padding, None if there is none; and ``example_mask``, ``(clients, examples)``
+        bool, False for padding of clients with fewer examples, None (the default) if there is none. Padding may hold
+        any values. A client whose run ends in NaN or Inf contributes zero. ``SensitiveAux.losses`` holds the mean loss
+        of each client at its first step. Train steps, `dpopt.train` and ``Plan.run`` accept the function in place of a
+        loss (``Builder(..., unit="client")``).
 
     Raises:
         ValueError, TypeError: for a bad argument; in the returned function, for parameters, batches, masks or losses
             that do not fit.
 
-    *Privacy*: the unit is the client: the clip bounds all that one client's data, however many, can change. Say so with
+    *Privacy*: the unit is the client: the clip bounds the effect of all data of one client. Mark the optimizer by
     `client_level`, and sample clients, not examples: ``expected_batch_size`` and the sampler count clients. ``scale``
     must be public.
 
@@ -137,7 +139,7 @@ def client_deltas(
 
     >>> deltas = client_deltas(lambda w, x: 0.5 * (w - x) ** 2, local_steps=2, local_learning_rate=0.5)
     >>> promise = deltas(jnp.array(0.0), jnp.array([[4.0, 4.0], [8.0, 0.0]]), mask=None)
-    >>> promise.materialize().tolist()  # both move from 0 to 2, then to 3
+    >>> promise.materialize().tolist()  # both clients move from 0 to 2, then to 3
     [-3.0, -3.0]
     """
     if not callable(loss_fn):
@@ -148,14 +150,20 @@ def client_deltas(
         if size is not None:
             validate.positive_int(**{name: size})
     if scale is not None:
-        side_information(scale)  # the same conditions
+        side_information(scale)  # checks the values
 
     @validate.requires_mask
-    def promise(params: Any, client_batches: Any, *, mask: Any, example_mask: Any = None) -> PerExampleGrads:
+    def promise(
+        params: PyTree,
+        client_batches: Batch,
+        *,
+        mask: jax.Array | np.ndarray | None,
+        example_mask: jax.Array | np.ndarray | None = None,
+    ) -> PerExampleGrads:
         validate.floating_params(params)
         if isinstance(client_batches, Clients):
             if example_mask is not None:
-                raise ValueError("Clients hold an example_mask, and another was given.")
+                raise ValueError("Clients have an example_mask, but another was given: leave out example_mask=.")
             client_batches, example_mask = client_batches
         client_batches = jax.tree.map(jnp.asarray, client_batches)
         clients, examples = batches.grouped_shape(client_batches, "client")
@@ -180,18 +188,18 @@ def client_deltas(
         )
         return PerExampleGrads(runs, mask)
 
-    cast(Any, promise).makes_promise = True  # train steps ask
+    cast(Any, promise).makes_promise = True  # read by train steps
     return promise
 
 
 def client_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
-    """The same optimizer, whose privacy is stated for clients, and which refuses gradients of single examples.
+    """The same optimizer with its privacy stated for clients; it refuses gradients of single examples.
 
     Args:
         optimizer: what a named optimizer, `dpopt.privatize` or `dpopt.chain` returns.
 
     Raises:
-        TypeError: if it is another kind of transformation; in ``update``, for anything but rows that are clients.
+        TypeError: if it is another kind of transformation; in ``update``, if rows are not clients.
 
     *Privacy*: ``privacy.unit`` is ``"client"``: the event holds for adding or removing one client with all its data.
 
@@ -204,40 +212,37 @@ def client_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
     return stated_for("client", optimizer)
 
 
-def client_rows(changes: Any, *, mask: Any) -> PerExampleGrads:
-    r"""Takes clients' changes that were computed elsewhere, as reports that a server has received.
+def client_rows(changes: PyTree, *, mask: jax.Array | np.ndarray | None) -> PerExampleGrads:
+    r"""A promise of client changes that were computed elsewhere, such as reports that a server received.
 
     Args:
         changes: leaves ``(clients, *parameter.shape)``; row i is :math:`-\Delta_i = w - w_i`, as in `client_deltas`.
-        mask: ``(clients,)`` bool, False for rows that only fill up the round; None if there are none.
+        mask: ``(clients,)`` bool, False for padding; None if there is none.
 
     Raises:
         ValueError, TypeError: if leaves disagree on the number of clients, are not floating, or the mask does not fit.
 
-    *Privacy*: that a row is all that one client sent is your word for it.
+    *Privacy*: dpopt cannot check that a row is all that one client sent.
 
     >>> client_rows(jnp.ones((3, 2)), mask=None).unit
     'client'
     """
-    rows = stacked_grads(changes, mask=mask)
-    rows._source = dataclasses.replace(rows._source, unit="client")
-    return rows
+    return rows_of("client", changes, mask)
 
 
-def device_noise(noise_multiplier: Any, *, num_devices: int) -> Any:
-    r"""The noise multiplier of the sum when every device adds noise of its own: :math:`\sqrt{b}\, \sigma`.
+def device_noise(noise_multiplier: ScalarOrSchedule, *, num_devices: int) -> ScalarOrSchedule:
+    r"""The noise multiplier of the sum if every device adds its own noise: :math:`\sqrt{b}\, \sigma`.
 
-    In the paper each of b devices sends :math:`\mathrm{clip}(\Delta_i) + N(0, \sigma^2 C^2)`. The server's sum then
-    holds noise of standard deviation :math:`\sqrt b \sigma C`, which one draw of that size has too: pass the result as
-    ``noise_multiplier``, and the noise that is drawn and the event that is accounted for agree.
+    In the paper each of b devices sends :math:`\mathrm{clip}(\Delta_i) + N(0, \sigma^2 C^2)`. The noise in the sum
+    then has standard deviation :math:`\sqrt b \sigma C`, the same as one draw of that size: pass the result as
+    ``noise_multiplier``, so that the noise drawn and the event accounted for agree.
 
-    b is a public constant, not the number of clients that happen to be in a round. With rounds of fixed size
-    (`dpopt.FixedSizeSampler`) the two are the same. Under Poisson sampling they are not, and noise from reporting
-    devices alone would have a variance that depends on who takes part (and be absent from an empty round), for which a
-    Gaussian event with :math:`\sqrt b \sigma` does not hold. So here a round holds exactly b shares of noise whoever
-    takes part, as if the server made up the difference; the paper's own noise is that for rounds of fixed size. In a
-    deployment where only the devices add noise, use such rounds, and for b the smallest number of honest devices that
-    is sure to report.
+    b is a public constant, not the number of clients in a round. In rounds of fixed size (`dpopt.FixedSizeSampler`) the
+    two are the same. Under Poisson sampling they are not: noise from reporting devices alone would have a variance that
+    depends on who takes part (none in an empty round), for which a Gaussian event with :math:`\sqrt b \sigma` does not
+    hold. So here every round has exactly b shares of noise, as if the server added the missing ones; for rounds of
+    fixed size this is the noise of the paper. If only devices add noise in a deployment, use rounds of fixed size, and
+    the smallest number of honest devices that is certain to report as b.
 
     Args:
         noise_multiplier: sigma on one device, relative to the clip norm: a number, or a schedule ``step -> number``.
@@ -247,11 +252,11 @@ def device_noise(noise_multiplier: Any, *, num_devices: int) -> Any:
         :math:`\sqrt b \sigma`, a number or a schedule.
 
     Raises:
-        ValueError, TypeError: for a bad argument, named.
+        ValueError, TypeError: for a bad argument.
 
-    *Privacy*: the result is the multiplier towards everybody who sees the sum but not the single reports. Towards a
-    server that sees the reports, one report is a Gaussian mechanism with multiplier sigma alone (sigma / 2 when a
-    client's data are replaced), not amplified by sampling that the server knows; dpopt does not account for that view.
+    *Privacy*: the result holds against anyone who sees the sum but not the single reports. Against a server that sees
+    the reports, a report is a Gaussian mechanism with multiplier sigma (sigma / 2 under replace-one), and sampling that
+    the server observes does not amplify; dpopt does not account for that view.
 
     Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 3.
 

@@ -1,18 +1,20 @@
-"""Flax models: a loss of one example from a linen or NNX model, and an NNX optimizer that takes promises.
+"""Flax: per-example losses of linen and NNX models, and an NNX optimizer that accepts promises of gradients.
 
-Needs the extra ``dpopt[flax]``; nothing else in dpopt imports Flax.
+Requires ``dpopt[flax]``; nothing else in dpopt imports Flax.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import errors, linen, nnx
 
 from dpopt.common import validate
+from dpopt.common.types import Batch, LossFn, PyTree
 from dpopt.constants import with_constants
 from dpopt.engines import batches
 from dpopt.flax_layers import check as check
@@ -22,20 +24,20 @@ from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
 from dpopt.inspection import inspect_optimizer
 
 
-def example_loss(batch_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss of one example from a loss of a batch.
+def example_loss(batch_loss: Callable[..., jax.Array]) -> LossFn:
+    """The loss of one example, from a loss of a batch.
 
     Args:
         batch_loss: ``batch_loss(params, batch) -> scalar``, the mean or the sum over a batch, without interaction
-            between its examples (no batch normalisation: its statistics mix them).
+            between its examples (no batch normalisation, whose statistics mix them).
 
     Returns:
         ``loss_fn(params, example)``, which runs ``batch_loss`` on a batch of one.
 
     Raises:
-        TypeError: if ``batch_loss`` is no function.
+        TypeError: if ``batch_loss`` is not a function.
 
-    *Privacy*: changes nothing; an example's loss then depends on that example alone.
+    *Privacy*: the loss of an example depends on that example alone.
 
     >>> mean_error = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> float(example_loss(mean_error)(jnp.ones(2), {"x": jnp.array([1.0, 2.0]), "y": jnp.array(1.0)}))
@@ -50,53 +52,53 @@ def example_loss(batch_loss: Callable[..., Any]) -> Callable[..., Any]:
     return loss_fn
 
 
-def _random_example_loss(batch_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`example_loss` of ``batch_loss(params, batch, key)``, for examples with or without a key of their own."""
+def _random_example_loss(batch_loss: Callable[..., jax.Array]) -> LossFn:
+    """`example_loss` of ``batch_loss(params, batch, key)``, for examples with or without a key."""
 
     def loss_fn(params, example):
         example, key = batches.example_and_key(example)
         return example_loss(lambda params, batch: batch_loss(params, batch, key))(params, example)
 
-    cast(Any, loss_fn).takes_key = True  # `dpopt.train` asks
+    cast(Any, loss_fn).takes_key = True  # read by `dpopt.train`
     return loss_fn
 
 
 _NO_KEY = (
-    "draws random numbers (dropout) and the example comes without a key, so that all examples would share one draw. "
-    "dpopt.train and Plan.run give every example its own; in a loop of your own, let the batch be "
-    "(examples, dpopt.example_keys(key, step, indices)). To evaluate, switch dropout off: model.eval(), or "
-    "deterministic=True."
+    "draws random numbers (dropout), but the example has no key, so all examples would share one draw. dpopt.train and "
+    "Plan.run give every example a key; in your own loop, pass (examples, dpopt.example_keys(key, step, indices)) as "
+    "the batch. To evaluate, turn dropout off: model.eval(), or deterministic=True."
 )
 
 
 def linen_loss(
     model: linen.Module,
-    loss: Callable[..., Any],
+    loss: Callable[..., jax.Array],
     *,
-    variables: Any = None,
+    variables: Mapping[str, PyTree] | None = None,
     rngs: Sequence[str] = (),
     **apply_kwargs: Any,
-) -> Callable[..., Any]:
+) -> LossFn:
     """``loss_fn(params, (x, y))`` from a linen model written for batches.
 
     Args:
         model: the module. It is applied to ``x[None]``.
         loss: ``loss(outputs, labels) -> scalar or (1,)``, such as
-            ``optax.softmax_cross_entropy_with_integer_labels``; gets outputs and labels with a batch axis of one.
-        variables: further collections that are not trained (``{"batch_stats": ...}``, from public data), or None.
+            ``optax.softmax_cross_entropy_with_integer_labels``; its arguments have a batch axis of one.
+        variables: collections that are not trained (``{"batch_stats": ...}``, from public data), or None.
         rngs: the random streams that the model draws from, such as ``["dropout"]``.
         **apply_kwargs: passed to ``model.apply`` (``train=True``).
 
     Returns:
-        A loss of ``params`` (what ``model.init(...)["params"]`` holds) and one example ``(x, y)``. With ``rngs`` the
-        example is ``((x, y), key)``: `dpopt.train` and ``Plan.run`` see to it, `dpopt.example_keys` makes keys.
+        A loss of ``params`` (``model.init(...)["params"]``) and one example ``(x, y)``. With ``rngs`` the example is
+        ``((x, y), key)``: `dpopt.train` and ``Plan.run`` add keys, and `dpopt.example_keys` makes them.
 
     Raises:
-        TypeError: if ``model`` is no linen module; ValueError: if ``mutable`` is given; in the loss, if the model mixes
-            examples (`check`), or draws random numbers without a key.
+        TypeError: if ``model`` is not a linen module.
+        ValueError: if ``mutable`` is given; in the loss, if the model mixes examples (`check`), or draws random numbers
+            without a key.
 
-    *Privacy*: changes nothing. Collections that are updated from raw batches (running statistics) are not private; here
-    they stay as they are.
+    *Privacy*: reads no data. Collections updated from private batches (running statistics) would not be private; here
+    they are not updated.
 
     >>> model = linen.Dense(3)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2)))["params"]
@@ -109,8 +111,8 @@ def linen_loss(
 
     if apply_kwargs.get("mutable"):
         raise ValueError(
-            f"mutable={apply_kwargs['mutable']!r} would keep what the model updates on private examples (running "
-            "statistics), which no noise covers. Leave it out; collections in variables= stay as they are."
+            f"mutable={apply_kwargs['mutable']!r} would keep running statistics of private examples, without noise. "
+            "Leave it out; collections in variables= are not updated."
         )
     rngs = [rngs] if isinstance(rngs, str) else list(rngs)
 
@@ -125,31 +127,32 @@ def linen_loss(
             advice = "" if rngs else f" Name its random streams: linen_loss(..., rngs=['dropout']). ({error})"
             raise ValueError(f"{type(model).__name__} {_NO_KEY}{advice}") from error
         finally:
-            refuse(model, found)  # also where an immutable collection has stopped it
+            refuse(model, found)  # also if Flax has raised an error for an immutable collection
         return jnp.mean(loss(outputs, y))
 
     return _random_example_loss(batch_loss) if rngs else example_loss(batch_loss)
 
 
-def nnx_loss(model: nnx.Module, loss: Callable[..., Any], *, wrt: Any = nnx.Param) -> tuple[Callable[..., Any], Any]:
+def nnx_loss(model: nnx.Module, loss: Callable[..., jax.Array], *, wrt: Any = nnx.Param) -> tuple[LossFn, PyTree]:
     """``(loss_fn, params)`` from an NNX model written for batches.
 
     Args:
-        model: the module; it is read, not changed. ``nnx.update(model, params)`` puts trained parameters back.
-        loss: ``loss(model, batch) -> scalar``, given a merged model and a batch of one.
-        wrt: NNX filter of what is trained. Floating arrays that are not are the loss's constants
-            (`dpopt.constants`), which `dpopt.run.sharding.place_constants` lays on a mesh; all else is closed over.
+        model: the module; it is not changed. ``nnx.update(model, params)`` writes trained parameters to it.
+        loss: ``loss(model, batch) -> scalar``, called with a merged model and a batch of one.
+        wrt: NNX filter of the trained parameters. Other floating arrays are constants of the loss (`dpopt.constants`),
+            which `dpopt.run.sharding.place_constants` places on a mesh; the rest is closed over.
 
     Returns:
         ``loss_fn(params, example)``, and the parameters as plain arrays in an NNX state. If the model draws random
-        numbers (dropout, unless it is switched off), an example is ``(example, key)``: `dpopt.train` and ``Plan.run``
-        see to it, `dpopt.example_keys` makes keys.
+        numbers (dropout, unless turned off), an example is ``(example, key)``: `dpopt.train` and ``Plan.run`` add keys,
+        and `dpopt.example_keys` makes them.
 
     Raises:
-        TypeError: if ``model`` is no NNX module; ValueError: if the filter selects nothing, or layers mix examples
-            (`check`); in the loss, if the model draws random numbers without a key.
+        TypeError: if ``model`` is not an NNX module.
+        ValueError: if the filter selects nothing, or layers mix examples (`check`); in the loss, if the model draws
+            random numbers without a key.
 
-    *Privacy*: changes nothing. What the model updates in place while it runs (running statistics, counters) is dropped.
+    *Privacy*: reads no data. What the model updates in place while it runs (running statistics, counters) is discarded.
 
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     >>> cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -183,23 +186,26 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., Any], *, wrt: Any = nnx.Para
 
 
 def nnx_grads(
-    loss: Callable[..., Any], *, wrt: Any = nnx.Param, microbatch_size: int | None = None, engine: Engine = "auto"
+    loss: Callable[..., jax.Array],
+    *,
+    wrt: Any = nnx.Param,
+    microbatch_size: int | None = None,
+    engine: Engine = "auto",
 ) -> Callable[..., PerExampleGrads]:
-    """A promise of per-example gradients where ``nnx.grad(loss)`` was: ``grads(model, batch, mask)``.
+    """Replaces ``nnx.grad(loss)`` by a promise of per-example gradients: ``grads(model, batch, mask)``.
 
     Args:
-        loss: ``loss(model, batch) -> scalar``, as `nnx_loss` takes it.
-        wrt: NNX filter of what is trained.
+        loss, wrt: see `nnx_loss`.
         microbatch_size, engine: see `dpopt.per_example_grads`.
 
     Returns:
-        A function of the model, a batch with leaves ``(B, ...)`` (with dropout ``(batch, keys)``, as `dpopt.Steps` and
-        `dpopt.example_keys` make them) and a mask; it gives what `NNXOptimizer.update` takes.
+        A function of the model, a batch with leaves ``(B, ...)`` (with dropout, ``(batch, keys)``, as from
+        `dpopt.Steps` and `dpopt.example_keys`) and a mask. It returns the ``grads`` for `NNXOptimizer.update`.
 
     Raises:
         TypeError, ValueError: see `nnx_loss`, when the function is called.
 
-    *Privacy*: a promise computes nothing; see `dpopt.per_example_grads`.
+    *Privacy*: see `dpopt.per_example_grads`.
 
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     >>> grads = nnx_grads(lambda m, x: jnp.mean(m(x) ** 2))(model, jnp.ones((4, 2)), mask=None)
@@ -208,38 +214,38 @@ def nnx_grads(
     """
 
     @validate.requires_mask
-    def grads(model: nnx.Module, batch: Any, mask: Any) -> PerExampleGrads:
+    def grads(model: nnx.Module, batch: Batch, mask: jax.Array | np.ndarray | None) -> PerExampleGrads:
         loss_fn, params = nnx_loss(model, loss, wrt=wrt)
         return per_example_grads(loss_fn, engine=engine, microbatch_size=microbatch_size)(params, batch, mask=mask)
 
     return grads
 
 
-def _is_floating(path: Any, value: Any) -> bool:
+def _is_floating(path: object, value: Any) -> bool:
     del path
     return jnp.issubdtype(jnp.result_type(getattr(value, "dtype", value)), jnp.inexact)
 
 
-def _streams(keys: Any, key: jax.Array) -> Any:
-    """The state of random streams, all of them made of one key."""
+def _streams(keys: PyTree, key: jax.Array) -> PyTree:
+    """The state of all random streams, made from one key."""
     leaves, structure = jax.tree.flatten(keys)
     own = [jax.random.fold_in(key, i) for i in range(len(leaves))]
     shaped = [k if x.ndim == 0 else jax.random.split(k, x.shape) for k, x in zip(own, leaves, strict=True)]
     return jax.tree.unflatten(structure, shaped)
 
 
-def _has_drawn(model: nnx.Module, counts: Any) -> bool:
-    """Whether any stream's counter is another array than it was."""
+def _has_drawn(model: nnx.Module, counts: PyTree) -> bool:
+    """Whether the counter of any stream has been replaced."""
     after = nnx.state(model, nnx.RngCount)
     return any(a is not b for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(counts), strict=True))
 
 
 class NNXOptimizer(nnx.Optimizer):
-    """``nnx.Optimizer`` whose ``update`` also takes a promise of per-example gradients.
+    """An ``nnx.Optimizer`` whose ``update`` also accepts a promise of per-example gradients.
 
-    ``nnx.Optimizer`` filters its gradients as an NNX state, which a promise is not. All else is inherited.
+    ``nnx.Optimizer`` filters gradients as an NNX state, which a promise is not. Everything else is inherited.
 
-    *Privacy*: that of the Optax transformation it holds.
+    *Privacy*: that of the Optax transformation.
 
     >>> import dpopt
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -251,20 +257,20 @@ class NNXOptimizer(nnx.Optimizer):
     1
     """
 
-    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> optax.Updates:
-        """Updates the optimizer's state and the model's parameters in place.
+    def update(self, model: nnx.Module, grads: PerExampleGrads | PyTree, /, **kwargs: Any) -> optax.Updates:
+        """Updates the state of the optimizer and the parameters of the model in place.
 
         Args:
-            model: the module the optimizer was made for.
-            grads: a promise, made at this model's parameters.
-            **kwargs: passed to the Optax transformation's ``update``.
+            model: the module that the optimizer was made for.
+            grads: a promise made at the parameters of this model, or ordinary gradients.
+            **kwargs: passed to the ``update`` of the Optax transformation.
 
         Returns:
-            The updates that were added to the parameters.
+            The updates added to the parameters.
         """
         if not isinstance(grads, PerExampleGrads):
             return super().update(model, grads, **kwargs)
-        promise = cast(Any, grads)  # Optax's types know arrays only
+        promise = cast(Any, grads)  # Optax annotates arrays only
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state = nnx.as_pure(self.opt_state)
         inspect_optimizer(self.tx, grads, opt_state, params, nnx.as_pure(kwargs))

@@ -1,34 +1,35 @@
-"""What single layers of a Flax model do to privacy: those that mix examples, and what to put in their place."""
+"""Layers of Flax models that matter for privacy: those that mix examples, their replacements, and dropout."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from flax import linen, nnx
 
 _INSTEAD = (
-    "Batch normalisation mixes the examples of a batch, so that no example has a gradient of its own; on one example "
-    "alone it gives a constant. Use GroupNorm or LayerNorm (dpopt.flax.replace_batch_norm(model) does it for NNX), or "
-    "freeze its statistics (model.eval(), use_running_average=True), if they come from public data"
+    "Batch normalisation mixes the examples of a batch, so that there are no per-example gradients; on one example its "
+    "output is constant. Use GroupNorm or LayerNorm (for NNX, dpopt.flax.replace_batch_norm(model)), or freeze its "
+    "statistics (model.eval(), use_running_average=True) if they come from public data"
 )
 
 
-def check(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses a Flax model with layers that mix examples or keep running statistics, and names each of them.
+def check(model: nnx.Module | linen.Module, *args: Any, **kwargs: Any) -> None:
+    """Raises an error that names the layers of a Flax model which mix examples or update running statistics.
 
-    `dpopt.flax.nnx_loss` and `dpopt.flax.linen_loss` call it. Batch normalisation with frozen statistics passes: it is
-    then the same function for every example. That those statistics are public is your word for it.
+    `dpopt.flax.nnx_loss` and `dpopt.flax.linen_loss` call it. Batch normalisation with frozen statistics passes, since
+    it is then the same function for every example; dpopt cannot check that those statistics are public.
 
     Args:
         model: an NNX module, or a linen module.
-        *args, **kwargs: for linen, what the model is called with (arrays, or their shapes): only then its layers exist.
+        *args, **kwargs: for linen, the arguments of the model (arrays, or their shapes), which create its layers.
 
     Raises:
-        ValueError: with every such layer, by its path; TypeError: if ``model`` is no Flax module.
+        ValueError: with the path of every such layer.
+        TypeError: if ``model`` is not a Flax module.
 
-    *Privacy*: reads no data. What it lets pass treats each example by itself as far as Flax's own layers go; for layers
-    of your own `dpopt.verify` compares gradients.
+    *Privacy*: reads no data. Only layers of Flax itself are checked; for other layers, `dpopt.verify` compares
+    gradients.
 
     >>> check(nnx.LayerNorm(3, rngs=nnx.Rngs(0)))
     >>> check(nnx.Sequential(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
@@ -47,10 +48,8 @@ def check(model: Any, *args: Any, **kwargs: Any) -> None:
         raise TypeError(f"model must be a Flax module, linen or NNX; got {type(model).__name__}.")
 
 
-def refuse(model: Any, layers: list[str]) -> None:
-    """Raises, if there are any ``layers``.
-
-    *Privacy*: reads no data.
+def refuse(model: nnx.Module | linen.Module, layers: list[str]) -> None:
+    """Raises a ValueError if there are any ``layers``.
 
     >>> refuse(nnx.LayerNorm(3, rngs=nnx.Rngs(0)), [])
     """
@@ -58,10 +57,8 @@ def refuse(model: Any, layers: list[str]) -> None:
         raise ValueError(f"{type(model).__name__} has layers that mix examples: {', '.join(layers)}. {_INSTEAD}.")
 
 
-def watch(found: list[str]) -> Any:
-    """An interceptor for ``flax.linen.intercept_methods`` that notes batch normalisation whose statistics move.
-
-    *Privacy*: reads no data.
+def watch(found: list[str]) -> Callable[..., Any]:
+    """An interceptor for ``flax.linen.intercept_methods``: appends layers that update batch statistics to ``found``.
 
     >>> import jax.numpy as jnp
     >>> found = []
@@ -71,7 +68,7 @@ def watch(found: list[str]) -> Any:
     ['BatchNorm (BatchNorm)']
     """
 
-    def interceptor(call: Any, args: tuple, kwargs: dict, context: linen.module.InterceptorContext) -> Any:
+    def interceptor(call: Callable, args: tuple, kwargs: dict, context: linen.module.InterceptorContext) -> Any:
         layer = context.module
         if isinstance(layer, linen.BatchNorm) and context.method_name == "__call__":
             given = kwargs.get("use_running_average", args[1] if len(args) > 1 else None)
@@ -84,18 +81,18 @@ def watch(found: list[str]) -> Any:
 
 
 def replace_batch_norm(model: nnx.Module, *, groups: int = 32) -> nnx.Module:
-    """A copy of an NNX model with ``GroupNorm`` wherever it has ``BatchNorm``, also where that is frozen.
+    """A copy of an NNX model with ``GroupNorm`` in place of every ``BatchNorm``, frozen or not.
 
-    Scale and bias are kept; running statistics are left behind. The model has to be trained anew, or fine-tuned.
+    Scale and bias are kept, running statistics are not. The model must be trained again, or fine-tuned.
 
     Args:
         model: the module; it is not changed.
-        groups: at most so many groups a layer, and as many as divide its features.
+        groups: upper bound on the groups of a layer, which get the largest divisor of the number of features.
 
     Raises:
-        TypeError: if ``model`` is no NNX module.
+        TypeError: if ``model`` is not an NNX module.
 
-    *Privacy*: group normalisation looks at one example at a time.
+    *Privacy*: group normalisation treats each example separately.
 
     >>> model = nnx.Sequential(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), nnx.BatchNorm(6, rngs=nnx.Rngs(1)))
     >>> type(replace_batch_norm(model).layers[1]).__name__, replace_batch_norm(model, groups=4).layers[1].num_groups
@@ -106,7 +103,7 @@ def replace_batch_norm(model: nnx.Module, *, groups: int = 32) -> nnx.Module:
     if isinstance(model, nnx.BatchNorm):
         return _as_group_norm(model, groups)
     model = nnx.clone(model)
-    made: dict[int, nnx.GroupNorm] = {}  # a layer that stands in several places stays one
+    made: dict[int, nnx.GroupNorm] = {}  # a shared layer stays shared
     for _, module in list(nnx.iter_modules(model)):
         items: list[tuple[Any, Any]] = list(enumerate(module) if isinstance(module, nnx.List) else vars(module).items())
         for name, layer in items:
@@ -145,14 +142,12 @@ def _batch_norms(model: nnx.Module) -> Iterator[tuple[str, nnx.BatchNorm]]:
             yield ".".join(map(str, path)) or type(module).__name__, module
 
 
-def _any_key() -> Any:
+def _any_key() -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 
 
 def draws(model: nnx.Module) -> bool:
-    """Whether an NNX model holds random streams that may be drawn from: not where all dropout is switched off.
-
-    *Privacy*: reads no data.
+    """Whether an NNX model has random streams in use; those of dropout that is turned off do not count.
 
     >>> draws(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), draws(nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)))
     (True, False)

@@ -1,10 +1,12 @@
-"""What an optimizer does with private data, found out by tracing one update on values that stand for them.
+"""What an optimizer does with private data, found by tracing one update with values that stand for them.
 
-A promise whose engine is a mark in the program (`dpopt.engines.flow`) takes the place of the real one: no model is
-traced, no noise is drawn, no data are read. The stages report what they are, and the program shows where their values
-go: the clip must get the caller's own promise under public diagonals, the noise must fall on the clip's own sum, and
-nothing else that depends on an example may reach the update or the state.
+A stand-in (`dpopt.engines.stand_in`) takes the place of the real gradients: no model is traced, no noise is drawn, no
+data are read. The stages record what they are, and the traced program shows where private values go
+(`dpopt.engines.flow`): the clip must get the caller's own promise under public diagonals, the noise must be added to
+the sum of that clip, and nothing else that depends on an example may reach the update or the state.
 """
+
+from __future__ import annotations
 
 import inspect
 import weakref
@@ -16,28 +18,27 @@ import jax.numpy as jnp
 import optax
 
 from dpopt import _stages
-from dpopt.common import trees, validate
+from dpopt.common import validate
 from dpopt.common.lazy import flow
-from dpopt.engines import stacked
+from dpopt.common.types import PyTree
+from dpopt.engines import stand_in
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import Privacy, check_order, check_unit, privacy_of_stages
 
-_ROWS = 2  # of the promise that is shown to the optimizer; nothing may depend on it
 
-
-def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
-    """What an optimizer costs at each step, however it was put together.
+def privacy_of(optimizer: Any, params: optax.Params | None = None) -> Privacy:
+    """The privacy cost of each step of an optimizer, however it was made.
 
     Args:
         optimizer: a `PrivateOptimizer`, something that holds one in ``.optimizer`` (a train step) or ``.tx``
-            (``TrainState``, ``nnx.Optimizer``), or any Optax transformation around dpopt's stages, as ``optax.chain``
-            makes it.
-        params: the parameters (or shapes), for an ``optax.chain`` whose stages are bound to their tree, as
-            ``adamw(mask=tree)`` is; not needed once it has taken a step. Such a chain is traced once to see what it
-            does; no data and no computation are involved.
+            (``TrainState``, ``nnx.Optimizer``), or any Optax transformation around dpopt's stages, such as an
+            ``optax.chain``.
+        params: the parameters (or shapes), for an ``optax.chain`` whose stages depend on their tree, such as
+            ``adamw(mask=tree)``; not needed after its first step. The update of such a chain is traced once, without
+            data and without computing anything.
 
     Raises:
-        ValueError: if it does not clip once and then put noise on that very sum, or lets anything get past the two.
+        ValueError: if it does not clip once and then add noise to that sum, or if anything bypasses the two.
 
     *Privacy*: reads no data.
 
@@ -61,7 +62,7 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
         params = _trained.get(optimizer.update, jax.ShapeDtypeStruct((), jnp.float32))
     update = optax.with_extra_args_support(optimizer).update
 
-    def with_public_gradients(grads, state, params):  # for those that ask for them
+    def with_public_gradients(grads, state, params):  # for optimizers that need them
         return update(grads, state, params, public_grads=params)
 
     try:
@@ -71,13 +72,20 @@ def privacy_of(optimizer: Any, params: Any = None) -> Privacy:
             raise
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"this optimizer does not take a single number for parameters ({reason}): a part of it, such as a mask, "
-            "may be bound to the tree of yours. Pass them, or their shapes, as params=..., or ask after its first step."
+            f"this optimizer does not accept a single number for parameters ({reason}): a part of it, such as a mask, "
+            "may depend on the tree of yours. Pass them, or their shapes, as params=..., or call this after the first "
+            "step."
         ) from error
 
 
-def inspect_optimizer(optimizer: Any, grads: PerExampleGrads, state: Any, params: Any, extra: dict[str, Any]) -> None:
-    """Inspects what ``optimizer.update`` would do with these arguments, at its first update of their structure.
+def inspect_optimizer(
+    optimizer: optax.GradientTransformation,
+    grads: PerExampleGrads,
+    state: optax.OptState,
+    params: optax.Params | None,
+    extra: dict[str, Any],
+) -> None:
+    """Inspects ``optimizer.update`` for arguments like these, once for each structure.
 
     Raises:
         ValueError, TypeError: if it is not private, with the reason.
@@ -88,35 +96,46 @@ def inspect_optimizer(optimizer: Any, grads: PerExampleGrads, state: Any, params
         inspect_once(update, optimizer.update, grads, state, params, extra)
 
 
-# What has been inspected: update functions, and the structures that they were inspected for.
-_inspected: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_trained: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the shapes of their parameters
+# For each update function that was inspected: the structures of its arguments, and the shapes of its parameters.
+_inspected: weakref.WeakKeyDictionary[Callable, set] = weakref.WeakKeyDictionary()
+_trained: weakref.WeakKeyDictionary[Callable, PyTree] = weakref.WeakKeyDictionary()
 
 
 def inspect_once(
-    update: Callable, identity: Callable, grads: PerExampleGrads, state: Any, params: Any, extra: dict[str, Any]
+    update: Callable[..., Any],
+    identity: Callable[..., Any],
+    grads: PerExampleGrads,
+    state: optax.OptState,
+    params: optax.Params | None,
+    extra: dict[str, Any],
 ) -> None:
-    """`inspect_update` for arguments like these, unless ``identity`` has been through it. Within one: does nothing."""
+    """`inspect_update` for arguments like these, unless done before for ``identity``, or within an inspection."""
     if flow.is_inspecting():
         return
     leaves, structure = jax.tree.flatten((state, params, extra))
     signature = structure, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves if not callable(x))
     seen = _inspected.setdefault(identity, set())
     if signature not in seen:
-        like = grads._source.like
-        inspect_update(lambda g, s, p: update(g, s, p, **extra), state, params, like=like, unit=grads.unit)
+        inspect_update(lambda g, s, p: update(g, s, p, **extra), state, params, like=grads.like, unit=grads.unit)
         seen.add(signature)
         _trained[identity] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
 
 
-def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = None, unit: str = "example") -> Privacy:
+def inspect_update(
+    update: Callable[..., tuple[optax.Updates, optax.OptState]],
+    state: optax.OptState,
+    params: optax.Params | None,
+    *,
+    like: PyTree = None,
+    unit: str = "example",
+) -> Privacy:
     """The privacy of ``update(grads, state, params) -> (updates, state)``.
 
     Args:
-        update: what a transformation does.
+        update: the update of a transformation.
         state, params: arrays or shapes.
-        like: what gradients are shaped like; None for ``params``.
-        unit: what a row of the batch is.
+        like: a tree like one row's gradient; None for ``params``.
+        unit: the unit of a row.
 
     Raises:
         ValueError: if it is not private, with the reason.
@@ -124,16 +143,17 @@ def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = Non
     found: list[Privacy] = []
 
     def run(state, params):
-        mask = flow.private(jnp.ones((_ROWS,), bool), "the batch")
-        source: Any = _Shown(params if like is None else like, unit, mask)
-        shown = PerExampleGrads(source, mask)
+        mask = flow.private(jnp.ones((stand_in.ROWS,), bool), "the batch")
+        grads = PerExampleGrads(stand_in.StandIn(params if like is None else like, unit, mask), mask)
         reports: list[_stages.Stage | Privacy] = []
         with _stages.listening(reports):
-            updates, new_state = update(shown, state, params)
+            updates, new_state = update(grads, state, params)
         if jax.tree.structure(new_state) != jax.tree.structure(state):
-            raise ValueError("the optimizer's state changes its structure, so its count of noise draws is lost.")
+            raise ValueError(
+                "update changes the structure of the optimizer's state, so the count of noise draws is lost."
+            )
         if any(isinstance(x, PerExampleGrads) for x in jax.tree.leaves((updates, new_state))):
-            raise ValueError("the optimizer hands on per-example gradients, neither clipped nor noised.")
+            raise ValueError("the optimizer returns per-example gradients, neither clipped nor noised.")
         found.append(_privacy_of_reports(reports))
         return updates, new_state
 
@@ -152,24 +172,24 @@ def inspect_update(update: Callable, state: Any, params: Any, *, like: Any = Non
             what = ("the update", "the optimizer's state")[path[0].idx]
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path[1:])} depends on {label}, and not only through clip_and_sum and "
-                "add_gaussian_noise. After the noise, read nothing but what comes out of it."
+                "add_gaussian_noise. After the noise, read only its result."
             )
     if releases != len(privacy.queries):
-        raise ValueError(f"{releases} noised sums come out of a step that is accounted for as {len(privacy.queries)}.")
+        raise ValueError(f"a step releases {releases} noised sums, but is accounted for with {len(privacy.queries)}.")
     return privacy
 
 
-def check_arguments(update: Callable, name: str) -> None:
-    """Raises ValueError if an update cannot do without an argument that is not public."""
-    if told := _required_private_arguments(update):
-        raise ValueError(f"{name} must be told {', '.join(sorted(told))}. {validate.ONLY_PUBLIC_ARGUMENTS}")
+def check_arguments(update: Callable[..., Any], name: str) -> None:
+    """Raises ValueError if an update requires an argument that is not public."""
+    if private := _required_private_arguments(update):
+        raise ValueError(f"{name} requires the argument {', '.join(sorted(private))}. {validate.ONLY_PUBLIC_ARGUMENTS}")
 
 
-def _required_private_arguments(update: Callable) -> set[str]:
-    """Arguments that an update cannot do without and that are not public by name, as far as signatures tell.
+def _required_private_arguments(update: Callable[..., Any]) -> set[str]:
+    """Required arguments of an update whose names are not public, according to its signature.
 
-    Optax's combinators (``chain``, ``with_extra_args_support``) hide the signatures of their parts; the parts are found
-    in their closures.
+    Optax's combinators (``chain``, ``with_extra_args_support``) hide the signatures of their parts, which are found in
+    their closures.
     """
     function = inspect.unwrap(update)
     try:
@@ -178,44 +198,11 @@ def _required_private_arguments(update: Callable) -> set[str]:
         return set()
     names = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
     found = {name for name in names if not validate.is_public_argument(name)}
-    if str(function.__module__).split(".")[0] == "optax":  # None in a function that was made from text
+    if str(function.__module__).split(".")[0] == "optax":  # None in a function made by exec
         closed_over = inspect.getclosurevars(function).nonlocals.values()
         parts = [x for value in closed_over for x in (value if isinstance(value, tuple | list) else [value])]
         found.update(*(_required_private_arguments(x) for x in parts if inspect.isfunction(x)))
     return found
-
-
-class _Shown:
-    """Stands where `dpopt.engines.promises.Loss` stands in a real promise; what it returns is marked as private."""
-
-    is_shown = True
-
-    def __init__(self, like: Any, unit: str, mask: jax.Array):
-        self.like = like
-        self.unit = unit
-        self.mask = mask
-        self.batch_size = _ROWS
-
-    def of_examples(self, function: Callable, params: Any) -> "_Shown":
-        del function  # of private examples: its gradients are as private
-        flow.public(params, "the parameters of a second query")
-        return _Shown(params, self.unit, self.mask)
-
-    def gradients(self) -> Any:
-        rows = jax.tree.map(lambda x: jnp.zeros((_ROWS, *x.shape), x.dtype), trees.zeros(self.like))
-        return flow.private(rows, "per-example gradients")
-
-    def run(self, mask: Any, scale: Any, offset: Any, clip: Any) -> stacked.EngineResult:
-        if mask is not self.mask:
-            raise ValueError("another mask than the caller's reached the clip.")
-        flow.public((scale, offset), "a diagonal before the clip")
-        flow.public(clip.sensitivity, "the clip norm")
-        total = flow.private(trees.zeros(self.like), "a sum of per-example gradients")
-        per_row = jnp.zeros((_ROWS,), jnp.float32)
-        axes = jax.tree.unflatten(jax.tree.structure(self.like), stacked.layer_axes(clip, self.like))
-        norms = jax.tree.map(lambda x, n: jnp.zeros((_ROWS, *jnp.shape(x)[:n])), self.like, axes)
-        norms, losses, is_finite = flow.private((norms, per_row, per_row == 0), "per-example norms and losses")
-        return stacked.EngineResult(total, norms, losses, None, is_finite)
 
 
 def _privacy_of_reports(reports: Sequence[_stages.Stage | Privacy]) -> Privacy:
@@ -223,32 +210,32 @@ def _privacy_of_reports(reports: Sequence[_stages.Stage | Privacy]) -> Privacy:
     stages = [r for r in reports if not isinstance(r, Privacy)]
     if whole:
         if len(whole) > 1 or stages:
-            raise ValueError("the optimizer clips and draws noise more than once a step; use one private optimizer.")
+            raise ValueError("the optimizer clips and draws noise more than once per step; use one private optimizer.")
         return whole[0]
     check_order([stage.name for stage in stages])
     return privacy_of_stages(stages)
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether dpopt raised it, and so says already what is wrong."""
-    if isinstance(error, AttributeError):  # others have asked a promise for what arrays have
+    """Whether dpopt raised it, so that its message needs no explanation."""
+    if isinstance(error, AttributeError):  # other code read an attribute of arrays from a promise
         return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     here = trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("dpopt")
-    return here and "keyword" not in str(error)  # a call that does not fit fails where it is made: here
+    return here and "keyword" not in str(error)  # a call with wrong arguments raises in the caller: dpopt
 
 
 def _explained(error: Exception) -> ValueError:
-    """What another's error most likely means."""
+    """An error from other code with its most likely cause."""
     if "required keyword-only argument" in str(error):
         return ValueError(f"{error}. {validate.ONLY_PUBLIC_ARGUMENTS}")
     first_line = str(error).strip().split("\n")[0]
     return ValueError(
-        "the update cannot be followed with per-example gradients in the place of the gradient "
-        f"({type(error).__name__}: {first_line}). What computes with the gradient (optax.MultiSteps, apply_if_finite, "
-        "flatten, sam), skips steps (conditionally_transform) or splits the parameters (masked, partition) cannot "
-        "stand around a private optimizer or before its clip. After the noise it can: "
+        "the update cannot be followed with per-example gradients in place of the gradient "
+        f"({type(error).__name__}: {first_line}). Transformations that compute with the gradient (optax.MultiSteps, "
+        "apply_if_finite, flatten, sam), skip steps (conditionally_transform) or split the parameters (masked, "
+        "partition) cannot wrap a private optimizer or come before its clip. After the noise they can: "
         "dpopt.chain(dpopt.privatize(...), your_rule)."
     )

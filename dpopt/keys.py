@@ -1,35 +1,37 @@
-"""Keys: the noise's from the operating system's entropy, those of random losses from the step and the example."""
+"""Random keys: for the noise, from the entropy of the operating system; for losses, from step and example."""
 
 import secrets
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import ArrayLike
 
 from dpopt.common import validate
 
-_OF_LOSSES = 0x6C6F7373  # samplers draw from the seed and a step, spawned keys are apart from those
+_LOSS_SPAWN_KEY = 0x6C6F7373  # keeps these keys apart from the draws of samplers, which use the seed and a step
 
 
 def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
-    """A noise key that nobody can guess: filled with random bits from the operating system.
+    """A noise key that nobody can guess: random bits from the operating system.
 
-    ``jax.random.key(0)`` is known to everybody, and whoever knows the noise key can subtract the noise. Keep the key
-    you get as secret as the data. There is no way to get the same one again, and no need: a run that `dpopt.train`
-    resumes continues from its checkpoint, with fresh bits.
+    Anyone can guess ``jax.random.key(0)``, and anyone with the noise key can subtract the noise. Keep the key as secret
+    as the data. It cannot be made again, and need not be: `dpopt.train` resumes a run from its checkpoint, with a fresh
+    key.
 
-    Only the seed is of cryptographic quality. JAX's generators (threefry with 20 rounds by default, a 64-bit key) are
-    built for statistics and speed: no attack on them is known that would help here, and none is proven impossible.
+    Only the seed is of cryptographic quality. The generators of JAX (by default threefry with 20 rounds and a 64-bit
+    key) are designed for statistics and speed: no attack that would help here is known, but none is ruled out.
 
     Args:
-        impl: name of JAX's generator; None for the default. ``"rbg"`` has a 128-bit key, of which the splits are made
-            by threefry, and draws that may differ between kinds of device.
-        shared: give all processes of a run the first one's key, by ``jax.distributed``; all must call this.
+        impl: name of a JAX generator; None for the default. ``"rbg"`` has a 128-bit key, splits it by threefry, and its
+            draws may differ between kinds of device.
+        shared: whether all processes of a run get the key of the first one, by ``jax.distributed``. All must then call
+            this function.
 
     Raises:
-        ValueError: if JAX knows no such generator.
+        ValueError: if JAX has no such generator.
 
     *Privacy*: reads no data.
 
@@ -43,24 +45,25 @@ def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(words).reshape(shape), impl=impl)
 
 
-def example_keys(key: jax.Array, step: Any, indices: Any) -> jax.Array:
-    """Keys for a loss that draws random numbers (dropout, augmentation): one for each example, by step and example.
+def example_keys(key: jax.Array, step: int | jax.Array, indices: ArrayLike | Sequence[int]) -> jax.Array:
+    """One key per example, from step and example, for a loss that draws random numbers (dropout, augmentation).
 
-    Not by row: ``jax.random.split(key, B)`` gives an example another key when somebody before it leaves the batch. Then
-    one example's presence changes the gradients of others, and moves the clipped sum by much more than C.
+    Do not use keys by row: with ``jax.random.split(key, B)``, the key of an example changes if an example before it
+    leaves the batch. Then the presence of one example changes the gradients of others, and moves the clipped sum by
+    much more than C.
 
     Args:
-        key: a key for this purpose alone, not the noise's.
+        key: a key for this purpose alone, not the noise key.
         step: number of the step, an integer.
-        indices: ``(B,)`` integers: numbers of the examples in the data set, as a sampler gives them.
+        indices: ``(B,)`` integers: indices of the examples in the data set, as a sampler returns them.
 
     Returns:
-        ``(B,)`` keys. Put them into the batch, beside the examples.
+        ``(B,)`` keys, to be put into the batch beside the examples.
 
     Raises:
-        ValueError, TypeError: if ``key`` is not a key, or ``indices`` not a row of integers.
+        ValueError, TypeError: if ``key`` is not a key, or ``indices`` is not a vector of integers.
 
-    *Privacy*: an example's draws depend on no other example, so the clip bounds what it adds, as without draws.
+    *Privacy*: the draws of an example depend on no other example, so the clip still bounds what one example adds.
 
     >>> key = jax.random.key(5)
     >>> keys, fewer = example_keys(key, 3, [7, 8, 9]), example_keys(key, 3, [8, 9])
@@ -70,20 +73,20 @@ def example_keys(key: jax.Array, step: Any, indices: Any) -> jax.Array:
     validate.prng_key(key)
     indices = jnp.asarray(indices)
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"indices must be a row of integers; got {indices.dtype} of shape {indices.shape}.")
+        raise TypeError(f"indices must be a vector of integers; got {indices.dtype} of shape {indices.shape}.")
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), indices)
 
 
 def seeded_key(seed: int) -> jax.Array:
-    """A key for random losses, made of a sampler's seed by NumPy's hash: it says nothing about the batches.
+    """A key for random losses from the seed of a sampler, hashed by NumPy, so that it reveals nothing about batches.
 
     Args:
-        seed: non-negative, of any size.
+        seed: a non-negative integer of any size.
 
     *Privacy*: as secret as the seed.
 
     >>> bool(jnp.all(jax.random.key_data(seeded_key(2**100)) == jax.random.key_data(seeded_key(2**100))))
     True
     """
-    words = np.random.SeedSequence(seed, spawn_key=(_OF_LOSSES,)).generate_state(2)
+    words = np.random.SeedSequence(seed, spawn_key=(_LOSS_SPAWN_KEY,)).generate_state(2)
     return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl="threefry2x32")

@@ -1,9 +1,9 @@
-"""The ledger: what a run has spent so far, which can only grow."""
+"""The privacy ledger: an append-only record of what a run has spent."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dpopt import events
 from dpopt.accounting import Accountant, epsilon_of_event
@@ -12,11 +12,12 @@ from dpopt.common.lazy import dp_accounting
 
 
 class Ledger:
-    """What has been spent so far: an append-only list of events.
+    """An append-only list of the events that a run has recorded.
 
-    Asking for epsilon changes nothing; entries cannot be removed or edited; saving and loading gives the same ledger.
+    Entries cannot be removed or edited, computing epsilon changes nothing, and a ledger survives `to_json` and
+    `from_json` unchanged.
 
-    *Privacy*: holds descriptions of queries, no data. It is as public as epsilon is.
+    *Privacy*: holds descriptions of queries, no data. It is as public as epsilon.
 
     >>> ledger = Ledger()
     >>> step = events.poisson_event(noise_multiplier=1.0, sampling_prob=0.01, steps=1)
@@ -35,14 +36,14 @@ class Ledger:
         """Appends ``count`` repetitions of a step's event. Call it before the step's result is released.
 
         Raises:
-            TypeError: if ``event`` is of a kind that cannot be stored; ValueError: if ``count`` is below 1, or a number
-                in the event is out of range.
+            TypeError: if events of this kind cannot be stored.
+            ValueError: if ``count`` is below 1, or a number in the event is out of range.
         """
         validate.positive_int(count=count)
         if not isinstance(event, dp_accounting.DpEvent):
             raise TypeError(f"a ledger records events of dp_accounting; got {event!r} of type {type(event).__name__}.")
         count = int(count)
-        # A copy: a composed event holds a list that others can change.
+        # Copied, since a composed event holds a list that the caller could change.
         event = events.from_json(events.to_json(event))
         events.check(event)
         if self._entries and self._entries[-1][0] == event:
@@ -58,7 +59,7 @@ class Ledger:
     @property
     def event(self) -> dp_accounting.DpEvent:
         """Everything recorded, as one event."""
-        # Order does not matter to composition; equal steps counted together are composed fast.
+        # Order does not matter for composition, and it is faster on counts of equal steps.
         counts: dict[str, int] = {}
         for event, count in self._entries:
             text = json.dumps(events.to_json(event))
@@ -73,7 +74,7 @@ class Ledger:
         return epsilon_of_event(self.event, delta=delta, accountant=accountant) if self._entries else 0.0
 
     def copy(self) -> Ledger:
-        """A ledger with the same entries, that grows on its own."""
+        """An independent ledger with the same entries."""
         ledger = Ledger()
         ledger._entries = list(self._entries)
         return ledger
@@ -87,22 +88,22 @@ class Ledger:
         """The ledger that `to_json` wrote.
 
         Raises:
-            ValueError: if the text is damaged or holds an unknown event.
+            ValueError: if the text is damaged or contains an unknown event.
         """
         ledger = cls()
         entries = json.loads(text)
         if not isinstance(entries, list):
-            raise ValueError(f"a stored ledger is a list of entries; got {entries!r}.")
+            raise ValueError(f"a stored ledger must be a list of entries; got {entries!r}.")
         for entry in entries:
             if not isinstance(entry, dict) or set(entry) != {"event", "count"}:
-                raise ValueError(f"an entry of a ledger has the fields 'event' and 'count'; got {entry!r}.")
+                raise ValueError(f"an entry of a ledger must have the fields 'event' and 'count'; got {entry!r}.")
             ledger.record(events.from_json(entry["event"]), entry["count"])
         return ledger
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self._entries == other._entries
 
-    __hash__: ClassVar[None] = None  # it grows
+    __hash__: ClassVar[None] = None  # mutable
 
     def __repr__(self) -> str:
         return f"Ledger({self.to_json()})"

@@ -5,50 +5,52 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from dpopt import _stages
 from dpopt.common import trees, validate
 from dpopt.common.lazy import flow
+from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.engines import sums
 from dpopt.gradients import PerExampleGrads
 from dpopt.normals import box_muller, threefry
 
-SMALL = 2**14  # entries of a leaf that is drawn together with others
-# The least standard deviation. Devices flush what is below 2^-126 to zero; this far above it, that touches only the
-# share of 2^-26 of draws that are as near to zero, while at 1e-38 it would take two noises of three.
+SMALL = 2**14  # a leaf with at most this many entries is drawn together with others
+# The least standard deviation. Devices flush numbers below 2^-126 to zero. This far above it, that affects only a share
+# of 2^-26 of the draws, those closest to zero; at 1e-38 it would affect two of three.
 LEAST_STDDEV = 2.0**-100
 
 
 class AddGaussianNoiseState(NamedTuple):
     """State of `add_gaussian_noise`."""
 
-    key: jax.Array  # the key the transformation was made with; a run's segments replace it
+    key: jax.Array  # the key the transformation was made with; every segment of a run replaces it
     count: jax.Array  # (), int32: draws so far
 
     def renewed(self, key: jax.Array) -> AddGaussianNoiseState:
         """The same step under another key."""
         return self._replace(key=key)
 
-    def without_segment(self) -> Any:
-        """The state but for what every segment of a run has of its own, and for its secrets."""
+    def without_segment(self) -> AddGaussianNoiseState:
+        """The state without the key, which is secret and differs between segments of a run."""
         return self._replace(key=None)
 
     def __repr__(self) -> str:
         return f"AddGaussianNoiseState(key=<secret>, count={self.count})"
 
 
-def standard_normal_like(key: jax.Array, tree: Any) -> Any:
-    """Draws independent N(0, 1) values shaped like ``tree``: every privacy noise of dpopt comes from here.
+def standard_normal_like(key: jax.Array, tree: PyTree) -> PyTree:
+    """Draws independent N(0, 1) values shaped like ``tree``. All privacy noise in dpopt comes from here.
 
-    Values are float32, or float64 for float64 leaves, by `dpopt.normals.box_muller`: tails are right as far as 8
-    standard deviations. From a threefry key a value is a function of the key, the shapes of the tree and its own place
-    there: it is the same on any number of devices, and a sharded leaf is drawn shard by shard.
+    Values are float32, or float64 for float64 leaves, by `dpopt.normals.box_muller`: tails are correct up to 8 standard
+    deviations. With a threefry key, a value depends only on the key, the shapes of the tree and its position: it is the
+    same on any number of devices, and a sharded leaf is drawn shard by shard.
 
     Args:
         key: a PRNG key, typed or legacy, used for this call only.
@@ -68,17 +70,17 @@ def standard_normal_like(key: jax.Array, tree: Any) -> Any:
     dtypes = tuple(trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves)
     for dtype in dtypes:
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"noise is drawn for real arrays only; got dtype {dtype}: pass real and imaginary part.")
+            raise TypeError(f"noise is drawn for real arrays only; got dtype {dtype}: pass real and imaginary parts.")
     return jax.tree.unflatten(structure, _draws(key, shapes, dtypes))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _draws(key: jax.Array, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]) -> list[jax.Array]:
-    """One array of each shape and dtype. Large ones are drawn alone, small ones of a dtype in one go.
+def _draws(key: jax.Array, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype, ...]) -> list[jax.Array]:
+    """One array of each shape and dtype. Large ones are drawn separately, small ones of the same dtype together.
 
     Each draw takes a tenth of a second to compile, and models have hundreds of small leaves.
     """
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[np.dtype, int | None], list[int]] = {}
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         groups.setdefault((dtype, None if math.prod(shape) <= SMALL else i), []).append(i)
     draws: dict[int, jax.Array] = {}
@@ -89,55 +91,55 @@ def _draws(key: jax.Array, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[An
         ends = np.cumsum([math.prod(shapes[i]) for i in places])
         drawn = _draw_in_rows(group_key, int(ends[-1]), dtype)
         for i, start in zip(places, [0, *ends[:-1]], strict=True):
-            # Read by index, not sliced: a slice that is split over devices would have the whole vector split and sent.
+            # Indexed, not sliced: for a slice that is sharded, XLA would shard the whole vector and send parts around.
             _, index = threefry.counters(shapes[i])
             draws[i] = drawn.at[index + np.uint32(start)].get(mode="promise_in_bounds")
     return [draws[i] for i in range(len(shapes))]
 
 
 def _keys(key: jax.Array, count: int) -> jax.Array:
-    """As ``split``, which gives other keys where ``jax_threefry_partitionable`` is off. A single one is the key."""
+    """Independent keys; a single one is ``key`` itself. (``split`` depends on ``jax_threefry_partitionable``.)"""
     if count == 1:
         return key[None]
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     return box_muller.normal_from_words(*threefry.random_words(key, shape), dtype)
 
 
-def _draw_in_rows(key: jax.Array, size: int, dtype: Any) -> jax.Array:
-    """A vector, drawn in a loop over at least two rows: else the compiler writes the draw into each reader."""
+def _draw_in_rows(key: jax.Array, size: int, dtype: np.dtype) -> jax.Array:
+    """A vector, drawn in a loop over at least two rows: otherwise XLA fuses the draw into each of its uses."""
     width = min(SMALL, max(1, -(-size // 2)))
     rows, words = -(-size // width), threefry.words_of(key)
     if words is None:
         return _draw(key, (rows * width,), dtype)
 
-    def row(counter):
+    def row(counter: tuple[jax.Array, jax.Array]) -> jax.Array:
         return box_muller.normal_from_words(*threefry.blocks_at(words, counter), dtype)
 
     return jax.lax.map(row, threefry.counters((rows, width))).ravel()
 
 
-def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTransformationExtraArgs:
-    r"""Adds :math:`N(0, s^2 I)` to a clipped sum, one draw a step.
+def add_gaussian_noise(noise_stddev: ScalarOrSchedule, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+    r"""Adds :math:`N(0, s^2 I)` to a clipped sum, one draw per step.
 
-    The draw of step ``count`` uses ``fold_in(key, count)``, so it depends on nothing but the key and the step.
+    The draw of step ``count`` uses ``fold_in(key, count)``, so it depends only on the key and the step.
 
     Args:
         noise_stddev: s, the standard deviation in the units of the SUM: noise multiplier times clip norm. A number of
             at least 2^-100 (7.9e-31), or 0, which adds nothing and is accounted for as no privacy at all. Or a schedule
-            ``step -> number``, whose noise is NaN where it is below 2^-100, or 0; so is that of a traced number below
-            2^-100, of which 0 adds nothing.
+            ``step -> number``: where it is below 2^-100, 0 included, the noise is NaN. The noise of a traced number
+            below 2^-100 is NaN too, but a traced 0 adds nothing.
         key: a PRNG key, typed or legacy. Never use it for anything else.
 
     Returns:
         A transformation from a sum to a noisy sum, at least float32. Its state holds the key and the count.
 
     Raises:
-        ValueError, TypeError: if s is negative, not finite or too small for float32, if ``key`` is no single key; in
-            ``update``, if it is given gradients that were not clipped and summed.
+        ValueError, TypeError: if s is negative, not finite or too small for float32; if ``key`` is not a single key; in
+            ``update``, for gradients that were not clipped and summed.
 
     *Privacy*: on an input of L2 sensitivity C this is the Gaussian mechanism with noise multiplier s / C.
 
@@ -151,11 +153,11 @@ def add_gaussian_noise(noise_stddev: Any, key: jax.Array) -> optax.GradientTrans
 
 
 def drawn_by(
-    draw: Callable[[jax.Array, Any], Any], noise_stddev: Any, key: jax.Array
+    draw: Callable[[jax.Array, PyTree], PyTree], noise_stddev: ScalarOrSchedule, key: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """`add_gaussian_noise` of standard normals ``draw(key, total)``, where not every entry of a sum is to get noise.
+    """`add_gaussian_noise` with standard normals ``draw(key, total)``, for noise on some entries of a sum only.
 
-    *Privacy*: entries whose noise is 0 are released as they are: they must be 0 whatever the data (`dpopt.sparse`).
+    *Privacy*: entries whose noise is 0 are released without noise: they must be 0 whatever the data (`dpopt.sparse`).
 
     >>> rows = drawn_by(lambda key, total: jnp.zeros_like(total).at[:2].set(1.0), 3.0, jax.random.key(0))
     >>> rows.update(jnp.zeros(3), rows.init(None))[0].tolist()
@@ -167,14 +169,14 @@ def drawn_by(
 
     def init_fn(params):
         del params
-        # A copy: a training step that donates its state must not delete the caller's key.
+        # Copied, so that a training step that donates its state does not delete the caller's key.
         return AddGaussianNoiseState(key=jnp.array(key, copy=True), count=jnp.zeros([], jnp.int32))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
         stddev = flow.public(stage.stddev(state.count), "the noise's standard deviation")
 
-        def noise(total):
+        def noise(total: PyTree) -> PyTree:
             drawn = draw(threefry.fold_in(state.key, state.count), total)
             return scaled(drawn, stddev, zero_is_meant=not callable(noise_stddev))
 
@@ -184,8 +186,8 @@ def drawn_by(
     return _stages.StagedTransformation(init_fn, update_fn, stage)
 
 
-def check(noise_stddev: Any, key: jax.Array) -> None:
-    """Raises ValueError or TypeError for noise that cannot be drawn: see `add_gaussian_noise`.
+def check(noise_stddev: ScalarOrSchedule, key: jax.Array) -> None:
+    """Raises ValueError or TypeError for noise that cannot be drawn; see `add_gaussian_noise`.
 
     *Privacy*: reads public constants.
 
@@ -195,23 +197,23 @@ def check(noise_stddev: Any, key: jax.Array) -> None:
         validate.non_negative(noise_stddev=noise_stddev)
         if 0 < (validate.concrete(noise_stddev) or 0) < LEAST_STDDEV:
             raise ValueError(
-                f"noise_stddev must be 0 or at least 2^-100 (7.9e-31); got {noise_stddev}: noise so small vanishes in "
-                "float32. Scale the loss, and with it the clip norm, up."
+                f"noise_stddev must be 0 or at least 2^-100 (7.9e-31); got {noise_stddev}: such small noise vanishes "
+                "in float32. Scale up the loss, and with it the clip norm."
             )
     validate.prng_key(key)
 
 
-def released(updates: Any, noise: Callable[[Any], Any] | None) -> Any:
+def released(updates: PyTree | sums.Sum, noise: Callable[[PyTree], PyTree] | None) -> PyTree:
     """A clipped sum with noise, at least float32.
 
     Args:
-        updates: the sum, or a `dpopt.engines.sums.Sum` with what rounding it has lost.
-        noise: from something shaped like the sum to the noise; None for none.
+        updates: the sum, or a `dpopt.engines.sums.Sum` with its rounding error.
+        noise: maps something shaped like the sum to the noise; None for no noise.
 
     Raises:
         TypeError: for gradients that were not clipped and summed.
 
-    *Privacy*: as private as the noise. An inspection (`dpopt.inspection`) takes what comes out for public.
+    *Privacy*: as private as the noise. An inspection (`dpopt.inspection`) treats the result as public.
 
     >>> released(jnp.zeros(2), None).tolist()
     [0.0, 0.0]
@@ -224,7 +226,7 @@ def released(updates: Any, noise: Callable[[Any], Any] | None) -> Any:
     if isinstance(updates, sums.Sum):  # from `dpopt.chain`
         updates, remainder = updates.value, flow.public(updates.remainder, "a remainder, while nothing is summed")
 
-    def add_noise(updates):
+    def add_noise(updates: PyTree) -> PyTree:
         if noise is None:
             return updates
         drawn = noise(updates)
@@ -235,8 +237,8 @@ def released(updates: Any, noise: Callable[[Any], Any] | None) -> Any:
     return flow.released(trees.upcast(updates), add_noise)
 
 
-def scaled(draw: Any, stddev: Any, *, zero_is_meant: bool) -> Any:
-    """Standard normals times a standard deviation, which is NaN where it is too small (`_not_vanishing`).
+def scaled(draw: PyTree, stddev: ArrayLike, *, zero_is_meant: bool) -> PyTree:
+    """Standard normals times a standard deviation, or NaN where that is too small (`_not_vanishing`).
 
     *Privacy*: reads no data.
 
@@ -247,24 +249,24 @@ def scaled(draw: Any, stddev: Any, *, zero_is_meant: bool) -> Any:
     return jax.tree.map(lambda z: scale(z.dtype) * z, draw)
 
 
-def _not_vanishing(stddev: Any, dtype: Any, *, zero_is_meant: bool) -> jax.Array:
-    """The standard deviation, or NaN where it is too small, which could not be seen when the stage was made.
+def _not_vanishing(stddev: ArrayLike, dtype: DTypeLike, *, zero_is_meant: bool) -> jax.Array:
+    """The standard deviation, or NaN where it is too small. Schedules and traced numbers cannot be checked earlier.
 
-    The 0 of a schedule may be a decay that float32 has lost, while the books hold the number that was meant. A traced
-    number has no place in the books (its privacy cannot be stated), and 0 is how its noise is switched off.
+    A 0 from a schedule may be a decayed value that underflowed in float32, whereas accounting uses the exact number. A
+    traced number is not accounted for at all (its privacy cannot be stated), and 0 means that its noise is off.
     """
     stddev = jnp.asarray(stddev, dtype)
     is_sound = stddev >= LEAST_STDDEV
     return jnp.where(is_sound | (stddev == 0) if zero_is_meant else is_sound, stddev, jnp.nan)
 
 
-def normalize_by(expected_batch_size: Any) -> optax.GradientTransformationExtraArgs:
-    """Divides a noisy sum by the EXPECTED batch size, which turns it into a noisy mean.
+def normalize_by(expected_batch_size: float | jax.Array) -> optax.GradientTransformationExtraArgs:
+    """Divides a noisy sum by the EXPECTED batch size, for a noisy mean.
 
-    The realised size of a Poisson batch depends on the data; dividing by it would leak and undo the accounting.
+    The actual size of a Poisson batch depends on the data; dividing by it would leak it, unaccounted for.
 
     Args:
-        expected_batch_size: positive number: sampling probability times number of examples.
+        expected_batch_size: sampling probability times number of examples, positive.
 
     Raises:
         ValueError, TypeError: if it is not a positive number.

@@ -1,7 +1,7 @@
-"""What a chain of transformations costs in privacy, before sampling and composition.
+"""The privacy cost of a chain of transformations, before sampling and composition.
 
-`Privacy` lists the Gaussian queries of a step. `dpopt.chain` reads it off the stages it is given; for a chain put
-together by ``optax.chain``, `dpopt.inspection` finds it.
+`Privacy` lists the Gaussian queries of a step. `dpopt.chain` computes it from its stages; for a chain made by
+``optax.chain``, `dpopt.inspection` finds it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ import enum
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
+import jax
 from jax.core import Tracer
 
 from dpopt import _stages
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
+from dpopt.common.types import ScalarOrSchedule
 from dpopt.engines import sums
+
+if TYPE_CHECKING:
+    from dpopt.correlated.strategies import Strategy
 
 PRIVATE_STAGES = ("precondition", "clip_and_sum", "add_gaussian_noise", "add_correlated_noise", "normalize_by")
 
 
 class Relation(enum.Enum):
-    """Which data sets are neighbours, under the names that ``dp_accounting`` gives them.
+    """Which data sets are neighbours, with the names of ``dp_accounting``.
 
     *Privacy*: a description; it holds no data.
 
@@ -36,8 +41,8 @@ class Relation(enum.Enum):
     REPLACE_ONE = "replace one"
 
     @classmethod
-    def of(cls, relation: Any) -> Relation:
-        """This relation, or ``dp_accounting``'s of the same name."""
+    def of(cls, relation: Relation | dp_accounting.NeighboringRelation) -> Relation:
+        """The relation of this name, which may be one of ``dp_accounting``."""
         return cls[relation.name]
 
 
@@ -45,15 +50,15 @@ class Relation(enum.Enum):
 class Query:
     """One Gaussian query of a step.
 
-    *Privacy*: the description that accounting reads; it holds no data.
+    *Privacy*: a description for accounting; it holds no data.
 
     >>> Query(1.5).multiplier(step=0)
     1.5
     """
 
-    noise_multiplier: float | Callable[[int], float]  # standard deviation over L2 sensitivity (add/remove-one)
-    active: Callable[[int], bool] | None = None  # the steps on which it is asked; None: all
-    strategy: Any = None  # `dpopt.correlated.Strategy`: how its noise is correlated over steps; None: not at all
+    noise_multiplier: ScalarOrSchedule  # standard deviation over L2 sensitivity (add/remove-one)
+    active: Callable[[int], bool] | None = None  # the steps with this query; None: all
+    strategy: Strategy | None = None  # how its noise is correlated over steps; None: not at all
 
     def multiplier(self, step: int) -> float:
         value = self.noise_multiplier(step) if callable(self.noise_multiplier) else self.noise_multiplier
@@ -68,12 +73,12 @@ class Query:
 
 @dataclasses.dataclass(frozen=True)
 class Privacy:
-    """What an optimizer does to privacy at each step, before sampling is taken into account.
+    """The privacy cost of an optimizer's step, before sampling.
 
     Args:
         queries: the Gaussian queries of a step. All read the same batch.
-        unit: what one record is: ``"example"``, or for user-level privacy ``"client"`` (`dpopt.federated`) or
-            ``"user"`` (`dpopt.users`).
+        unit: one record: ``"example"``, or for user-level privacy ``"client"`` (`dpopt.federated`) or ``"user"``
+            (`dpopt.users`).
 
     *Privacy*: `step_event` is exact for the queries listed; `dpopt.accounting` composes it over steps and sampling.
 
@@ -85,44 +90,44 @@ class Privacy:
     unit: str = "example"
 
     def step_event(self, step: int = 0, relation: Relation = Relation.ADD_OR_REMOVE_ONE) -> dp_accounting.DpEvent:
-        """The event of step ``step``, for sums that float32 rounding lets move a little further than their sensitivity.
+        """The event of step ``step``. Sensitivities include float32 rounding.
 
         Replacing a record moves a sum twice as far as removing one.
 
         Raises:
-            ValueError: if noise is correlated over steps, where a step by itself has no event.
+            ValueError: if noise is correlated over steps: then a single step has no event.
         """
         for query in self.queries:
             if query.strategy is not None and query.strategy.bands > 1:
                 raise ValueError(
                     f"this optimizer's noise is correlated over steps ({query.strategy.name}), so its batches must "
-                    "come from a sampler that keeps the steps of an example apart, and no theorem covers this one. "
-                    "Use CyclicPoissonSampler (for banded strategies) or EpochSampler, of dpopt.samplers.parts."
+                    "come from a sampler that keeps the steps of an example apart; no theorem covers this sampler. Use "
+                    "CyclicPoissonSampler (for banded strategies) or EpochSampler, of dpopt.samplers.parts."
                 )
         distance = _distance(relation)
-        asked = [q.multiplier(step) / distance for q in self.queries if q.active is None or q.active(step)]
+        multipliers = [q.multiplier(step) / distance for q in self.queries if q.active is None or q.active(step)]
         events: list[dp_accounting.DpEvent] = [
-            dp_accounting.GaussianDpEvent(sigma) if sigma > 0 else dp_accounting.NonPrivateDpEvent() for sigma in asked
+            dp_accounting.GaussianDpEvent(m) if m > 0 else dp_accounting.NonPrivateDpEvent() for m in multipliers
         ]
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
 
-    def only_query(self, relation: Relation = Relation.ADD_OR_REMOVE_ONE) -> tuple[float, Any]:
-        """The noise multiplier and the strategy of an optimizer with one query, the same at all steps.
+    def only_query(self, relation: Relation = Relation.ADD_OR_REMOVE_ONE) -> tuple[float, Strategy | None]:
+        """The noise multiplier and the strategy, for an optimizer with a single query and the same noise at all steps.
 
         Raises:
             ValueError: for any other optimizer.
         """
         if len(self.queries) != 1 or self.varies:
             raise ValueError(
-                "batches from parts of the data are accounted for under one query a step with the same noise at all "
-                "steps; this optimizer asks more, or varies its noise. Use dpopt.PoissonSampler."
+                "batches from parts of the data can be accounted for with one query per step and the same noise at all "
+                "steps only; this optimizer has more queries, or varies its noise. Use dpopt.PoissonSampler."
             )
         (query,) = self.queries
         return query.multiplier(0) / _distance(relation), query.strategy
 
     @property
     def correlation(self) -> str | None:
-        """How noise is correlated over steps: the strategy's name, or None."""
+        """The name of the strategy that correlates noise over steps, or None."""
         return next((q.strategy.name for q in self.queries if q.strategy is not None and q.strategy.bands > 1), None)
 
     @property
@@ -136,10 +141,10 @@ def _distance(relation: Relation) -> float:
 
 
 def check_order(names: Sequence[str]) -> None:
-    """Raises ValueError, naming the position, unless stages of these names make a private optimizer."""
+    """Raises ValueError, with the position, unless stages with these names make a private optimizer."""
     order = "The order is precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processing."
 
-    def refuse(position: int, why: str):
+    def refuse(position: int, why: str) -> NoReturn:
         raise ValueError(f"stage {position} ({names[position]}) {why} {order}")
 
     seen: dict[str, int] = {}
@@ -148,7 +153,7 @@ def check_order(names: Sequence[str]) -> None:
             if name == "private optimizer":
                 refuse(i, "adds a second clip and noise: it must come first, and alone.")
             if "add_gaussian_noise" not in seen:
-                refuse(i, "comes before the noise: there it would change a sensitivity that nobody accounts for.")
+                refuse(i, "comes before the noise, where it would change the sensitivity, unaccounted for.")
             seen["post-processing"] = i
             continue
         if name in seen and name != "precondition":
@@ -163,11 +168,11 @@ def check_order(names: Sequence[str]) -> None:
             refuse(i, f"comes after post-processing (stage {seen['post-processing']}): divide right after the noise.")
         seen[name] = i
     if "clip_and_sum" not in seen:
-        raise ValueError(f"the chain has no clip_and_sum, so nothing bounds what one example adds. {order}")
+        raise ValueError(f"the chain has no clip_and_sum, so nothing bounds the effect of one example. {order}")
     if "add_gaussian_noise" not in seen:
         raise ValueError(
-            "the chain has no add_gaussian_noise, so nothing is private. For a run without privacy, say so with "
-            f"add_gaussian_noise(0.0, key). {order}"
+            "the chain has no add_gaussian_noise, so nothing is private. For a run without privacy, use "
+            f"add_gaussian_noise(0.0, key) explicitly. {order}"
         )
 
 
@@ -175,14 +180,14 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
     clip = next(s for s in stages if isinstance(s, _stages.Clip))
     noise = next(s for s in stages if isinstance(s, _stages.Noise))
 
-    def multiplier(step: int) -> float:
+    def multiplier(step: int) -> float | jax.Array:
         stddev = noise.stddev(step)
         if validate.concrete(stddev) == 0:
-            return 0.0  # also under an infinite clip norm, where 0 / inf would be no better
+            return 0.0  # also under an infinite clip norm
         if validate.concrete(clip.sensitivity) == math.inf:
             raise ValueError("noise on a sum with an infinite clip norm protects nothing: pass a finite l2_clip_norm.")
         if validate.concrete(clip.sensitivity) == 0:
-            raise ValueError("a clip norm of 0 leaves nothing of any example to train on: pass a positive one.")
+            raise ValueError("a clip norm of 0 scales every example to zero: pass a positive one.")
         return stddev / clip.sensitivity
 
     sigma = multiplier if callable(noise.noise_stddev) else multiplier(0)
@@ -191,26 +196,26 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
 
 
 _MADE_BY = {
-    "client": "what dpopt.federated.client_deltas(...) promises, or dpopt.federated.client_rows(rows, mask=mask) for "
+    "client": "the promise of dpopt.federated.client_deltas(...), or dpopt.federated.client_rows(rows, mask=mask) for "
     "changes that were computed elsewhere",
-    "user": "what dpopt.users.per_user_grads(...) promises",
+    "user": "the promise of dpopt.users.per_user_grads(...)",
 }
 
 
 def check_unit(rows: str, stated: str) -> None:
-    """Raises, or warns, unless the rows that are clipped are what the stated privacy is about."""
+    """Raises, or warns, unless the rows that are clipped are the unit of the stated privacy."""
     if rows == stated:
         return
     if stated != "example":
         raise TypeError(
-            f"this optimizer states its privacy for {stated}s and got gradients of single examples, or rows of which "
-            f"it does not know whose they are: a bound on one {rows}'s is none on a {stated}'s. Pass "
+            f"this optimizer states its privacy for {stated}s, but got gradients of single examples, or rows that are "
+            f"not marked as {stated}s: a bound on one {rows} is not a bound on one {stated}. Pass "
             f"{_MADE_BY.get(stated, f'rows that are {stated}s')}."
         )
     module = {"client": "federated", "user": "users"}.get(rows, "")
     warnings.warn(
-        f"the rows are whole {rows}s, and the optimizer states its privacy for single examples: the guarantee is for "
-        f"adding or removing a {rows}. Wrap it in dpopt.{module}.{rows}_level(...) so that it says so.",
+        f"the rows are whole {rows}s, but the optimizer states its privacy for single examples: the guarantee is for "
+        f"adding or removing a {rows}. Wrap it in dpopt.{module}.{rows}_level(...) to state this.",
         FutureWarning,
         stacklevel=3,
     )

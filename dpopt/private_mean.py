@@ -1,47 +1,47 @@
-"""The private mean gradient: what all the named optimizers start with."""
+"""The private mean gradient, which every named optimizer starts with."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import as_clip_function, clip_and_sum, is_adaptive
+from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function, clip_and_sum, is_adaptive
 from dpopt.common import validate
+from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.noise import add_correlated_noise
 from dpopt.correlated.strategies import Strategy
 from dpopt.noise import add_gaussian_noise, normalize_by
-from dpopt.preconditioners.base import precondition
+from dpopt.preconditioners.base import Preconditioner, precondition
 
 
 def privatize(
     *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    expected_batch_size: Any,
+    l2_clip_norm: FixedClip | AdaptiveClip,
+    noise_multiplier: ScalarOrSchedule,
+    expected_batch_size: float | jax.Array,
     key: jax.Array,
-    preconditioner: Any = None,
+    preconditioner: Preconditioner | tuple[Preconditioner, ...] | None = None,
     noise: Strategy | None = None,
 ) -> PrivateOptimizer:
     r"""The private mean gradient: :math:`(\sum_i \mathrm{clip}(S g_i) + \sigma C z) / B`.
 
     Args:
         l2_clip_norm: C, or a clip function of `dpopt.clipping`, or `dpopt.adaptive.quantile_clip`.
-        noise_multiplier: sigma: the noise's standard deviation over the sensitivity. A number, or a schedule
+        noise_multiplier: sigma: the standard deviation of the noise over the sensitivity. A number, or a schedule
             ``step -> number``. 0 switches noise, and privacy, off.
         expected_batch_size: B, a public constant.
         key: PRNG key for the noise, used for nothing else.
-        noise: a strategy of `dpopt.correlated` for noise that is correlated over steps, which takes batches from a
-            sampler of `dpopt.samplers.parts`; None for independent noise.
+        noise: a strategy of `dpopt.correlated` for noise that is correlated over steps, which needs a sampler of
+            `dpopt.samplers.parts`; None for independent noise.
         preconditioner: where S comes from (`dpopt.preconditioners.base`): one, several in a tuple (they multiply), or
-        None.
+            None.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
 
-    *Privacy*: one Gaussian query a step with multiplier sigma, under add/remove of one example.
+    *Privacy*: one Gaussian query per step with multiplier sigma, under add/remove of one example.
 
     >>> core = privatize(l2_clip_norm=1.0, noise_multiplier=0.0, expected_batch_size=2, key=jax.random.key(0))
     >>> mean, _ = core.update(jnp.array([[3.0, 4.0], [0.0, 0.5]]), core.init(jnp.zeros(2)), jnp.zeros(2))
@@ -68,11 +68,11 @@ def privatize(
     return chain(*stages, clip_and_sum(clip), added, normalize_by(expected_batch_size))
 
 
-def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
-    """The noise on a sum of this sensitivity: a number, or a schedule where the multiplier is one.
+def noise_stddev(noise_multiplier: ScalarOrSchedule, sensitivity: float | jax.Array) -> ScalarOrSchedule:
+    """The standard deviation of the noise on a sum of this sensitivity: a number, or a schedule if the multiplier is.
 
     Raises:
-        ValueError: if noise is asked for on a sum of infinite sensitivity, or of sensitivity 0.
+        ValueError: if the multiplier is positive and the sensitivity infinite or 0.
 
     *Privacy*: arithmetic on public constants.
 
@@ -91,5 +91,5 @@ def noise_stddev(noise_multiplier: Any, sensitivity: Any) -> Any:
             "noise_multiplier=0 to switch privacy off."
         )
     if validate.concrete(sensitivity) == 0:
-        raise ValueError("l2_clip_norm=0 leaves nothing of any example to train on; pass a positive one.")
+        raise ValueError("l2_clip_norm=0 scales every example to zero: pass a positive one.")
     return noise_multiplier * sensitivity

@@ -1,6 +1,6 @@
-"""Which examples are in which batch: host-side NumPy, restartable at any step from the seed and the step alone.
+"""Samplers: the examples of each batch, drawn by NumPy on the host from the seed and the step alone.
 
-A scheme (`Poisson`, `WithoutReplacement`) says what sampling does to privacy; a sampler draws the batches.
+A sampler can therefore restart at any step. Its scheme (`Poisson`, `WithoutReplacement`) is what accounting uses.
 """
 
 from __future__ import annotations
@@ -9,18 +9,39 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.privacy import Relation
 
+Indices: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+_Scheme = TypeVar("_Scheme")
+
+
+class Scheme(Protocol):
+    """A way of sampling batches, as accounting uses it."""
+
+    @property
+    def relation(self) -> Relation: ...
+
+    def event(self, step_event: dp_accounting.DpEvent, /) -> dp_accounting.DpEvent: ...
+
+
+class HasScheme(Protocol):
+    """A sampler, as accounting uses it: it has a `Scheme`, or a `dpopt.samplers.parts.InParts`."""
+
+    @property
+    def scheme(self) -> Any: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Poisson:
-    """Each example is in a batch with probability ``sampling_prob``, independently of all else.
+    """Each example is in a batch with probability ``sampling_prob``, independently of everything else.
 
     *Privacy*: amplifies by subsampling, under add-or-remove-one.
 
@@ -42,9 +63,9 @@ class Poisson:
 
 @dataclasses.dataclass(frozen=True)
 class WithoutReplacement:
-    """Each batch holds ``batch_size`` distinct examples out of ``num_examples``, all such batches equally likely.
+    """Each batch holds ``batch_size`` distinct examples out of ``num_examples``; all such batches are equally likely.
 
-    *Privacy*: amplifies by subsampling, under replace-one: an example replaced moves the sum by up to twice the clip
+    *Privacy*: amplifies by subsampling, under replace-one: replacing an example moves the sum by up to twice the clip
     norm, which `dpopt.privacy.Privacy.step_event` takes into account.
 
     >>> WithoutReplacement(10, 2).event(dp_accounting.GaussianDpEvent(1.0)).sample_size
@@ -67,22 +88,22 @@ class WithoutReplacement:
 
 
 class Batch(NamedTuple):
-    """The examples of one step, padded.
+    """The padded batch of one step.
 
-    Padding rows are other examples, each at most once: a batch names nobody twice, unless it has more rows than there
-    are examples. They do not belong to the sample, so the mask must go where the indices go.
+    Padding rows are other examples of the data. No index occurs twice, unless the batch has more rows than there are
+    examples. Padding is not part of the sample: wherever the indices are used, the mask must be used too.
 
     *Privacy*: which examples were drawn, and how many, is as private as the data; it must not be released.
     """
 
-    indices: np.ndarray  # (size,) int64: first the sample, then padding
-    mask: np.ndarray  # (size,) bool: False marks padding
+    indices: Indices  # (size,): first the sample, then padding
+    mask: Mask  # (size,): False for padding
 
 
-class _Sampler:
+class _Sampler(Generic[_Scheme]):
     """Draws the batch of any step from the seed and the step alone."""
 
-    scheme: Any
+    scheme: _Scheme
 
     def __init__(self, num_examples: int, *, seed: int, pad_to: int, start: int):
         validate.positive_int(num_examples=num_examples, pad_to=pad_to)
@@ -91,9 +112,9 @@ class _Sampler:
         self.seed = seed
         self.pad_to = pad_to
         self.start = start
-        self._drawn_to = [0]  # shared with the copies that `reseeded` makes: they feed the same run
+        self._drawn_to = [0]  # shared with copies made by `reseeded`, which feed the same run
 
-    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
         raise NotImplementedError
 
     def _rng(self, step: int) -> np.random.Generator:
@@ -101,29 +122,29 @@ class _Sampler:
         return np.random.default_rng([self.seed, step])
 
     def reseeded(self, seed: int) -> Self:
-        """The same sampler under another seed: other batches of the same distribution."""
+        """The same sampler with another seed: other batches, from the same distribution."""
         other = copy.copy(self)
         other.seed = seed
         return other
 
     @property
     def drawn_to(self) -> int:
-        """One more than the last step whose batch was handed out; 0 where none was."""
+        """One more than the last step whose batch was handed out; 0 if there was none."""
         return self._drawn_to[0]
 
     def hand_out(self, stop: int) -> None:
-        """Notes that the batches of all steps before ``stop`` are, or will be, handed out."""
+        """Records that the batches of all steps before ``stop`` are, or will be, handed out."""
         self._drawn_to[0] = max(self._drawn_to[0], stop)
 
-    def __repr__(self) -> str:  # without the seed, which is secret
+    def __repr__(self) -> str:  # the seed is secret
         return f"{type(self).__name__}({self.num_examples}, {self.scheme}, pad_to={self.pad_to})"
 
-    def drawn(self, step: int) -> np.ndarray:
-        """The indices of step ``step``, unpadded, distinct, ``(n,)`` int64."""
+    def drawn(self, step: int) -> Indices:
+        """The distinct indices of step ``step``, ``(n,)``, without padding."""
         return self._draw(self._rng(step), step)
 
     def batch(self, step: int, *, size: int | None = None) -> Batch:
-        """The batch of step ``step``, padded to a multiple of ``pad_to``, or to ``size`` where it is given.
+        """The batch of step ``step``, padded to a multiple of ``pad_to``, or to ``size`` if given.
 
         Raises:
             ValueError: if more than ``size`` examples were drawn. Dropping some would change the privacy guarantee.
@@ -134,9 +155,9 @@ class _Sampler:
             size = max(1, math.ceil(len(drawn) / self.pad_to)) * self.pad_to
         if len(drawn) > size:
             raise ValueError(
-                f"step {step} drew {len(drawn)} examples, which do not fit in {size}. A sample cannot be cut without "
-                "changing the privacy guarantee: give it more room (batches(...) finds how much), or have the cut "
-                "accounted for (dpopt.samplers.truncated)."
+                f"step {step} drew {len(drawn)} examples, which do not fit in {size} rows. Dropping some would change "
+                "the privacy guarantee: pass a larger size (batches(...) finds one), or use dpopt.samplers.truncated, "
+                "which accounts for dropped examples."
             )
         self.hand_out(step + 1)
         others = rng.choice(self.num_examples, min(size, self.num_examples), replace=False, shuffle=False)
@@ -144,9 +165,9 @@ class _Sampler:
         return Batch(np.resize(rows, size), np.arange(size) < len(drawn))
 
     def batches(self, start: int, stop: int) -> Batch:
-        """Steps ``start .. stop - 1`` stacked: leaves ``(stop - start, size)``, ready for ``jax.lax.scan``.
+        """Batches of steps ``start .. stop - 1``, stacked: leaves ``(stop - start, size)``, for ``jax.lax.scan``.
 
-        All steps share the size that the largest of them needs.
+        ``size`` is that of the largest batch.
         """
         validate.non_negative_int(start=start, stop=stop)
         if stop <= start:
@@ -157,7 +178,7 @@ class _Sampler:
         return Batch(np.stack([r.indices for r in rows]), np.stack([r.mask for r in rows]))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches of steps ``start``, ``start + 1``, ... without end."""
+        """Batches of steps ``start``, ``start + 1``, ..., endlessly."""
         step = self.start
         while True:
             yield self.batch(step)
@@ -165,7 +186,7 @@ class _Sampler:
 
 
 def padding(expected_batch_size: float) -> int:
-    """What batches whose sizes vary are padded to a multiple of: about an eighth of the expected size.
+    """The default ``pad_to`` for batches of varying size: about an eighth of the expected size.
 
     *Privacy*: arithmetic on public constants.
 
@@ -175,24 +196,24 @@ def padding(expected_batch_size: float) -> int:
     return max(1, 2 ** round(math.log2(max(1.0, float(expected_batch_size) / 8))))
 
 
-class PoissonSampler(_Sampler):
-    """Poisson samples: each example is in each batch with probability ``expected_batch_size / num_examples``.
+class PoissonSampler(_Sampler[Poisson]):
+    """Poisson samples: each example is in a batch with probability ``expected_batch_size / num_examples``.
 
     Iterating gives ``(indices, mask)`` for steps ``start``, ``start + 1``, ...; `batch` gives any step. Batches differ
-    in size and some may be empty: those are steps like any other, with noise and with a cost.
+    in size, and some may be empty. An empty batch is a step like any other, with noise and with a cost.
 
     Args:
         num_examples: size of the data set.
         expected_batch_size: expected number of examples in a batch, at most ``num_examples``.
-        seed: non-negative integer; keep it as secret as the data.
-        pad_to: batches are padded to a multiple of this, so that ``jit`` meets few shapes. By default about an eighth
-            of the expected size; with microbatches, their size.
-        start: step to start iterating at, to resume a run.
+        seed: non-negative integer, as secret as the data.
+        pad_to: batches are padded to a multiple of this, so that ``jit`` compiles for few shapes. By default about an
+            eighth of the expected size; with microbatches, pass their size.
+        start: first step of an iteration, to resume a run.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
-    *Privacy*: `scheme` is the Poisson scheme that accounting expects, and what is drawn follows it exactly.
+    *Privacy*: `scheme` is a `Poisson` scheme, which the draws follow exactly.
 
     >>> sampler = PoissonSampler(1_000, 50, seed=0, pad_to=16)
     >>> indices, mask = next(iter(sampler))
@@ -213,18 +234,18 @@ class PoissonSampler(_Sampler):
         self.expected_batch_size = expected_batch_size
         self.scheme = Poisson(expected_batch_size / num_examples)
 
-    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
         del step
-        # The number of successes in n independent trials is binomial, and given it all subsets of that size are equally
-        # likely: this draws the same distribution as n coin flips, at the cost of the batch.
+        # The number of heads in n independent coin flips is binomial, and given that number all subsets are equally
+        # likely. So this has the distribution of n coin flips, at a cost proportional to the batch.
         size = rng.binomial(self.num_examples, self.scheme.sampling_prob)
         return rng.choice(self.num_examples, size, replace=False, shuffle=False).astype(np.int64)
 
 
-class FixedSizeSampler(_Sampler):
-    """Batches of exactly ``batch_size`` distinct examples, drawn afresh and uniformly at each step.
+class FixedSizeSampler(_Sampler[WithoutReplacement]):
+    """Batches of exactly ``batch_size`` distinct examples, drawn uniformly and independently at each step.
 
-    This is not an epoch over shuffled data, which has no amplification guarantee of this kind.
+    These are not epochs over shuffled data, which have no such amplification guarantee.
 
     Args:
         num_examples: size of the data set.
@@ -249,13 +270,13 @@ class FixedSizeSampler(_Sampler):
     def expected_batch_size(self) -> int:
         return self.scheme.batch_size
 
-    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
         del step
         return rng.choice(self.num_examples, self.scheme.batch_size, replace=False, shuffle=False).astype(np.int64)
 
 
 def sampling_prob(sampling: Any) -> float:
-    """Probability that a given example is in a given batch (of `dpopt.samplers.truncated`: before it is cut).
+    """Probability that a given example is in a given batch; of `dpopt.samplers.truncated`, before truncation.
 
     *Privacy*: arithmetic on public constants.
 

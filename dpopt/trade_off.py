@@ -1,15 +1,15 @@
-"""What epsilon and delta mean for an attacker who guesses whether one record was in the data.
+"""Bounds on how well an attacker can guess whether one record was in the data.
 
-His guess is a test between two neighbouring data sets, and every (epsilon, delta) that a run satisfies bounds how often
-it can be right. All of them together are the trade-off function (Dong, Roth and Su 2022).
+The guess is a test between two neighbouring data sets. Every (epsilon, delta) of a run bounds its error rates, and all
+of them together give the trade-off function (Dong, Roth and Su 2022).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from dpopt import accounting, events
 from dpopt.common import validate
@@ -22,25 +22,25 @@ _POINTS = 400
 
 def true_positive_rates(
     event: dp_accounting.DpEvent,
-    false_positive_rates: Sequence[float] | np.ndarray,
+    false_positive_rates: Sequence[float] | npt.NDArray[np.floating],
     *,
     accountant: accounting.Accountant = "pld",
-) -> np.ndarray:
-    r"""The most that any test can detect, which is wrong about absent records no more often than a given rate.
+) -> npt.NDArray[np.float64]:
+    r"""Upper bounds on the true positive rate of any test with a given false positive rate.
 
-    With :math:`\delta(\epsilon)` of the run, at every epsilon
+    With :math:`\delta(\epsilon)` of the run, for every epsilon
     :math:`\mathrm{TPR} \le \min(e^\epsilon \mathrm{FPR} + \delta, 1 - e^{-\epsilon} (1 - \delta - \mathrm{FPR}))`.
 
     Args:
-        event: what the run cost: a ledger's ``event``, a plan's, or what `dpopt.privacy_event` returns.
+        event: the event of the run: of a ledger or a plan, or from `dpopt.privacy_event`.
         false_positive_rates: ``(n,)``, between 0 and 1.
         accountant: see `dpopt.epsilon`.
 
     Returns:
-        ``(n,)`` float64: upper bounds, for whatever the attacker knows of the other records, the model and the method.
+        ``(n,)``: bounds that hold whatever the attacker knows about the other records, the model and the method.
 
     Raises:
-        ValueError: if a rate is no probability, or for an event that no accountant takes.
+        ValueError: if a rate is not a probability, or there is no bound for this kind of event.
 
     *Privacy*: arithmetic on public constants.
 
@@ -67,13 +67,15 @@ def true_positive_rates(
     return np.clip(highest.min(axis=1), rates, 1.0)
 
 
-def _deltas(steps: Any, epsilons: np.ndarray, accountant: str) -> np.ndarray:
+def _deltas(
+    steps: step_events.Steps, epsilons: npt.NDArray[np.float64], accountant: accounting.Accountant
+) -> npt.NDArray[np.float64]:
     alone = events.renyi_alone(steps)
     if alone is not None and accountant == "pld":
-        raise ValueError(f"{alone} has an RDP bound only: pass accountant='rdp'.")
+        raise ValueError(f"{alone} has only an RDP bound: pass accountant='rdp'.")
     relation = Relation.REPLACE_ONE if events.is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
     steps = step_events.rounded(steps)
     bound = bounds.renyi(steps, relation)(1e-5)
     if accountant == "rdp" or bound == np.inf:
         return bounds.renyi_deltas(steps, epsilons, relation)
-    return cast(np.ndarray, bounds.privacy_loss_deltas(steps, epsilons, bound))
+    return bounds.privacy_loss_deltas(steps, epsilons, bound)

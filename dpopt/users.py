@@ -1,7 +1,7 @@
-"""User-level privacy without local training: all that a user contributes is one row, which is clipped as one.
+"""User-level privacy without local training: one gradient per user, clipped as a whole.
 
-`group` says which examples are whose and bounds how many of a user's are taken; `per_user_grads` makes one gradient of
-them, by the engines that examples have; a sampler draws users. Users that train for themselves: `dpopt.federated`.
+`group` assigns examples to users and bounds how many of each user are taken, `per_user_grads` makes one gradient of
+them by the same engines as for examples, and a sampler draws users. For local training see `dpopt.federated`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpopt import verification
 from dpopt._units import stated_for
 from dpopt.chain import PrivateOptimizer
 from dpopt.common import trees, validate
+from dpopt.common.types import Batch, LossFn, PyTree
 from dpopt.engines import batches, promises
 from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
 from dpopt.grouping import Groups as Groups
@@ -26,49 +28,49 @@ from dpopt.grouping import group as group
 
 
 class _UserLoss(promises.Loss):
-    """Gradients to be, of rows that are users: ``(examples, which of them count)``."""
+    """Deferred gradients of rows that are users: ``(examples, example mask)``."""
 
     unit = "user"
 
-    def examples(self, row: Any) -> tuple[Any, jax.Array]:
+    def examples(self, row: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
         examples, counts = row
         return (examples[0] if getattr(self.loss_fn, "takes_key", False) else examples), counts
 
 
 def per_user_grads(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     *,
     reduce: Literal["sum", "mean"] = "mean",
     engine: Engine = "auto",
     microbatch_size: int | None = None,
     memory: float | int = 1.25,
 ) -> Callable[..., PerExampleGrads]:
-    r"""Makes ``f(params, user_batches, *, mask, example_mask=None)``, which promises one gradient a user.
+    r"""Makes ``f(params, user_batches, *, mask, example_mask=None)``, a promise of one gradient per user.
 
-    Row u is the gradient of the sum or the mean of the losses of the examples of u, and is clipped as one.
+    Row u is the gradient of the mean (or sum) of the losses of all examples of user u, and is clipped as a whole.
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example.
-        reduce: ``"mean"`` gives users the same weight; ``"sum"`` lets those with many examples say more, up to the
-            clip. Privacy is the same.
-        engine, memory: see `dpopt.per_example_grads`: the engines see one more axis.
-        microbatch_size: how many users to process at a time; see `dpopt.per_example_grads`.
+        reduce: ``"mean"`` weights all users equally; with ``"sum"`` users with many examples have more weight, up to
+            the clip. Privacy is the same.
+        engine, memory: see `dpopt.per_example_grads`; losses have one more axis.
+        microbatch_size: number of users to process at a time; see `dpopt.per_example_grads`.
 
     Returns:
         A function of ``params``; ``user_batches``, leaves ``(users, examples, ...)``, or `Users`; ``mask``,
-        ``(users,)`` bool, False for users that only fill up the batch, None if there are none; and ``example_mask``,
-        ``(users, examples)`` bool, False for padding of users with fewer examples, None (the default) if there is none.
-        Content under a False is irrelevant. A user without examples contributes zero, and so does one of whose examples
-        any has a loss or a gradient that is not finite. ``SensitiveAux.losses`` holds the users' sums or means. Train
-        steps, `dpopt.train` and ``Plan.run`` take it in a loss's place (``Builder(..., unit="user")``).
+        ``(users,)`` bool, False for padding, None if there is none; and ``example_mask``, ``(users, examples)`` bool,
+        False for padding of users with fewer examples, None (the default) if there is none. Padding may hold any
+        values. A user contributes zero if there are no examples, or any loss or gradient of theirs is not finite.
+        ``SensitiveAux.losses`` holds the sum or mean of each user. Train steps, `dpopt.train` and ``Plan.run`` accept
+        the function in place of a loss (``Builder(..., unit="user")``).
 
     Raises:
         ValueError, TypeError: for a bad argument; in the returned function, for parameters, batches, masks or losses
             that do not fit.
 
-    *Privacy*: the unit is the user: the clip bounds all that one user's examples add together, however many. Say so
-    with `user_level`, and sample users: ``expected_batch_size`` and the sampler count them. All of a user's examples
-    must be in one row.
+    *Privacy*: the unit is the user: the clip bounds what all examples of one user add together. Mark the optimizer by
+    `user_level`, and sample users: ``expected_batch_size`` and the sampler count them. All examples of a user must be
+    in one row.
 
     >>> grads = per_user_grads(lambda w, x: 0.5 * (w - x) ** 2)
     >>> grads(jnp.array(0.0), jnp.array([[4.0, 2.0], [8.0, 8.0]]), mask=None).materialize().tolist()
@@ -78,7 +80,7 @@ def per_user_grads(
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
     validate.one_of(("sum", "mean"), reduce=reduce)
 
-    def loss_of_user(params: Any, row: tuple[Any, jax.Array]) -> jax.Array:
+    def loss_of_user(params: PyTree, row: tuple[PyTree, jax.Array]) -> jax.Array:
         examples, counts = row
         losses = jax.vmap(loss_fn, in_axes=(None, 0))(params, examples)
         total = jnp.sum(jnp.where(counts, losses, 0))
@@ -88,12 +90,14 @@ def per_user_grads(
     cast(Any, loss_of_user).takes_key = takes_key
     of_rows = per_example_grads(loss_of_user, engine=engine, microbatch_size=microbatch_size, memory=memory)
 
-    def prepared(params: Any, user_batches: Any, example_mask: Any) -> tuple[Any, jax.Array]:
-        """A batch of which each row is a user."""
+    def prepared(
+        params: PyTree, user_batches: Batch, example_mask: jax.Array | np.ndarray | None
+    ) -> tuple[PyTree, jax.Array]:
+        """A batch with users as rows: ``(examples, example mask)``."""
         user_batches, keys = _without_keys(user_batches)
         if isinstance(user_batches, Users):
             if example_mask is not None:
-                raise ValueError("Users hold an example_mask, and another was given.")
+                raise ValueError("Users have an example_mask, but another was given: leave out example_mask=.")
             user_batches, example_mask = user_batches
         data = jax.tree.map(jnp.asarray, user_batches)
         shape = users, examples = batches.grouped_shape(data, "user")
@@ -107,7 +111,13 @@ def per_user_grads(
         return data, example_mask
 
     @validate.requires_mask
-    def promise(params: Any, user_batches: Any, *, mask: Any, example_mask: Any = None) -> PerExampleGrads:
+    def promise(
+        params: PyTree,
+        user_batches: Batch,
+        *,
+        mask: jax.Array | np.ndarray | None,
+        example_mask: jax.Array | np.ndarray | None = None,
+    ) -> PerExampleGrads:
         validate.floating_params(params)
         batch = prepared(params, user_batches, example_mask)
         mask = batches.checked_mask(mask, len(batch[1])) & jnp.any(batch[1], axis=1)
@@ -116,23 +126,23 @@ def per_user_grads(
         rows._source = _UserLoss(**fields)
         return rows
 
-    def verify(params: Any, user_batches: Any, *, scale: Any) -> None:
+    def verify(params: PyTree, user_batches: Batch, *, scale: PyTree) -> None:
         options = {"engine": engine, "microbatch_size": microbatch_size, "scale": scale}
         verification.verify_once(loss_of_user, params, prepared(params, user_batches, None), **options)
 
-    asked = cast(Any, promise)  # by train steps and by the loop
-    asked.makes_promise, asked.takes_key, asked.verify = True, takes_key, verify
+    marked = cast(Any, promise)  # attributes read by train steps and by the training loop
+    marked.makes_promise, marked.takes_key, marked.verify = True, takes_key, verify
     return promise
 
 
 def user_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
-    """The same optimizer, whose privacy is stated for users, and which refuses gradients of single examples.
+    """The same optimizer with its privacy stated for users; it refuses gradients of single examples.
 
     Args:
         optimizer: what a named optimizer, `dpopt.privatize` or `dpopt.chain` returns.
 
     Raises:
-        TypeError: if it is another kind of transformation; in ``update``, for anything but rows that are users.
+        TypeError: if it is another kind of transformation; in ``update``, if rows are not users.
 
     *Privacy*: ``privacy.unit`` is ``"user"``: the event holds for adding or removing one user with all their examples.
 
@@ -144,16 +154,16 @@ def user_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
     return stated_for("user", optimizer)
 
 
-def _without_keys(batch: Any) -> tuple[Any, Any]:
-    """Users and their keys, where the training loop has put keys beside them."""
-    beside = isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], Users)
-    return batch if beside else (batch, None)
+def _without_keys(batch: Batch) -> tuple[Batch, jax.Array | None]:
+    """The users and their keys, if the training loop has paired them with keys."""
+    paired = isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], Users)
+    return batch if paired else (batch, None)
 
 
-def _without_padding(data: Any, example_mask: jax.Array) -> Any:
-    """The same with a user's first example in the place of padding: what is NaN there would be NaN times 0 in the sum.
+def _without_padding(data: PyTree, example_mask: jax.Array) -> PyTree:
+    """Replaces padding by the first example of the user, since a NaN in padding would remain in the sum as NaN * 0.
 
-    A user of padding alone keeps it; the row's own mask leaves that user out.
+    A user with no examples keeps the padding; the mask of the rows excludes that user.
     """
     first = jnp.argmax(example_mask, axis=1)
 

@@ -1,13 +1,15 @@
-"""A check of the engines that shares nothing with them: plain ``jax.grad``, one example at a time, norms in NumPy.
+"""A check of the engines that shares no code with them: plain ``jax.grad``, one example at a time, norms in NumPy.
 
-The engines earn their speed by a lot of reasoning about programs. `verify` holds what they make of a loss against its
-definition, on a few examples of the user's own and at the batch size that was planned.
+The engines are fast because they analyse the program of a loss, which can go wrong. `verify` compares their result with
+the definition, on a few of the user's own examples and at the planned batch size.
 """
+
+from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +17,29 @@ import numpy as np
 
 from dpopt.clipping import FlatClip
 from dpopt.common import trees, validate
+from dpopt.common.types import Batch, LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.engines import explicit_axes, promises
 from dpopt.gradients import Engine, per_example_grads
 from dpopt.preconditioners.base import SideInformation
 
+if TYPE_CHECKING:
+    import optax
+    from jax.extend.core import Jaxpr
+
 _log = logging.getLogger(__name__)
 
-# A parameter whose gradient is zero but for rounding is compared with this share of the whole gradient (its squares
-# come from sums that cancel), and a gradient far below the clip norm with this share of that.
+# The error of a parameter whose gradient is zero up to rounding is compared with this share of the whole gradient (its
+# squares come from sums that cancel), and that of a gradient far below the clip norm with this share of the clip norm.
 _FLOOR, _FAR_BELOW = 2.0**-2, 2.0**-6
-# How often a disagreement must show, each time at parameters that are moved by this share of themselves.
+# How often a disagreement must occur, each time at parameters that are moved by this share of themselves.
 _TIMES, _MOVE = 3, 2.0**-12
 
 
 class VerificationError(RuntimeError):
-    """An engine's clipped sum is not what plain per-example gradients give.
+    """The clipped sum of an engine differs from that of plain per-example gradients.
 
-    *Privacy*: the message names norms of single examples' gradients. It is as private as the data.
+    *Privacy*: the message contains norms of single examples' gradients. It is as private as the data.
 
     >>> issubclass(VerificationError, RuntimeError)
     True
@@ -40,38 +47,38 @@ class VerificationError(RuntimeError):
 
 
 def verify(
-    loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
+    loss_fn: LossFn,
+    params: optax.Params,
+    batch: Batch,
     *,
     engine: Engine = "auto",
     microbatch_size: int | None = None,
     has_aux: bool = False,
-    scale: Any = None,
+    scale: PyTree = None,
     examples: int = 4,
 ) -> None:
     """Compares an engine with plain ``jax.grad`` on the first few examples of a batch.
 
-    Compared are, parameter by parameter, the norms of each example's gradient; the clipped sum of all of these
-    examples; and the clipped sum of each alone, with all other rows masked out but present. Half of the examples are
-    clipped: the clip norm is the median of their norms. Costs some steps of training, and compiles one.
+    For each parameter it compares the norms of each example's gradient, the clipped sum of all of these examples, and
+    the clipped sum of each alone, with all other rows masked out but present. Half of the examples are clipped: the
+    clip norm is the median of their norms. The cost is a few training steps, one of them compiled.
 
-    Norms of float32 must agree to 2^-8, sums to 2^-8 of what their terms add up to: a gradient counted twice or not at
-    all is far outside, rounding (also a GPU's fast float32) far inside. Of a loss that computes in 16 bits or fewer,
-    whose own rounding is larger, 2^-2 is asked.
+    Float32 norms must agree to 2^-8, and sums to 2^-8 of the sum of their terms' norms. A gradient counted twice or not
+    at all is far outside this tolerance, rounding (also with a GPU's fast float32) far inside. For a loss that computes
+    in 16 bits or fewer, which rounds more, the tolerance is 2^-2.
 
-    Where rounding decides on which side of a corner a loss is (the sign that a ReLU sees), two programs may rightly
-    have two gradients. So a disagreement counts if it shows again at two more points nearby, where it would be chance.
+    If rounding decides on which side of a kink a loss is (the sign of a ReLU's input), two programs may have different
+    gradients that are both correct. So a disagreement counts only if it recurs at two more points nearby.
 
     Args:
         loss_fn, engine, microbatch_size, has_aux: see `dpopt.per_example_grads`.
         params: floating pytree.
         batch: leaves ``(B, ...)``, with B as in training: the engine plans for it.
         scale: a diagonal before the clip, as for `dpopt.side_information`, or None.
-        examples: how many examples to look at, at least 1.
+        examples: how many examples to compare, at least 1.
 
     Raises:
-        VerificationError: if they differ; it names the parameter. ValueError, TypeError: for a bad argument.
+        VerificationError: if they differ, with the parameter. ValueError, TypeError: for a bad argument.
 
     *Privacy*: reads private examples, and returns nothing. The message of its error is private.
 
@@ -79,12 +86,12 @@ def verify(
     """
     validate.positive_int(examples=examples)
     options: dict[str, Any] = {"engine": engine, "microbatch_size": microbatch_size, "has_aux": has_aux}
-    promise = per_example_grads(loss_fn, **options)(params, batch, mask=None)  # the same conditions
+    promise = per_example_grads(loss_fn, **options)(params, batch, mask=None)  # checks its arguments as in training
     promise = promise if scale is None else promise.scale(scale)
     params, batch = explicit_axes.with_automatic_types(jax.tree.map(jnp.asarray, (params, batch)))
     constants = explicit_axes.with_automatic_types(constants_of(loss_fn))
     if not all(x.is_fully_addressable for x in jax.tree.leaves((params, batch))):
-        _log.warning("dpopt: not verified: other processes hold parts of the parameters or of the batch")
+        _log.warning("dpopt: not verified: other processes hold parts of the parameters or the batch")
         return
     size = jax.tree.leaves(batch)[0].shape[0]
     plain = _Plain.of(loss_fn, constants, params, batch, min(examples, size), has_aux, scale)
@@ -99,9 +106,9 @@ def verify(
         ran = source.run(mask, promise._scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 
-    def difference(params: Any, plain: _Plain) -> _Difference | None:
-        everybody = list(range(len(plain.totals)))
-        for chosen in [everybody, *([i] for i in everybody)] if len(everybody) > 1 else [everybody]:
+    def difference(params: optax.Params, plain: _Plain) -> _Difference | None:
+        everyone = list(range(len(plain.totals)))
+        for chosen in [everyone, *([i] for i in everyone)] if len(everyone) > 1 else [everyone]:
             norms, total = jax.device_get(run(params, batch, np.isin(np.arange(size), chosen), constants))
             found = plain.difference(norms, total, chosen, clip_norm, tolerance)
             if found is not None:
@@ -119,64 +126,64 @@ def verify(
     raise VerificationError(_explained(first, engine))
 
 
-def _moved(params: Any, seed: int) -> Any:
-    """Parameters nearby; zeros stay zeros, since what holds there only (an adapter that is off) must be seen."""
+def _moved(params: PyTree, seed: int) -> PyTree:
+    """Parameters nearby. Zeros stay zeros, so that errors that occur only there (an adapter that is off) recur."""
     rng = np.random.default_rng(seed)
 
     def move(x: jax.Array) -> jax.Array:
-        share = max(_MOVE, 4 * float(jnp.finfo(x.dtype).eps))  # beyond what rounding decides, also in 16 bits
+        share = max(_MOVE, 4 * float(jnp.finfo(x.dtype).eps))  # more than rounding, also in 16 bits
         return x * jnp.asarray(1 + share * rng.uniform(-1, 1, x.shape), x.dtype)
 
     return jax.tree.map(move, params)
 
 
-_verified: "weakref.WeakKeyDictionary[Callable, set]" = weakref.WeakKeyDictionary()
+_verified: weakref.WeakKeyDictionary[Callable, set[str]] = weakref.WeakKeyDictionary()
 
 
-def verify_once(loss_fn: Callable[..., Any], params: Any, batch: Any, **options: Any) -> None:
-    """`verify`, unless this process has done so for the same loss and shapes."""
+def verify_once(loss_fn: LossFn, params: optax.Params, batch: Batch, **options: Any) -> None:
+    """`verify`, unless done before in this process for the same loss, shapes and options."""
     shapes = [(x.shape, x.dtype) for x in map(jnp.asarray, jax.tree.leaves((params, batch)))]
     scale = options.get("scale")
-    what = str((shapes, jax.tree.structure((params, batch)), {**options, "scale": jax.tree.map(jnp.shape, scale)}))
+    signature = str((shapes, jax.tree.structure((params, batch)), {**options, "scale": jax.tree.map(jnp.shape, scale)}))
     try:
         done = _verified.setdefault(loss_fn, set())
-    except TypeError:  # no hash, or no weak reference: verified anew each time
+    except TypeError:  # not hashable, or no weak references: verify each time
         done = set()
-    if what not in done:
+    if signature not in done:
         verify(loss_fn, params, batch, **options)
-        done.add(what)
+        done.add(signature)
 
 
-def fixed_scale(optimizer: Any, params: Any) -> Any:
+def fixed_scale(optimizer: optax.GradientTransformation, params: optax.Params) -> PyTree | None:
     """The product of the fixed diagonals of an optimizer, like ``params``; None if it has none."""
-    made_by = getattr(getattr(optimizer, "stage", None), "preconditioner", None)
-    if isinstance(made_by, SideInformation):
-        return trees.broadcast_prefix(made_by.scale, params, "scale")
+    preconditioner = getattr(getattr(optimizer, "stage", None), "preconditioner", None)
+    if isinstance(preconditioner, SideInformation):
+        return trees.broadcast_prefix(preconditioner.scale, params, "scale")
     scales = [s for s in (fixed_scale(o, params) for o in getattr(optimizer, "stages", ())) if s is not None]
     return None if not scales else jax.tree.map(lambda *s: np.prod(np.broadcast_arrays(*s), axis=0), *scales)
 
 
 class _Difference(NamedTuple):
-    """Where an engine disagrees."""
+    """A disagreement between an engine and plain gradients."""
 
-    what: str
+    quantity: str
     parameter: str
     got: float
     want: float
 
 
 class _Plain(NamedTuple):
-    """Gradients of a few examples by themselves, in NumPy's float64."""
+    """Gradients of a few examples, computed one by one, in NumPy's float64."""
 
     names: list[str]
-    grads: list[list[np.ndarray]]  # an example, a parameter
+    grads: list[list[np.ndarray]]  # [example][parameter]
     norms: list[list[float]]
     totals: list[float]
 
     @classmethod
     def of(
-        cls, loss_fn: Callable[..., Any], constants: Any, params: Any, batch: Any, rows: int, has_aux: bool, scale: Any
-    ) -> "_Plain":
+        cls, loss_fn: LossFn, constants: PyTree, params: PyTree, batch: Batch, rows: int, has_aux: bool, scale: PyTree
+    ) -> _Plain:
         gradient = jax.jit(jax.grad(lambda p, x, constants: given(loss_fn, constants)(p, x), has_aux=has_aux))
         scales = None if scale is None else jax.tree.leaves(trees.broadcast_prefix(scale, params, "scale"))
         grads = []
@@ -189,8 +196,10 @@ class _Plain(NamedTuple):
         norms = [[float(np.linalg.norm(g.ravel())) for g in row] for row in grads]
         return cls(names, grads, norms, [float(np.linalg.norm(row)) for row in norms])
 
-    def difference(self, norms: Any, total: Any, chosen: list[int], clip_norm: float, tolerance: float):
-        """The first thing that an engine says otherwise about the chosen examples, or None."""
+    def difference(
+        self, norms: PyTree, total: PyTree, chosen: list[int], clip_norm: float, tolerance: float
+    ) -> _Difference | None:
+        """The first disagreement with an engine's norms and clipped sum of the chosen examples, or None."""
         floors = [_FLOOR * max(n, _FAR_BELOW * clip_norm) for n in self.totals]
         finite = [i for i in chosen if np.isfinite(self.totals[i])]  # all others must contribute zero
         weights = [min(1.0, clip_norm / self.totals[i]) if self.totals[i] > 0 else 1.0 for i in finite]
@@ -209,15 +218,15 @@ class _Plain(NamedTuple):
         return None
 
 
-def _tolerance(loss_fn: Callable[..., Any], constants: Any, params: Any, batch: Any) -> float:
+def _tolerance(loss_fn: LossFn, constants: PyTree, params: PyTree, batch: Batch) -> float:
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     return 2.0**-2 if _computes_narrowly(jax.make_jaxpr(given(loss_fn, constants))(params, example).jaxpr) else 2.0**-8
 
 
-def _computes_narrowly(jaxpr: Any) -> bool:
-    """Whether a program, at any depth, has floating values of 16 bits or fewer."""
-    values = [v.aval.dtype for e in jaxpr.eqns for v in (*e.invars, *e.outvars) if hasattr(v.aval, "dtype")]
-    if any(jnp.issubdtype(d, jnp.floating) and d.itemsize <= 2 for d in values):
+def _computes_narrowly(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr, at any depth, has floating values of 16 bits or fewer."""
+    dtypes = [getattr(v.aval, "dtype", None) for e in jaxpr.eqns for v in (*e.invars, *e.outvars)]
+    if any(d is not None and jnp.issubdtype(d, jnp.floating) and d.itemsize <= 2 for d in dtypes):
         return True
     inner = [x for e in jaxpr.eqns for v in e.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
     return any(_computes_narrowly(getattr(x, "jaxpr", x)) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns"))
@@ -225,13 +234,13 @@ def _computes_narrowly(jaxpr: Any) -> bool:
 
 def _explained(found: _Difference, engine: str) -> str:
     advice = (
-        "The loss depends on more than parameters and its own example: on other rows of the batch, or on something "
-        "that changes from call to call. Clipping its examples one by one bounds nothing."
+        "The loss depends on more than the parameters and its own example: on other rows of the batch, or on something "
+        "that changes from call to call. Then clipping examples one by one bounds nothing."
         if engine == "vmap"
-        else "Pass engine='vmap', which forms every gradient, and please report the loss: this is a mistake of ours. "
-        "(Where engine='vmap' is refused as well, the loss depends on more than its own example.)"
+        else "Pass engine='vmap', which forms every gradient, and please report the loss: this is a bug in dpopt. "
+        "(If engine='vmap' is refused as well, the loss depends on more than its own example.)"
     )
     return (
-        f"engine={engine!r} disagrees with plain jax.grad about parameter {found.parameter}: {found.what} is "
+        f"engine={engine!r} disagrees with plain jax.grad about parameter {found.parameter}: {found.quantity} is "
         f"{found.got:.6g}, and should be {found.want:.6g}. {advice} This message is as private as the data."
     )

@@ -14,7 +14,7 @@ from dpopt.accounting import calibrate_event, epsilon_of_event
 from dpopt.engines import sums
 from dpopt.events import poisson_event
 
-PAID = 1 + sums.ROUNDING  # how much further than its sensitivity a sum may move, which the account pays for
+PAID = 1 + sums.ROUNDING  # a sum may exceed its sensitivity by this factor, by rounding; accounting includes it
 IMDB = dict(sampling_prob=64 / 25_000, steps=39_000, delta=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_no_noise_is_infinite_and_no_steps_are_free():
 def test_extreme_noise_gives_a_number_that_is_not_negative(sigma, accountant):
     eps = dpopt.epsilon(noise_multiplier=sigma, sampling_prob=0.01, steps=50, delta=1e-6, accountant=accountant)
     assert eps >= 0 and not math.isnan(eps)
-    assert eps > 0 or sigma >= 100  # never zero where there is a loss to speak of
+    assert eps > 0 or sigma >= 100  # not zero unless the loss is negligible
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_calibration_meets_the_target_with_hardly_more_noise_than_needed(goal, a
 
 
 def test_a_calibrated_optimizer_does_not_exceed_the_target_either():
-    """sigma C / C is not always sigma in floating point; the optimizer's own event decides."""
+    """sigma C / C is not always sigma in floating point; the event of the optimizer counts."""
     for c in (0.1, 0.3, 1.7):
         sigma = dpopt.calibrate(epsilon=2.0, delta=1e-5, sampling_prob=0.04, steps=100)
         opt = dpopt.dp_sgd(0.1, **privacy_four(l2_clip_norm=c, noise_multiplier=sigma))

@@ -1,4 +1,4 @@
-"""Adaptive clipping: the paper's algorithm on recorded noise, what it costs, what one example moves, every engine."""
+"""Adaptive clipping: the paper's algorithm with recorded noise, privacy cost, sensitivity, and all engines."""
 
 import math
 
@@ -39,7 +39,7 @@ def with_lengths(lengths, width=3, seed=0):
     return (g / np.linalg.norm(g, axis=1, keepdims=True) * np.asarray(lengths)[:, None]).astype(np.float32)
 
 
-# The paper's algorithm, in float64 NumPy, but for the votes: between 15/16 and 17/16 of the clip norm they fall evenly.
+# The paper's algorithm in float64 NumPy, except that votes fall linearly between 15/16 and 17/16 of the clip norm.
 
 
 def votes_of(lengths):
@@ -47,7 +47,7 @@ def votes_of(lengths):
 
 
 def slack(size):
-    """By how much the noise on counts is larger than the paper's."""
+    """The noise on counts relative to the paper's."""
     return 1 + size / 2**15
 
 
@@ -74,7 +74,7 @@ def algorithm(batches, *, initial, quantile, learning_rate, multiplier, count_st
 
 
 def after(opt, grads, params=W, mask=None):
-    """What a first step gives: the update, and the state."""
+    """The update and the state after a first step."""
     made = dpopt.gradients.stacked_grads(grads, mask=mask)
     return jax.jit(lambda state: opt.update(made, state, params))(opt.init(params))
 
@@ -97,7 +97,7 @@ def test_it_is_the_papers_algorithm(grouped, monkeypatch):
 
     w = {k: jnp.zeros(3) for k in initial}
     state, batches, normals = opt.init(w), [], []
-    for size in (8, 13, 1, 10, 12):  # another than was expected, as that of a Poisson sample is
+    for size in (8, 13, 1, 10, 12):  # not the expected size, as with Poisson samples
         grads = {k: with_lengths(rng.lognormal(size=13), seed=7 * size) for k in initial}
         w, state, z = step(grads, np.arange(13) < size, w, state)
         batches.append({k: g[:size] for k, g in grads.items()})
@@ -123,7 +123,7 @@ def test_it_is_the_papers_algorithm(grouped, monkeypatch):
 
 @pytest.mark.parametrize("initial", [0.7, {"hidden": 0.4, "out": 0.9}], ids=["flat", "groups"])
 def test_that_does_not_learn_it_is_a_constant_clip(initial):
-    """With eta = 0: the same clip, the same noise, but for the counts' share of the budget."""
+    """With eta = 0: the same clip and noise, up to the share of the budget for counts."""
     fixed = dpopt.GroupClip(initial)
     clip = quantile_clip(initial, learning_rate=0.0, count_share=0.36)
     params, batch = mlp_params(), mlp_batch(6)
@@ -139,7 +139,7 @@ def test_that_does_not_learn_it_is_a_constant_clip(initial):
     assert_near(*ends, 1e-5)
 
 
-# What it costs.
+# Privacy cost.
 
 
 @pytest.mark.parametrize("initial", [1.0, {"a": 1.0, "b": np.ones(6)}], ids=["flat", "seven groups"])
@@ -151,7 +151,7 @@ def test_the_event_is_that_of_both_queries_and_of_one_gaussian(initial, z, share
     multiplier, sigma_b = clip.split(z)
     assert multiplier == pytest.approx((z**-2 - m * (2 * sigma_b) ** -2) ** -0.5, rel=1e-12)
     step = opt.privacy.step_event()
-    # One count after the other, as dp_accounting composes them.
+    # Counts one after another, as dp_accounting composes them.
     by_hand = dp.ComposedDpEvent([dp.GaussianDpEvent(paid(multiplier)), *m * [dp.GaussianDpEvent(paid(2 * sigma_b))]])
     assert events.merged(step).noise_multiplier == pytest.approx(paid(z), rel=1e-9)
     assert events.merged(by_hand).noise_multiplier == pytest.approx(paid(z), rel=1e-9)
@@ -169,7 +169,7 @@ def test_the_event_is_that_of_both_queries_and_of_one_gaussian(initial, z, share
 
 
 def test_the_split_is_that_of_tensorflow_federated():
-    """What adaptive_clip_noise_params makes of a noise multiplier: sigma_b = 0.05 B, and the rest for the gradients."""
+    """As adaptive_clip_noise_params splits a noise multiplier: sigma_b = 0.05 B, and the rest for the gradients."""
     z, b = 1.5, 40
     clip = quantile_clip(0.1, count_share=(10 * z / b) ** 2)
     multiplier, sigma_b = clip.split(z)
@@ -194,7 +194,7 @@ def test_without_noise_there_is_no_privacy_and_counts_are_exact():
     opt = dpopt.dp_sgd(1.0, **privacy_four(l2_clip_norm=clip, noise_multiplier=0.0))
     grads = jnp.asarray(with_lengths([0.5, 2.0, 3.0, 4.0], width=2))
     _, state = after(opt, grads)
-    assert float(norms_of(state)) == pytest.approx(1.0)  # a quarter is below already
+    assert float(norms_of(state)) == pytest.approx(1.0)  # a quarter is already below
     event = dpopt.privacy_event(opt, sampling=dpopt.sampling.Poisson(0.5), steps=1)
     assert dpopt.epsilon_of_event(event, delta=1e-5) == math.inf
 
@@ -217,11 +217,11 @@ def test_samples_of_fixed_size_move_counts_twice_as_far():
     assert events.merged(event).event.event.noise_multiplier == pytest.approx(paid(1.0))
 
 
-# The noise that is drawn.
+# Noise.
 
 
 def counts_drawn(clip, grads, *, draws, z, params=W, size=100.0):
-    """The share of each of many steps, as a state shows it, and what came out of the first."""
+    """The shares in a first step for many keys, computed from the states, and the private means."""
 
     def one(key):
         opt = dpopt.privatize(
@@ -235,7 +235,7 @@ def counts_drawn(clip, grads, *, draws, z, params=W, size=100.0):
 
 
 def test_the_noise_on_counts_and_gradients_is_as_large_as_stated():
-    """Six thousand draws of each; two thirds of the noise, or one and a half times it, would be far outside."""
+    """Six thousand draws of each: 2/3 or 3/2 of the noise would be far outside."""
     z, size, draws = 1.2, 100.0, 6_000
     clip = quantile_clip({"a": 1.0, "b": 1.0}, count_share=0.2, learning_rate=1e-2)
     grads = {k: jnp.asarray(with_lengths([0.5] * 60 + [2.0] * 40, seed=i)) for i, k in enumerate("ab")}
@@ -290,10 +290,10 @@ def test_it_finds_the_quantile_of_known_norms(quantile):
 
     truth = stats.lognorm(s=0.7, scale=math.exp(2.0)).ppf(quantile)
     assert np.exp(np.mean(np.log(path[-60:]))) == pytest.approx(truth, rel=0.06)
-    assert path[0] < 0.06  # from two orders of magnitude away
+    assert path[0] < 0.06  # from two orders of magnitude above
 
 
-# What one example can move.
+# Sensitivity.
 
 
 PARAMS = {"a": jnp.zeros(3), "b": {"c": jnp.zeros((2, 2)), "d": jnp.zeros(())}}
@@ -306,7 +306,7 @@ BAD = (np.nan, np.inf, -np.inf, 1e34, 1e-38, 0.0)
 
 
 def random_rows(rng):
-    """Six gradients of any kind."""
+    """Six gradients of all kinds."""
     grads = jax.tree.map(lambda p: rng.normal(size=(6, *p.shape)) * 10.0 ** rng.uniform(-3, 3), PARAMS)
     for _ in range(rng.integers(0, 4)):
         leaf = jax.tree.leaves(grads)[rng.integers(3)]
@@ -332,7 +332,7 @@ def flat(tree):
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
 def test_one_example_moves_every_count_by_a_half(grouping):
-    """Up or down, or not at all where its gradient is not finite; and the sum by no more than C, in 300 batches."""
+    """Up, down, or by 0 if its gradient is not finite; and the sum by at most C, in 300 batches."""
     clip = quantile_clip(GROUPINGS[grouping], learning_rate=1.0)
     opt = dpopt.privatize(**privacy_four(l2_clip_norm=clip, noise_multiplier=0.0))
 
@@ -386,7 +386,7 @@ def tied_filters(rng):
 @pytest.mark.parametrize("engine", slow_unless(["vmap"], ["vmap", "ghost"]))
 @pytest.mark.parametrize("made", slow_unless([tied_mlp], [tied_mlp, tied_filters]))
 def test_rows_that_are_alike_do_not_change_sides_together(made, engine):
-    """Copies of one row, at clip norms within a few roundings of its norm; beside them one more copy, or a bad row."""
+    """Copies of one row, at clip norms close to its norm; the neighbour has another copy, or a bad row."""
     loss, params, row, size = made(np.random.default_rng(0))
     params, row = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params), np.asarray(row, np.float32)
     grads = dpopt.per_example_grads(loss, engine=engine)
@@ -442,7 +442,7 @@ def test_the_clip_norm_stays_within_its_bounds():
         assert float(norms_of(state)) == bound and np.isfinite(mean).all()
 
 
-# Every way to a clipped sum.
+# Engines.
 
 
 def layers_loss(p, x):
@@ -475,7 +475,7 @@ CLIPS = {
 
 @pytest.mark.parametrize("kind", slow_unless({"layers"}, list(CLIPS)))
 def test_every_engine_counts_the_same(kind, monkeypatch):
-    """And clips the same: the oracle forms gradients, and counts in NumPy."""
+    """And clips equally: the oracle forms gradients, and counts in NumPy."""
     monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
     params, x = layers_params(), jnp.asarray(np.random.default_rng(1).normal(size=(10, 3)), jnp.float32)
     x, mask = x.at[2, 1].set(jnp.nan), np.arange(10) != 7
@@ -501,7 +501,7 @@ def test_every_engine_counts_the_same(kind, monkeypatch):
         means[name] = mean
         assert_near(jax.tree.map(np.asarray, norms_of(state)), want, 1e-5)
         assert_near(mean, means["vmap"], 1e-4)
-    if kind == "layers":  # each of a group's own
+    if kind == "layers":  # one per layer
         c = clip.initial["layers"]
         rows = np.where(np.isfinite(norms["layers"]), norms["layers"], np.inf)
         share = np.minimum(1, c / rows)[..., None, None] * mask[:, None, None, None]
@@ -521,7 +521,7 @@ def test_streaming_takes_one_pass_where_every_parameter_is_a_group(monkeypatch):
     assert seen
 
 
-# With the rest.
+# With other features.
 
 
 def test_diagonals_are_applied_before_norms_are_counted():
@@ -534,7 +534,7 @@ def test_diagonals_are_applied_before_norms_are_counted():
 
 
 def test_clients_are_counted_not_their_examples():
-    """The setting of the paper: deltas of clients, a quantile of their norms, one unit of privacy a client."""
+    """The setting of the paper: client deltas, a quantile of their norms, privacy per client."""
     clip = quantile_clip(0.5, quantile=0.5, learning_rate=0.3)
     server = dpopt.federated.client_level(
         dpopt.dp_sgd(1.0, **privacy_four(l2_clip_norm=clip, noise_multiplier=0.0, expected_batch_size=5))
@@ -549,7 +549,7 @@ def test_clients_are_counted_not_their_examples():
     w, state, c, v = W, server.init(W), 0.5, np.zeros(2)
     for batch in data:
         w, state, _ = step(w, state, batch, mask)
-        moved = 0.75 * (np.mean(batch[:5], axis=1, dtype=np.float64) - v)  # two halves of the way to their mean
+        moved = 0.75 * (np.mean(batch[:5], axis=1, dtype=np.float64) - v)  # twice half the way to their mean
         lengths = np.linalg.norm(moved, axis=1)
         v = v + np.sum(np.minimum(1, c / lengths)[:, None] * moved, axis=0) / 5
         c *= math.exp(-0.3 * (0.5 + np.sum(votes_of(lengths / c)) / 5 - 0.5))
@@ -606,7 +606,7 @@ def test_eight_devices_count_together(kind):
     assert len(set(one["norms"])) == len(one["norms"])  # all have moved
 
 
-# What is refused, and what an inspection sees.
+# Refusals and inspection.
 
 
 @pytest.mark.parametrize(
@@ -636,7 +636,7 @@ def test_bad_arguments_are_named(arguments, error, message):
 
 
 def test_clip_norms_have_to_fit_the_parameters():
-    for initial, message in (({"a": 1.0}, "prefix"), (np.ones(3), "first axis numbers 3 layers")):
+    for initial, message in (({"a": 1.0}, "prefix"), (np.ones(3), "first axis indexes 3 layers")):
         opt = dpopt.dp_sgd(1.0, **privacy_four(l2_clip_norm=quantile_clip(initial)))
         with pytest.raises(ValueError, match=message):
             opt.update(jnp.ones((4, 2)), opt.init(W), W)
@@ -653,7 +653,7 @@ def test_what_cannot_ask_for_counts_refuses():
             1.0, adaptive_l2_clip_norm=1.0, delay=2, **privacy_four(l2_clip_norm=clip)
         ),
     ):
-        with pytest.raises(TypeError, match="asks a query of its own"):
+        with pytest.raises(TypeError, match="spends a query of its own"):
             use()
 
 
@@ -667,13 +667,13 @@ def test_correlated_noise_is_refused():
 
 
 def test_batches_in_parts_are_refused_for_now():
-    """Their account takes one query a step."""
-    with pytest.raises(ValueError, match="one query a step"):
+    """Their accounting covers one query per step."""
+    with pytest.raises(ValueError, match="one query per step"):
         tiny_plan(clip=quantile_clip(1.0), sampling="epochs")
 
 
 def test_a_count_without_noise_is_seen(monkeypatch):
-    """The planted mistake of tff 1080's relatives: the state depends on single examples."""
+    """A planted bug like tff issue 1080: the state depends on single examples."""
     monkeypatch.setattr(adaptive, "add_gaussian_noise", lambda stddev, key: optax.identity())
     opt = dpopt.privatize(**privacy_four(l2_clip_norm=quantile_clip(1.0)))
     with pytest.raises(ValueError, match=r"clip_norms.* depends on"):
@@ -687,12 +687,12 @@ def test_a_count_that_is_not_charged_is_seen(monkeypatch):
 
     monkeypatch.setattr(adaptive, "Privacy", Uncharged)
     opt = dpopt.privatize(**privacy_four(l2_clip_norm=quantile_clip(1.0)))
-    with pytest.raises(ValueError, match="2 noised sums come out of a step that is accounted for as 1"):
+    with pytest.raises(ValueError, match="a step releases 2 noised sums, but is accounted for with 1"):
         opt.update(jnp.ones((4, 2)), opt.init(W), W)
 
 
 def test_a_state_may_be_donated():
-    """The numbers that a clip starts with stay the caller's."""
+    """The caller's initial clip norms are not changed."""
     opt = dpopt.dp_sgd(1.0, **privacy_four(l2_clip_norm=quantile_clip({"w": jnp.float32(1.0)})))
     params = {"w": W}
     update = jax.jit(opt.update, donate_argnums=1)

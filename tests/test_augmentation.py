@@ -1,4 +1,4 @@
-"""Augmentation multiplicity: the mean over augmentations is what is clipped, for every engine, model, unit and run."""
+"""Augmentation multiplicity: the mean over augmentations is clipped, for every engine, model, unit and run."""
 
 import functools
 from pathlib import Path
@@ -37,7 +37,7 @@ ENGINES = ("ghost", "vmap", "auto")
 
 
 def jitter(example, key):
-    """Any of an example's leaves, moved; by how much, too, is drawn."""
+    """Moves all leaves of an example by random amounts on a random scale."""
     size, own = jax.random.split(key)
     leaves, structure = jax.tree.flatten(example)
     draws = [jax.random.normal(jax.random.fold_in(own, i), x.shape, x.dtype) for i, x in enumerate(leaves)]
@@ -54,7 +54,7 @@ def one(batch, i):
 
 
 def mean_gradients(loss_fn, augment, params, examples, row_keys, multiplicity):
-    """Augmentation by augmentation, gradients averaged by NumPy in float64: leaves ``(B, ...)``."""
+    """Gradients of single augmentations, averaged by NumPy in float64: leaves ``(B, ...)``."""
     rows = []
     for i in range(len(row_keys)):
         grads = []
@@ -100,7 +100,7 @@ def test_one_augmentation_that_changes_nothing_is_the_plain_loss(engine):
 
 @functools.cache
 def wild_sum(engine, multiplicity):
-    """A clipped sum under augmentations of any kind: some blow an example up, some make NaN of it."""
+    """A clipped sum under all kinds of augmentations: some make an example huge or NaN."""
 
     @jax.jit
     def clipped(rows, mask, largest, share_of_nan):
@@ -127,7 +127,7 @@ def test_an_example_moves_the_sum_by_the_clip_norm_at_most_whatever_the_multipli
     batch = mlp_batch(size, seed=data.draw(st.integers(0, 99), "seed"))
     row_keys = dpopt.example_keys(jax.random.key(5), data.draw(st.integers(0, 99), "step"), np.arange(size))
     whole, norms = clipped((batch, row_keys), np.ones(size, bool), *how)
-    # Without that example the others have other rows, and draw what they drew.
+    # Without that example the others are in other rows, but draw the same.
     order = np.append(np.delete(np.arange(size), left_out), left_out)
     rows = jax.tree.map(lambda x: x[order].at[-1].set(jnp.nan), batch), row_keys[order]
     fewer, others = clipped(rows, np.arange(size) < size - 1, *how)
@@ -136,7 +136,7 @@ def test_an_example_moves_the_sum_by_the_clip_norm_at_most_whatever_the_multipli
 
 
 def test_more_augmentations_cost_no_privacy_and_bring_the_mean_closer():
-    """The gradient of a mean of draws has less spread, and the event of a run does not know K."""
+    """The gradient of a mean of draws has less variance, and the event of a run does not depend on K."""
     spread, epsilons = [], []
     for multiplicity in (1, 16):
         loss_fn = augmented(mlp_loss, jitter, multiplicity=multiplicity)
@@ -211,7 +211,7 @@ def blurred(example, key):
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("engine", slow_unless(("ghost",), ["ghost", "vmap"]))
 def test_flax_models_and_their_dropout(make, dropout, engine):
-    """Every augmentation has draws of its own, of the augmentation and of the model."""
+    """Every augmentation has its own draws, of the augmentation and of the model."""
     loss_fn, params = make(dropout)
     rng = np.random.default_rng(0)
     batch = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32), jnp.asarray(rng.integers(0, 3, 5))
@@ -236,7 +236,7 @@ def squared(w, x):
 
 
 def test_a_run_draws_by_the_step_and_the_example():
-    """A run without noise, step by step by hand: keys follow from the sampler's seed, the step and the example."""
+    """A run without noise, repeated by hand: keys follow from the sampler's seed, the step and the example."""
     loss_fn = augmented(squared, jitter, multiplicity=3)
     plan = tiny_plan(steps=4, noise=0.0, rule=optax.sgd(0.5))
     result = run(plan, loss=loss_fn, replay=True)
@@ -335,7 +335,7 @@ def per_user():
     [
         ({"loss_fn": None}, TypeError, r"loss_fn must be a function of \(params, example\)"),
         ({"augment": "flip"}, TypeError, r"augment must be a function of \(example, key\)"),
-        ({"loss_fn": per_user()}, TypeError, "inside: per_user_grads"),
+        ({"loss_fn": per_user()}, TypeError, "single one instead: per_user_grads"),
         ({"multiplicity": 0}, ValueError, "multiplicity"),
         ({"multiplicity": 2.5}, TypeError, "multiplicity"),
         ({"multiplicity": True}, TypeError, "multiplicity"),
@@ -355,14 +355,14 @@ def test_what_the_loss_refuses(engine):
         return dpopt.per_example_grads(loss_fn, engine=engine)(mlp_params(), batch, mask=None)
 
     batch, row_keys = mlp_batch(4), numbered(4)
-    with pytest.raises(ValueError, match=r"without a key.*dpopt\.example_keys\(key, step, indices\)"):
+    with pytest.raises(ValueError, match=r"has no key.*dpopt\.example_keys\(key, step, indices\)"):
         promised(jitter, batch)
-    with pytest.raises(ValueError, match="augment must return an example"):
+    with pytest.raises(ValueError, match="augment must return the tree structure"):
         promised(lambda example, key: example["x"], (batch, row_keys))
-    with pytest.raises(ValueError, match="augment must return an example"):
+    with pytest.raises(ValueError, match="augment must return the tree structure"):
         promised(lambda example, key: None, (batch, row_keys))
     with pytest.raises(ValueError, match="must be a real scalar"):
         promised(jitter, (batch, row_keys), lambda p, example: example["x"] * p["out"]["b"][0])
-    streams = jax.random.split(jax.random.key(0, impl="rbg"), 4)  # which rows would share, under vmap
+    streams = jax.random.split(jax.random.key(0, impl="rbg"), 4)  # rows would share it under vmap
     with pytest.raises(TypeError, match="threefry"):
         promised(jitter, (batch, streams)).clipped_sum(dpopt.FlatClip(1.0))

@@ -37,7 +37,7 @@ def test_the_same_privacy_however_it_is_built(way):
     by_name = dpopt.dp_adam(0.1, **privacy_four(l2_clip_norm=2.0, noise_multiplier=1.5)).privacy
     assert dpopt.privacy_of(SAME[way], params) == by_name
     assert dpopt.make_train_step(mlp_loss, SAME[way]).privacy == by_name
-    scheme = dpopt.PoissonSampler(100, 4, seed=0).scheme  # of a run to come: other tests have used these optimizers
+    scheme = dpopt.PoissonSampler(100, 4, seed=0).scheme  # of a future run: other tests have used these optimizers
     events = [dpopt.privacy_event(o, sampling=scheme, steps=7) for o in (SAME[way], SAME["by name"])]
     assert events[0] == events[1]
 
@@ -85,7 +85,7 @@ def test_a_wrong_order_is_refused_with_its_position(name):
         dpopt.chain(*stages)
 
 
-# Optax's own chain has no empty one, and a late division is post-processing that it does not report.
+# optax.chain cannot be empty, and does not report a late division, which is post-processing.
 @pytest.mark.parametrize("name", [n for n in BAD_ORDERS if n not in ("nothing", "late division")])
 def test_a_wrong_order_under_optax_chain_is_refused_too(name):
     stages, _ = BAD_ORDERS[name]
@@ -102,7 +102,7 @@ def test_a_wrong_order_under_optax_chain_is_refused_too(name):
     [optax.scale(2.0), optax.clip_by_global_norm(1.0), optax.trace(0.9), optax.masked(optax.scale(2.0), True)],
 )
 def test_a_transformation_between_clip_and_noise_is_refused(between):
-    """optax.chain hides it from the accountant, but not from the arrays that the noise was put on."""
+    """optax.chain hides it from accounting, but not from the arrays that get the noise."""
     opt = optax.chain(CLIP, between, NOISE, MEAN, SGD)
     params = mlp_params()
     with pytest.raises(ValueError, match="changes the clipped sum"):
@@ -142,7 +142,7 @@ def test_a_promise_brings_its_parameters():
 
 
 def remember_noise():
-    """A post-noise stage that stores the noise level it is told."""
+    """A stage after the noise that stores the standard deviation that it gets."""
 
     def update(updates, state, params=None, *, noise_stddev, **extra_args):
         return updates, jax.tree.map(jnp.asarray, noise_stddev)
@@ -165,7 +165,7 @@ def test_a_noise_aware_stage_is_told_the_noise_of_the_sum_without_a_division():
 
 def test_a_noise_aware_stage_after_another_is_refused():
     for stages in ((CLIP, NOISE, MEAN, optax.scale(2.0), remember_noise()), (SAME["by name"], remember_noise())):
-        with pytest.raises(ValueError, match="must know the noise in its input"):
+        with pytest.raises(ValueError, match="needs the noise in its input"):
             dpopt.chain(*stages)
 
 
@@ -277,7 +277,7 @@ def test_a_chain_cannot_be_pickled_and_says_so():
 
 
 def test_a_promise_at_other_parameters_than_the_state_is_still_one_step():
-    """The loss, its parameters and its batch travel together; `update` needs the parameters for decay only."""
+    """A promise has the loss, parameters and batch; `update` needs the parameters only for decay."""
     opt = dpopt.dp_sgd(1.0, **privacy_four(noise_multiplier=0.0))
     grads = dpopt.per_example_grads(dot_loss)(jnp.ones(2), jnp.array([[0.3, 0.4]]), mask=None)
     updates, _ = opt.update(grads, opt.init(jnp.zeros(2)), jnp.zeros(2))
@@ -285,7 +285,7 @@ def test_a_promise_at_other_parameters_than_the_state_is_still_one_step():
 
 
 def normalize_by():
-    """Somebody else's, of the same name."""
+    """A function of another package with the same name."""
 
     def update(updates, state, params=None):
         return updates, state

@@ -16,7 +16,7 @@ from dpopt.clipping import FlatClip, GroupClip, NormalizedClip, clip_and_sum
 from dpopt.engines import stacked
 from dpopt.gradients import stacked_grads
 
-# What an example's gradient may hold: ordinary, zero, denormal, huge, and no number at all.
+# Entries of an example's gradient: ordinary, zero, denormal, huge, NaN and infinite.
 ENTRIES = st.one_of(
     st.floats(-10, 10, width=32),
     st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-20, 1e30, -1e30, 3.4e38, np.nan, np.inf, -np.inf]),
@@ -44,7 +44,7 @@ def test_clip_and_sum_equals_a_loop(seed, c):
     grads = random_tree(seed, batch=6)
     transformation = clip_and_sum(c)
     total, _ = transformation.update(grads, transformation.init(random_tree(0)), random_tree(0))
-    # Terms may cancel: the error is relative to what was added, at most 6 C.
+    # Terms may cancel: the error is relative to the sum of their norms, at most 6 C.
     clipped = min(6 * c, 6 * max(norm(jax.tree.map(lambda g, i=i: g[i], grads)) for i in range(6)))
     assert distance(total, loop_clipped_sum(grads, c)) <= RTOL32 * clipped
 
@@ -64,7 +64,7 @@ def test_clip_and_sum_equals_a_loop_in_64_bits(x64):
 
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1e18, 1e30, 1e37])
 def test_norms_do_not_overflow_or_underflow(size):
-    grads = np.full((1, 4), size, np.float32)  # squares leave float32's range
+    grads = np.full((1, 4), size, np.float32)  # squares are outside float32's range
     total, _ = clip_and_sum(size).update(grads, optax.EmptyState(), grads[0])
     assert_near(total, loop_clipped_sum(grads, size))
 
@@ -123,7 +123,7 @@ def test_adding_or_removing_one_example_moves_the_sum_by_at_most_the_sensitivity
 
 @dataclasses.dataclass(frozen=True)
 class EachLeafToC:
-    """Wrong: clips every leaf to C and claims C for the whole."""
+    """Wrong: clips every leaf to C, with a stated sensitivity of C."""
 
     sensitivity: float = 0.7
 
@@ -174,7 +174,7 @@ def test_the_bound_holds_in_64_bits_to_the_last_digits(values):
 
 @given(st.integers(0, 1000), st.integers(0, 1000))
 def test_examples_do_not_interact(seed, other):
-    """An example adds the same, whichever company it keeps."""
+    """What an example adds does not depend on the other examples."""
     grads, others = random_tree(seed, batch=1), random_tree(other, batch=3)
     both = jax.tree.map(lambda a, b: np.concatenate([a, b]), grads, others)
     alone = loop_clipped_sum(grads, 0.5)
@@ -262,9 +262,9 @@ def test_a_group_of_clip_norm_zero_is_left_out():
 
 
 def test_there_is_no_noise_for_a_clip_norm_of_zero():
-    with pytest.raises(ValueError, match="leaves nothing of any example"):
+    with pytest.raises(ValueError, match="scales every example to zero"):
         dpopt.dp_sgd(0.1, l2_clip_norm=0.0, noise_multiplier=1.0, expected_batch_size=4, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="leaves nothing of any example"):
+    with pytest.raises(ValueError, match="scales every example to zero"):
         dpopt.chain(
             clip_and_sum(0.0), dpopt.add_gaussian_noise(1.0, jax.random.key(0)), dpopt.normalize_by(4), optax.sgd(0.1)
         )

@@ -1,4 +1,4 @@
-"""Diagnostics: the papers' check values, the bound against simulation, quantiles, staleness."""
+"""Diagnostics: values from the papers, the bound against simulation, quantiles, staleness."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_schedule_of_schedules_under_jit():
 
 
 def test_dp_adam_follows_sgd_with_momentum_where_noise_dominates(x64):
-    """The two trajectories stay together on zero gradients, where all is noise."""
+    """The two trajectories stay together on zero gradients, where everything is noise."""
     sigma, steps, d = 1.0, 400, 3_000
     four = privacy_four(noise_multiplier=sigma, expected_batch_size=1)
     schedule = diagnostics.sgdm_learning_rate_schedule(1e-3, b1=0.9, noise_stddev=sigma)
@@ -67,7 +67,7 @@ def test_bound_has_the_papers_value():
 
 
 def test_bound_has_both_branches():
-    """With one draw, or a small failure probability, the exponential tail decides."""
+    """With one draw, or a small failure probability, the exponential tail dominates."""
     phi = 4.0
     bound = diagnostics.second_moment_error_bound(noise_stddev=2.0, b2=0.9, step=1, failure_prob=1e-6)
     assert bound == pytest.approx(2 * 4 * phi * np.log(2e6), rel=1e-9)
@@ -131,7 +131,7 @@ def test_quantiles_of_a_private_optimizers_moments():
 
 
 def test_private_optimizer_states_hold_nothing_that_is_only_clean():
-    """Two batches with the same clipped sum plus noise leave the same state behind: it is a function of the release."""
+    """Two batches with the same clipped sum and noise give the same state: it is a function of released values."""
     opt = dpopt.optimizers.adam_bc.dp_adam_bc(0.1, **privacy_four(l2_clip_norm=1.0))
     params = jnp.zeros(2)
     batches = jnp.array([[3.0, 0.0], [0.0, 0.25]]), jnp.array([[0.5, 0.0], [0.5, 0.25]])

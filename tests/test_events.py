@@ -13,7 +13,7 @@ from dpopt.engines import sums
 from dpopt.privacy import Privacy, Query
 from dpopt.sampling import Poisson, WithoutReplacement
 
-PAID = 1 + sums.ROUNDING  # how much further than its sensitivity a sum may move, which the account pays for
+PAID = 1 + sums.ROUNDING  # a sum may exceed its sensitivity by this factor, by rounding; accounting includes it
 
 
 def test_the_event_of_a_run():

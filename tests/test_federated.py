@@ -1,4 +1,4 @@
-"""Federated training: local runs by a NumPy oracle, the sign, padding, the unit of privacy, device noise."""
+"""Federated training: local runs against NumPy, the sign, padding, the unit of privacy, device noise."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ START = {"w": np.array([0.5, -1.0, 2.0]), "b": np.array(0.3)}
 
 
 def numpy_delta(x, y, *, steps, lr, scale, batch):
-    """One client's run on its own examples only, float64."""
+    """The run of one client on its own examples only, in float64."""
     w, b = START["w"].copy(), float(START["b"])
     n = len(y)
     for k in range(steps):
@@ -46,7 +46,7 @@ def test_local_runs_of_padded_clients(x64, batch, microbatch_size):
     data = clients()
     sizes = [6, 3, 1, 5, 4]
     mask = np.zeros((5, 6), bool)
-    for i, n in enumerate(sizes):  # the own examples are anywhere, not only in front
+    for i, n in enumerate(sizes):  # own examples are anywhere, not only at the front
         mask[i, np.random.default_rng(i).choice(6, n, replace=False)] = True
     padded = {k: np.where(mask if v.ndim == 2 else mask[..., None], v, np.nan) for k, v in data.items()}
     scale = {"w": np.array([1.0, 0.1, 3.0]), "b": 0.5}
@@ -89,7 +89,7 @@ def test_learning_rate_one_adds_the_mean_delta(x64):
 
 
 def test_one_local_step_is_dp_sgd_on_client_means():
-    """local_steps=1, lr 1: row i is the client's mean gradient, noise and all."""
+    """With local_steps=1 and learning rate 1, row i is the mean gradient of the client, and so the step is the same."""
     params = mlp_params()
     data = jax.tree.map(lambda x: x.reshape((3, 4) + x.shape[1:]), mlp_batch(12))
     mean_loss = lambda p, client: jnp.mean(jax.vmap(mlp_loss, (None, 0))(p, client))  # noqa: E731
@@ -122,7 +122,7 @@ def test_server_momentum_accumulates_changes():
 
 def test_masked_empty_and_broken_clients_contribute_zero():
     data = as_jax(jax.tree.map(lambda x: x.astype(np.float32), clients(num=4)))
-    data["x"] = data["x"].at[1].set(jnp.nan)  # fills up the round
+    data["x"] = data["x"].at[1].set(jnp.nan)  # padding of the round
     data["x"] = data["x"].at[2].set(jnp.nan)  # has no examples of its own
     data["y"] = data["y"].at[3, 0].set(jnp.inf)  # a broken client
     deltas = client_deltas(regression_loss, local_steps=2, local_learning_rate=0.1)
@@ -161,7 +161,7 @@ def test_losses_are_the_clients_at_the_start():
 
 
 def test_sensitivity_to_one_client():
-    """Adding a client moves the clipped sum by at most C, whatever is in its data."""
+    """Adding a client moves the clipped sum by at most C, whatever its data."""
     data = as_jax(jax.tree.map(np.float32, clients(num=3)))
     params = as_jax(jax.tree.map(np.float32, START))
     data["y"] = data["y"].at[2].set(1e4)
@@ -173,7 +173,7 @@ def test_sensitivity_to_one_client():
 
 
 def test_bfloat16_models_run_locally_in_float32():
-    """A step too small for bfloat16 still counts, and the loss sees bfloat16 weights."""
+    """Steps too small for bfloat16 still count, and the loss gets bfloat16 weights."""
     seen = []
 
     def loss(w, x):
@@ -222,7 +222,7 @@ def test_client_level_refuses_single_examples():
     promise = dpopt.per_example_grads(dot_loss)(params, jnp.ones((3, 2)), mask=None)
     with pytest.raises(TypeError, match="gradients of single examples"):
         opt.update(promise, opt.init(params), params)
-    with pytest.raises(TypeError, match="does not know whose they are"):
+    with pytest.raises(TypeError, match="not marked as clients"):
         opt.update(jnp.ones((3, 2)), opt.init(params), params)
     rows = federated.client_rows(jnp.ones((3, 2)), mask=jnp.array([True, True, False]))
     updates, _ = opt.update(rows, opt.init(params), params)
@@ -231,7 +231,7 @@ def test_client_level_refuses_single_examples():
 
 
 def test_an_optimizer_that_states_another_unit_than_the_rows_warns():
-    """dp_sgd on clients' changes prints an epsilon for one example, and bounds one client."""
+    """dp_sgd on changes of clients states epsilon for one example, although it bounds one client."""
     opt, params = dpopt.dp_sgd(1.0, **privacy_four()), jnp.zeros(2)
     promise = client_deltas(dot_loss, local_steps=1, local_learning_rate=1.0)(params, jnp.ones((3, 1, 2)), mask=None)
     with pytest.warns(FutureWarning, match="client_level"):
@@ -240,7 +240,7 @@ def test_an_optimizer_that_states_another_unit_than_the_rows_warns():
 
 def test_client_level_keeps_what_the_chain_knows_about_noise():
     sgd = client_level(dpopt.dp_sgd(1.0, **privacy_four()))
-    with pytest.raises(ValueError, match="must know the noise"):
+    with pytest.raises(ValueError, match="needs the noise"):
         dpopt.chain(sgd, dpopt.chain.__globals__["NoiseAware"](lambda p: (), lambda u, s, p=None, **_: (u, s)))
     with pytest.raises(TypeError, match="client_level needs an optimizer made by dpopt"):
         client_level(optax.sgd(0.1))
@@ -363,7 +363,7 @@ def test_a_plan_for_clients_refuses_examples_and_options_of_examples():
     start = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), START)
     data = jax.tree.map(lambda x: x.astype(np.float32), clients(num=20))
     deltas = client_deltas(regression_loss, local_steps=2, local_learning_rate=0.1)
-    with pytest.raises(TypeError, match="states its privacy for clients and got gradients of single examples"):
+    with pytest.raises(TypeError, match="states its privacy for clients, but got gradients of single examples"):
         rows = {"x": data["x"][:, 0], "y": data["y"][:, 0]}
         client_plan(1).run(regression_loss, start, rows, verify=False)
     with pytest.raises(ValueError, match="give it the microbatch_size"):

@@ -19,7 +19,7 @@ Y = np.arange(6) % 3
 class LinenNet(linen.Module):
     @linen.compact
     def __call__(self, x, train=True):
-        return linen.Dense(3)(x)  # small: compiling is what these tests spend their time on
+        return linen.Dense(3)(x)  # small, since these tests mostly compile
 
 
 class NNXNet(nnx.Module):
@@ -98,7 +98,7 @@ def test_a_promise_passes_through_train_state(name):
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n.startswith("inject")])
 def test_injected_hyperparameters_do_not_change_the_step(name):
-    # Adam divides by a root that is near zero for some weights; rates that are traced round differently there.
+    # Adam divides by a root that is near zero for some weights, where traced rates round differently.
     assert_near(by_hand(OPTIMIZERS[name]()), by_hand(adam()), 1e-5)
 
 
@@ -126,7 +126,7 @@ def test_a_linen_loss_is_that_of_the_example():
     logits = MODEL.apply({"params": PARAMS}, X)
     np.testing.assert_allclose(
         jax.vmap(LOSS, (None, 0))(PARAMS, (X, Y)), CROSS_ENTROPY(logits, Y), rtol=1e-5
-    )  # batched products add up in another order
+    )  # batched products add in another order
 
 
 def test_linen_collections_that_are_not_trained_are_read_only():
@@ -174,7 +174,7 @@ def test_nnx_optimizer_trains_as_the_plain_loop_does(name, jit):
     for _ in range(2):
         params, state, _ = plain(params, state, (X, Y), mask=None)
     trained = nnx.as_pure(nnx.state(model, nnx.Param))
-    assert_near(jax.tree.leaves(trained), jax.tree.leaves(params), 1e-5)  # Adam divides, and is compiled differently
+    assert_near(jax.tree.leaves(trained), jax.tree.leaves(params), 1e-5)  # Adam divides; compiled differently
 
 
 def test_make_train_step_trains_an_nnx_model():
@@ -216,7 +216,7 @@ def test_what_is_no_model_is_refused():
 
 
 def test_flax_and_the_accountants_are_imported_on_request_only():
-    """dp_accounting takes SciPy along: twice as long as all the rest."""
+    """dp_accounting imports SciPy, which takes twice as long as everything else."""
     import subprocess
     import sys
 
@@ -225,7 +225,7 @@ def test_flax_and_the_accountants_are_imported_on_request_only():
 
 
 def test_the_engine_may_be_imported_while_a_program_is_traced():
-    """An array that a module made then would belong to that program."""
+    """An array that a module makes on import during tracing would belong to the traced program."""
     import subprocess
     import sys
 

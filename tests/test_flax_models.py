@@ -1,4 +1,4 @@
-"""Flax models as people have them: dropout, batch normalisation, layers that update themselves."""
+"""Typical Flax models: dropout, batch normalisation, layers that update their own variables."""
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ def test_a_plan_trains_with_dropout_and_a_resumed_run_draws_the_same(make, tmp_p
     key = dpopt.secure_key()
     with pytest.raises(Killed):
         run(tmp_path / "killed", key, on_step=dies)
-    dpopt.run.entropy._runs.clear()  # as in a process of its own
+    dpopt.run.entropy._runs.clear()  # as in another process
     resumed = run(tmp_path / "killed", key)
     dpopt.run.entropy._runs.clear()
     whole = run(tmp_path / "whole", key)
@@ -142,7 +142,7 @@ def test_a_plan_trains_with_dropout_and_a_resumed_run_draws_the_same(make, tmp_p
 
 
 class Normed(nnx.Module):
-    """Batch normalisation in a list, in a sequence, by itself, and one layer in two places."""
+    """Batch normalisation in a list, in a sequence, alone, and one layer in two places."""
 
     def __init__(self, rngs, **options):
         self.first = nnx.Linear(4, 6, rngs=rngs)
@@ -207,8 +207,8 @@ def test_batch_normalisation_is_replaced_wherever_it_is():
     assert isinstance(new.blocks[0].layers[1], nnx.GroupNorm)
     np.testing.assert_array_equal(new.norm.scale[...], np.arange(6.0))
     assert isinstance(model.norm, nnx.BatchNorm) and isinstance(model.blocks[0].layers[1], nnx.BatchNorm)
-    np.testing.assert_allclose(new(X[:5])[:2], new(X[:2]), rtol=1e-5)  # no example sees another
-    assert not np.allclose(model(X[:5])[:2], model(X[:2]), rtol=1e-2)  # as they do here
+    np.testing.assert_allclose(new(X[:5])[:2], new(X[:2]), rtol=1e-5)  # examples are independent
+    assert not np.allclose(model(X[:5])[:2], model(X[:2]), rtol=1e-2)  # here they are not
     loss, params = nnx_loss(new, nnx_batch_loss)
     dpopt.verify(loss, params, (X[:6], Y[:6]))
 
@@ -227,7 +227,7 @@ def test_what_is_no_model_is_refused(function):
 
 
 class Counting(nnx.Module):
-    """Updates variables of its own while it runs."""
+    """Updates its own variables while it runs."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(4, 3, rngs=rngs)

@@ -324,7 +324,7 @@ def test_stacked_gradients_serve_as_a_promise():
     [(3, True), pytest.param(None, True, marks=pytest.mark.slow), pytest.param(None, False, marks=pytest.mark.slow)],
 )
 def test_a_convolution_keeps_a_poisoned_example_apart(dtype, groups, microbatch_size, jitted, engine):
-    """Under vmap the gradients of the examples' filters are one convolution, in which XLA may multiply nan by 0."""
+    """Under vmap the filter gradients of all examples are one convolution, in which XLA may multiply NaN by 0."""
     with jax.enable_x64(dtype == jnp.float64):
         rng = np.random.default_rng(0)
         w, x = (jnp.asarray(rng.normal(size=s), dtype) for s in ((3, 3, 4 // groups, 4), (6, 5, 5, 4)))

@@ -1,4 +1,4 @@
-"""No sequence of calls makes a ledger say less than what was spent, recomputed from the steps that were released."""
+"""No sequence of calls makes a ledger report less than what was spent, recomputed from the released steps."""
 
 import math
 
@@ -17,7 +17,7 @@ DELTA = 1e-5
 
 
 def gaussian_epsilon(sigmas):
-    """Epsilon of Gaussian queries on all the data, from the formula of Balle and Wang (2018), not from any library."""
+    """Epsilon of Gaussian queries on all data, from the formula of Balle and Wang (2018), without any library."""
     mu = math.sqrt(sum(s**-2.0 for s in sigmas))
     if mu == 0:
         return 0.0
@@ -30,7 +30,7 @@ def gaussian_epsilon(sigmas):
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """A `Ledger` under every call it has, and calls of others on what it hands out."""
+    """A `Ledger` under all of its calls, with mutation of the objects that it returns."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
         event = dp.ComposedDpEvent([dp.GaussianDpEvent(s) for s in sigmas])
         self.ledger.record(dp.SelfComposedDpEvent(event, 2) if nested else event)
         self.spent += sigmas * (2 if nested else 1)
-        event.events.clear()  # whoever made the event still holds its list
+        event.events.clear()  # the caller still has the list
 
     @rule(
         bad=st.sampled_from(

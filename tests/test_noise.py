@@ -13,8 +13,8 @@ from helpers import dot_loss, mlp_batch, mlp_loss, mlp_params, privacy_four, slo
 import dpopt
 from dpopt import noise
 
-N = 20_000  # tells 2/3 or 3/2 of a standard deviation from it beyond any doubt
-PLAUSIBLE = 1e-3  # keys are fixed, so a p-value above this once is above it for ever
+N = 20_000  # enough to tell a standard deviation from 2/3 or 3/2 of it with certainty
+PLAUSIBLE = 1e-3  # keys are fixed, so a p-value above this stays above it
 ABSURD = 1e-12
 
 
@@ -23,7 +23,7 @@ def p_value(samples, stddev):
 
 
 def assert_gaussian(samples, stddev):
-    """Accepts N(0, stddev^2), and shows that the same samples would not pass for a wrong one."""
+    """Accepts N(0, stddev^2), and shows that the test would reject a wrong standard deviation."""
     assert p_value(samples, stddev) > PLAUSIBLE
     assert p_value(samples, stddev * 2 / 3) < ABSURD
     assert p_value(samples, stddev * 3 / 2) < ABSURD
@@ -194,7 +194,7 @@ def test_draws_are_the_same_however_threefry_is_set():
 
 
 def test_small_leaves_are_drawn_together():
-    """And differ; a model of many leaves compiles as few draws as one of a few."""
+    """And differ; many leaves need no more compiled draws than a few."""
     trees = [[jnp.zeros((50, n)) for n in range(1, count)] for count in (4, 16)]
     lowered = [jax.jit(noise.standard_normal_like).lower(jax.random.key(0), tree).as_text() for tree in trees]
     assert len({text.count("shift_right_logical") for text in lowered}) == 1
@@ -291,18 +291,18 @@ def test_normalisation_keeps_dtypes(either_precision):
 
 
 def test_privacy_noise_is_drawn_in_one_place_only():
-    """No other module of the package calls a normal sampler, JAX's or its own, but for two whose draws hide nothing."""
-    hide_nothing = {"audit/directions.py", "optimizers/muon.py"}  # a canary's gradient; an average after the noise
+    """No other module calls a normal sampler, JAX's or its own, except two that draw no privacy noise."""
+    not_noise = {"audit/directions.py", "optimizers/muon.py"}  # a canary's gradient; an average after the noise
     package = pathlib.Path(inspect.getfile(dpopt)).parent
     sampler = r"random\.(normal|multivariate_normal|truncated_normal)\(|normal_from_words\("
     code = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
     without_doctests = {path: re.sub(r"(?m)^ *(>>>|\.\.\.) .*", "", text) for path, text in code.items()}
     users = {path for path, text in without_doctests.items() if re.search(sampler, text)}
-    assert users == {"noise.py", "_box_muller.py"} | hide_nothing
+    assert users == {"noise.py", "normals/box_muller.py"} | not_noise
 
 
 def test_streams_that_are_set_apart_have_numbers_of_their_own():
-    """What is folded into a key besides the numbers of steps: two that are the same would share draws."""
+    """Numbers folded into a key, besides steps: two equal ones would share draws."""
     package = pathlib.Path(inspect.getfile(dpopt)).parent
     found = [n for path in package.rglob("*.py") for n in re.findall(r"2\*\*31 - \d+", path.read_text())]
     assert len(found) >= 5 and len(set(found)) == len(found)

@@ -61,7 +61,7 @@ def test_an_optimizer_without_privacy_is_refused(opt):
 
 def test_two_private_optimizers_in_one_are_refused():
     class Twice:
-        """An optimizer that asks the same batch twice and reports it once."""
+        """An optimizer that queries the same batch twice and reports one query."""
 
         def __init__(self):
             self.parts = [dpopt.privatize(**privacy_four(key=jax.random.key(i))) for i in range(2)]
@@ -75,15 +75,15 @@ def test_two_private_optimizers_in_one_are_refused():
 
     twice = Twice()
     opt = optax.GradientTransformationExtraArgs(twice.init, twice.update)
-    with pytest.raises(ValueError, match="more than once a step"):
+    with pytest.raises(ValueError, match="more than once per step"):
         dpopt.privacy_of(opt)
     params = mlp_params()
-    with pytest.raises(ValueError, match="more than once a step"):
+    with pytest.raises(ValueError, match="more than once per step"):
         dpopt.make_train_step(mlp_loss, opt)(params, opt.init(params), mlp_batch(4), mask=None)
 
 
 def test_asking_reads_no_data_and_keeps_no_state():
     opt = optax.chain(dpopt.clip_and_sum(2.0), dpopt.add_gaussian_noise(3.0, jax.random.key(0)))
     assert dpopt.privacy_of(opt, mlp_params()) == dpopt.privacy_of(opt, mlp_params())
-    # Inside a jitted function as well: nothing traced leaks into the answer.
+    # Inside a jitted function as well: the result contains no tracers.
     assert jax.jit(lambda x: x + dpopt.privacy_of(opt).step_event().noise_multiplier)(0.0) == pytest.approx(paid(1.5))

@@ -9,7 +9,7 @@ from dpopt import FixedSizeSampler, PoissonSampler
 from dpopt.sampling import Poisson, WithoutReplacement, sampling_prob
 
 STEPS = 4000
-PLAUSIBLE, ABSURD = 1e-3, 1e-12  # seeds are fixed: what is plausible once is so for ever
+PLAUSIBLE, ABSURD = 1e-3, 1e-12  # seeds are fixed, so outcomes do not change
 
 
 def inclusions(draw, num_examples, steps=STEPS):
@@ -23,7 +23,7 @@ def inclusions(draw, num_examples, steps=STEPS):
 
 
 def joint_law_p_value(table, q):
-    """Chi-square of ALL subsets against independent coin flips of probability q, which is what Poisson sampling is."""
+    """Chi-square of ALL subsets against independent coin flips of probability q, the definition of Poisson sampling."""
     n = table.shape[1]
     observed = np.bincount(table @ (1 << np.arange(n)), minlength=2**n)
     sizes = np.array([bin(code).count("1") for code in range(2**n)])
@@ -38,7 +38,7 @@ def test_poisson_samples_are_independent_coin_flips(n, expected_size):
 
 
 def rounded_poisson(step, n=4, q=0.5):
-    """Wrong: a size near the expected one, then without replacement."""
+    """Wrong: a size near the expected one, then sampling without replacement."""
     rng = np.random.default_rng(step)
     return rng.choice(n, round(n * q) + rng.integers(-1, 2), replace=False)
 
@@ -64,7 +64,7 @@ def test_the_law_of_other_schemes_is_rejected(draw):
 
 
 def steps_p_value(table, q):
-    """Chi-square of what two consecutive steps hold of two examples, against independence."""
+    """Chi-square of the membership of two examples in two consecutive steps, against independence."""
     pairs = np.concatenate([table[0::2, :2], table[1::2, :2]], axis=1)
     return joint_law_p_value(pairs, q)
 

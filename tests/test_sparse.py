@@ -1,4 +1,4 @@
-"""Noise on touched rows: the algorithm in NumPy, what it costs, what one example moves, every engine."""
+"""Noise on touched rows: the algorithm in NumPy, privacy cost, sensitivity, and all engines."""
 
 import math
 
@@ -46,11 +46,11 @@ def step_of(optimizer, **how):
     return jax.jit(lambda p, s, batch, mask: optimizer.update(grads(p, batch, mask=mask), s, p))
 
 
-# The algorithm, in float64 NumPy.
+# The algorithm in float64 NumPy.
 
 
 def algorithm(grads, tokens, mask, *, clip, clip1, sigma, sigma1, threshold, most_rows, size, normals, dense):
-    """The private mean, from raw gradients ``{name: (B, ...)}``, and the rows that were kept."""
+    """The private mean from raw gradients ``{name: (B, ...)}``, and the rows that are kept."""
     touches = np.zeros(ROWS)
     for row, real in zip(tokens, mask, strict=True):
         if real:
@@ -92,7 +92,7 @@ def test_it_is_the_algorithm(threshold, most_rows, monkeypatch):
     state = optimizer.init(params)
     for t in range(3):
         batch = batch_of(6, seed=t)
-        batch["tokens"][0] = [2, 2, -1, 5]  # twice, and no row
+        batch["tokens"][0] = [2, 2, -1, 5]  # a repeated row, and an index that is no row
         recorded.clear()
         mean, state = step(params, state, batch, mask)
         jax.effects_barrier()
@@ -128,7 +128,7 @@ def test_with_every_row_kept_and_no_noise_it_is_an_ordinary_optimizer():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
-# What it costs.
+# Privacy cost.
 
 
 @pytest.mark.parametrize("setting", slow_unless([(1.0, 0.1)], [(1.0, 0.1), (0.6, 0.5), (3.0, 0.9)]))
@@ -138,7 +138,7 @@ def test_the_event_is_that_of_both_queries_and_of_one_gaussian(setting):
     of_gradients, of_touches = (q.multiplier(0) for q in optimizer.privacy.queries)
     assert of_gradients == pytest.approx(z / math.sqrt(1 - share)) and of_touches == pytest.approx(z / share**0.5)
     both = events.merged(optimizer.privacy.step_event())
-    assert both.noise_multiplier == pytest.approx(z, rel=2e-3)  # and what rounding costs
+    assert both.noise_multiplier == pytest.approx(z, rel=2e-3)  # plus rounding
     accountant = dp.pld.PLDAccountant()
     accountant.compose(dp.PoissonSampledDpEvent(0.01, both), 100)
     mine = events.compose(optimizer.privacy, dpopt.sampling.Poisson(0.01), 100)
@@ -154,7 +154,7 @@ def test_a_schedule_of_noise_goes_to_both():
 
 @pytest.mark.parametrize("seed", slow_unless([0], range(6)))
 def test_one_example_moves_touches_and_sum_by_no_more_than_their_norms(seed):
-    """Over random examples, some of which touch nothing, or no row there is, or one row many times."""
+    """Over random examples, some of which touch no row, or indices out of range, or one row many times."""
     rng = np.random.default_rng(seed)
     c, c1 = float(rng.uniform(0.1, 2)), float(rng.uniform(0.3, 3))
     clip = rule(c, l2_touch_norm=c1)
@@ -183,7 +183,7 @@ def test_one_example_moves_touches_and_sum_by_no_more_than_their_norms(seed):
         )
         assert gap <= c * (1 + 1e-5)
         assert not np.asarray(less["table"])[[0, 2, 3, 5, 6, 7, 8]].any()  # rows that are not kept get no noise
-    assert max(moved) > 0.9 * min(c1, 1.0)  # it is near its bound somewhere
+    assert max(moved) > 0.9 * min(c1, 1.0)  # the bound is nearly attained
 
 
 def test_the_noise_is_as_large_as_stated_where_there_is_any():
@@ -206,15 +206,15 @@ def test_the_noise_is_as_large_as_stated_where_there_is_any():
     table = np.asarray(drawn["table"])
     on = (table != 0).any(-1)
     assert (on.sum(1) == 4).all()  # as many rows as may be kept, others untouched
-    np.testing.assert_allclose(on.mean(0), 4 / ROWS, atol=0.05)  # of no batch, noise alone chooses
+    np.testing.assert_allclose(on.mean(0), 4 / ROWS, atol=0.05)  # without a batch, noise alone chooses
     values = table[np.broadcast_to(on[..., None], table.shape)]
     stated = z / math.sqrt(1 - share) * 0.5 / 4
     for found in (values, np.asarray(drawn["w"]).ravel()):
-        off = abs(found.std() / stated - 1) * math.sqrt(2 * len(found))  # in deviations of a sample's deviation
-        assert off < 5 < abs(2 / 3 - 1) * math.sqrt(2 * len(found))  # two thirds of the noise would be seen
+        off = abs(found.std() / stated - 1) * math.sqrt(2 * len(found))  # in standard errors of the standard deviation
+        assert off < 5 < abs(2 / 3 - 1) * math.sqrt(2 * len(found))  # 2/3 of the noise would be detected
 
 
-# Engines, stages after it, runs.
+# Engines, later stages, runs.
 
 
 def test_every_engine_keeps_the_same_rows():
@@ -299,7 +299,7 @@ def test_eight_devices_keep_the_same_rows(kind):
 
 @pytest.mark.slow
 def touches_of(rows, clip):
-    """What each row of a batch touches, ``(B, rows of the table)``."""
+    """The rows that each example touches, ``(B, rows of the table)``."""
     return np.asarray(rows.of_examples(clip._touches, [jnp.zeros(ROWS)]).materialize()[0])
 
 
@@ -319,10 +319,10 @@ def takes_keys(with_key):
 @hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(seed=st.integers(0, 10**6))
 def test_a_row_touches_what_its_examples_touch(kind, with_key, seed):
-    """Once each, however many of its examples do, and whatever is computed for it."""
+    """Once each, however many of its examples touch it, and whatever else is computed."""
     rng, clip, size = np.random.default_rng(seed), rule(), 4
     groups = jax.tree.map(lambda *x: np.stack(x), *[batch_of(3, seed=seed + i, words=ROWS + 3) for i in range(size)])
-    groups["tokens"] -= 2  # some numbers are no rows
+    groups["tokens"] -= 2  # some indices are negative
     own = rng.random((size, 3)) < 0.6
     if kind == "examples":
         groups, own = jax.tree.map(lambda x: x[:, 0], groups), np.ones((size, 1), bool)
@@ -374,7 +374,7 @@ def test_users_and_clients_train_on_the_rows_they_touch():
         assert optimizer.privacy.unit == unit
 
 
-# What is refused, and what an inspection sees.
+# Refusals and inspection.
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_tables_and_rows_have_to_fit(changes, error, message):
 def test_gradients_without_their_examples_are_refused():
     optimizer = dpopt.dp_sgd(0.1, **privacy_four(l2_clip_norm=rule()))
     params = start()
-    with pytest.raises(TypeError, match="came without"):
+    with pytest.raises(TypeError, match="passed in already computed"):
         optimizer.update(jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params), optimizer.init(params), params)
 
 
@@ -427,12 +427,12 @@ def test_correlated_noise_is_refused():
 
 
 def test_rows_that_were_not_asked_privately_are_seen(monkeypatch):
-    """The planted mistake: which rows are kept comes from the batch without noise."""
+    """A planted bug: the rows to keep are computed from the batch without noise."""
     optimizer = dpopt.privatize(**privacy_four(l2_clip_norm=rule()))
     params = start()
     monkeypatch.setattr(sparse.SparseRows, "_kept", lambda self, noisy: jnp.argsort(-noisy)[:4])
     grads = dpopt.per_example_grads(loss)(params, batch_of(4), mask=None)
-    optimizer.update(grads, optimizer.init(params), params)  # of noisy numbers, any choice will do
+    optimizer.update(grads, optimizer.init(params), params)  # any choice computed from noisy counts is allowed
 
     def unnoised(**four):
         core = dpopt.privatize(**four)
@@ -457,5 +457,5 @@ def test_a_query_about_rows_that_is_not_charged_is_seen(monkeypatch):
     optimizer = dpopt.privatize(**privacy_four(l2_clip_norm=rule()))
     params = start()
     grads = dpopt.per_example_grads(loss)(params, batch_of(4), mask=None)
-    with pytest.raises(ValueError, match="2 noised sums come out of a step that is accounted for as 1"):
+    with pytest.raises(ValueError, match="a step releases 2 noised sums, but is accounted for with 1"):
         optimizer.update(grads, optimizer.init(params), params)

@@ -1,7 +1,7 @@
-"""Traps that other libraries fell into; each test is named after one and says in its docstring what went wrong.
+"""Mistakes of other libraries. Each test is named after one; its docstring states what went wrong, and where.
 
-Traps with fuller tests elsewhere are here in their shortest form, so that the list is complete in one place. Those of
-the ghost engine (sequence biases, tied weights) are under tests/ghost.
+Those with more tests elsewhere are here in short form, so that the list is complete in one place, except for those of
+the ghost engine (sequence biases, tied weights), which are in tests/ghost.
 """
 
 import inspect
@@ -26,21 +26,21 @@ def private_sum(grads, c=1.0, mask=None, **kwargs):
 
 
 def test_clipping_the_mean_of_a_microbatch():
-    """A microbatch that is averaged and clipped as one lets one example move the sum twice as far (tf privacy 620)."""
+    """A microbatch was averaged and clipped as one, so one example could move the sum twice as far (tf privacy 620)."""
     pair = jnp.array([[100.0, 0.0], [-100.0, 0.0], [0.0, 100.0], [0.0, 100.0]])
     total = private_sum(pair, microbatch_size=2)
     assert_near(total, np.array([0.0, 2.0]))  # clip of the two means would give (0, 1)
 
 
 def test_clip_norm_ignored_by_an_engine():
-    """A fast path that never looked at the clip norm (opacus 664)."""
+    """A fast path ignored the clip norm (opacus 664)."""
     for engine in ("auto", "vmap"):
         for c in (0.1, 10.0):
             assert abs(norm(private_sum(jnp.array([[300.0, 400.0]]), c, engine=engine)) - c) <= 1e-6 * c
 
 
 def test_padding_dilutes_the_loss():
-    """Means taken over padded rows shrink every gradient (opacus 808)."""
+    """Means over padded rows made every gradient smaller (opacus 808)."""
     real, padded = mlp_batch(3), jax.tree.map(lambda x: jnp.concatenate([x, 0 * x]), mlp_batch(3))
     opt, params = dpopt.dp_sgd(1.0, **privacy_four(noise_multiplier=0.0)), mlp_params()
     step = dpopt.make_train_step(mlp_loss, opt)
@@ -62,7 +62,7 @@ def test_one_bad_example_poisons_the_parameters():
 
 
 def test_a_skipped_padding_microbatch_keeps_stale_values():
-    """Microbatches of padding alone left the values of an earlier one behind (jax_privacy 223)."""
+    """Microbatches of only padding kept the values of an earlier one (jax_privacy 223)."""
     batch = jnp.array([[3.0, 4.0], [0.3, 0.4], [9.0, 9.0], [9.0, 9.0], [9.0, 9.0], [9.0, 9.0]])
     made = dpopt.per_example_grads(dot_loss, microbatch_size=2)(W, batch, mask=np.arange(6) < 2)
     assert_near(made.clipped_sum(dpopt.FlatClip(1.0)).sum, np.array([0.9, 1.2]))
@@ -82,7 +82,7 @@ def test_zero_times_infinity_before_the_clip():
 
 
 def test_replace_one_is_twice_add_or_remove():
-    """A sensitivity was for one relation and the accountant for the other (google differential-privacy 378)."""
+    """Sensitivity and accountant were for different neighbouring relations (google differential-privacy 378)."""
     a, b = jnp.array([[5.0, 0.0]]), jnp.array([[-5.0, 0.0]])
     assert norm(private_sum(a) - private_sum(b)) == pytest.approx(2.0)
     privacy = Privacy((Query(1.0),))
@@ -92,7 +92,7 @@ def test_replace_one_is_twice_add_or_remove():
 
 
 def test_noise_for_the_sum_added_to_the_mean():
-    """Noise calibrated to the sum but added to the mean, or the reverse, is off by the batch size (jax_privacy 383)."""
+    """Noise for the sum was added to the mean, or the reverse: off by the batch size (jax_privacy 383)."""
     opt = dpopt.dp_sgd(1.0, **privacy_four(noise_multiplier=3.0, l2_clip_norm=2.0, expected_batch_size=50))
     params = jnp.zeros(20_000)
     updates, _ = opt.update(jnp.zeros((1, 20_000)), opt.init(params), params)
@@ -108,7 +108,7 @@ def test_one_key_for_all_leaves():
 
 
 def test_the_same_key_twice():
-    """Every step drew the noise of the first (optax 148)."""
+    """Every step drew the same noise (optax 148)."""
     opt = dpopt.dp_sgd(1.0, **privacy_four())
     first, state = opt.update(jnp.zeros((1, 2)), opt.init(W), W)
     second, _ = opt.update(jnp.zeros((1, 2)), state, W)
@@ -123,7 +123,7 @@ def test_noise_once_a_microbatch(count_draws):
 
 
 def test_noise_depends_on_the_layout_of_devices():
-    """Per-device noise is too much or, with one key, the same everywhere; JAX must draw by position instead."""
+    """Noise per device is too much or, with one key, the same on all devices; JAX must draw by position instead."""
     assert jax.config.jax_threefry_partitionable
 
 
@@ -139,7 +139,7 @@ def test_noise_of_one_sigma_accounted_for_as_another():
 
 
 def test_a_second_query_not_paid_for():
-    """Quantile clipping asked the data for a count for free (tff 1080; opacus 807)."""
+    """The count query of quantile clipping was not accounted for (tff 1080; opacus 807)."""
     two, one = Privacy((Query(1.0), Query(10.0))), Privacy((Query(1.0),))
     costs = [
         dpopt.epsilon_of_event(dpopt.events.compose(p, dpopt.PoissonSampler(100, 4, seed=0), 50), delta=1e-5)
@@ -152,7 +152,7 @@ def test_a_second_query_not_paid_for():
 
 
 def test_sigma_adjusted_on_one_side_only():
-    """The noise was made larger for the counts' sake and the account had it too, or neither (opacus 807)."""
+    """The count query increased the noise but not the accounted sigma, or the reverse (opacus 807)."""
     clip = dpopt.adaptive.quantile_clip(1.0, count_share=0.19, learning_rate=0.0)
     opt = dpopt.dp_sgd(1.0, **privacy_four(noise_multiplier=3.0, l2_clip_norm=clip, expected_batch_size=50))
     params = jnp.zeros(20_000)
@@ -172,7 +172,7 @@ def test_the_counts_leave_nothing_for_the_gradients(z):
 
 
 def test_a_poisson_sample_of_a_fixed_size():
-    """What was called Poisson drew a size of its own making, then without replacement (jax_privacy 121)."""
+    """A sampler called Poisson drew batches of the wrong size distribution, without replacement (jax_privacy 121)."""
     sizes = np.array([len(dpopt.PoissonSampler(400, 20, seed=0).drawn(t)) for t in range(2000)])
     assert sizes.var() == pytest.approx(400 * 0.05 * 0.95, rel=0.13)  # four standard errors
 
@@ -187,8 +187,8 @@ def test_poisson_epsilon_for_batches_that_are_not_poisson():
 
 
 def test_a_sample_cut_to_fit_is_reported_as_poisson():
-    """Fixed shapes were had by dropping what did not fit, under the epsilon of Poisson samples (jax_privacy 121)."""
-    with pytest.raises(ValueError, match=r"cannot be cut .*dpopt\.truncated"):
+    """Samples were truncated to a fixed size, with the epsilon of Poisson samples (jax_privacy 121)."""
+    with pytest.raises(ValueError, match=r"privacy guarantee: .*dpopt\.samplers\.truncated"):
         dpopt.PoissonSampler(20, 19, seed=0).batch(0, size=10)
     cut = dpopt.truncated.TruncatedPoissonSampler(20, 10, max_batch_size=10, seed=0)
     costs = [
@@ -209,7 +209,7 @@ def test_a_clip_of_examples_passes_for_one_of_users():
 
 
 def test_an_empty_batch_crashes_or_is_free():
-    """An empty Poisson batch crashed, or was skipped without being paid for (opacus 161)."""
+    """An empty Poisson batch crashed, or was skipped and not accounted for (opacus 161)."""
     opt = dpopt.dp_sgd(1.0, **privacy_four())
     step = dpopt.make_train_step(dot_loss, opt)
     for batch, mask in ((jnp.zeros((0, 2)), None), (jnp.ones((4, 2)), np.zeros(4, bool))):
@@ -219,7 +219,7 @@ def test_an_empty_batch_crashes_or_is_free():
 
 
 def test_dividing_by_the_realised_batch_size():
-    """The realised size of a Poisson batch is private; dividing by it also undoes the bound."""
+    """The realised size of a Poisson batch is private; dividing by it also breaks the bound on sensitivity."""
     opt = dpopt.dp_sgd(1.0, **privacy_four(noise_multiplier=0.0, expected_batch_size=4))
     for size in (1, 2, 8):
         updates, _ = opt.update(jnp.ones((size, 2)) * 0.1, opt.init(W), W)
@@ -238,7 +238,7 @@ def test_step_units_off_by_the_accumulation_factor():
 
 
 def test_asking_for_epsilon_changes_the_history():
-    """A call that should only read merged and rewrote the accountant's history (opacus 535)."""
+    """A call that should only read changed the history of the accountant (opacus 535)."""
     ledger = dpopt.Ledger()
     ledger.record(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(1.0)), count=5)
     before = ledger.to_json()
@@ -278,14 +278,14 @@ def test_the_best_of_several_runs_at_the_price_of_one():
 
 
 def test_no_noise_crashes_the_accountant():
-    """Zero noise divided by zero instead of reporting infinity (jax_privacy 255)."""
+    """Without noise the accountant divided by zero instead of reporting infinity (jax_privacy 255)."""
     for accountant in ("pld", "rdp"):
         run = dict(noise_multiplier=0.0, sampling_prob=0.1, steps=3, delta=1e-5)
         assert dpopt.epsilon(**run, accountant=accountant) == np.inf
 
 
 def test_state_is_lost_by_save_and_load():
-    """Accountants and algorithms forgot where they were (opacus 778, pfl-research 114)."""
+    """Accountants and algorithms lost their position on saving (opacus 778, pfl-research 114)."""
     ledger = dpopt.Ledger()
     ledger.record(dp.GaussianDpEvent(1.0), count=3)
     assert dpopt.Ledger.from_json(ledger.to_json()) == ledger
@@ -306,14 +306,14 @@ def test_raw_gradients_in_the_state():
 
 
 def test_private_statistics_as_side_information_say_so():
-    """Token counts of the private data were used as a diagonal without being paid for: the documentation warns."""
+    """Token counts of the private data were used as a diagonal and not accounted for: the documentation warns."""
     for function in (dpopt.side_information, dpopt.precondition_by_side_information):
         assert "*Privacy*" in function.__doc__
     assert "private training set are not public" in " ".join(inspect.getdoc(dpopt.side_information).split())
 
 
 def test_per_example_losses_pass_for_private():
-    """Raw losses and norms were logged as if they were private: their types say what they are."""
+    """Raw losses and norms were logged as if they were private: here the names of their types warn."""
     opt = dpopt.dp_sgd(1.0, **privacy_four())
     _, state, metrics = dpopt.make_train_step(dot_loss, opt)(W, opt.init(W), jnp.ones((3, 2)), mask=None)
     assert type(metrics).__name__.startswith("Sensitive")

@@ -166,7 +166,7 @@ def test_events_of_selection_are_checked_stored_and_stated():
     assert dpopt.epsilon_of_event(SELECT(GAUSSIAN(math.inf), 3.0, 1.0), delta=1e-5) == 0.0
     fixed = dp_accounting.SampledWithoutReplacementDpEvent(100, 10, GAUSSIAN(3.0))
     assert state(SELECT(fixed, 3.0, 1.0), delta=1e-3).relation is Relation.REPLACE_ONE
-    with pytest.raises(ValueError, match="no accountant takes both"):
+    with pytest.raises(ValueError, match="no accountant handles both"):
         sampled = dp_accounting.PoissonSampledDpEvent(0.1, GAUSSIAN(3.0))
         dpopt.epsilon_of_event(dp_accounting.ComposedDpEvent([sampled, SELECT(fixed, 3.0, 1.0)]), delta=1e-3)
 
@@ -565,7 +565,7 @@ def test_a_bad_argument_is_refused_before_the_first_trial():
         ({"score": lambda w: 0.0}, TypeError, "score must be a PublicScore or a PrivateScore"),
         ({"num_trials": 10}, TypeError, "a fixed number of trials costs more"),
         ({"key": 3}, TypeError, "key must be a JAX PRNG key"),
-        ({"event": 3.0}, TypeError, "events of dp_accounting"),
+        ({"event": 3.0}, TypeError, "event of dp_accounting"),
         ({"num_examples": 0}, ValueError, "num_examples must be at least 1"),
     ):
         with pytest.raises(error, match=said):

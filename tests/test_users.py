@@ -1,4 +1,4 @@
-"""User-level privacy without local training: grouping, one clip a user, and runs that say so."""
+"""User-level privacy without local training: grouping, one clip per user, and whole runs."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ DELTA = 1e-5
 
 
 def ragged(seed, *, num_users=None, most=9):
-    """Ids of users who hold between one and ``most`` examples, shuffled, under names with gaps."""
+    """Shuffled ids of users with one to ``most`` examples each; the ids have gaps."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, most + 1, num_users or rng.integers(1, 8))
     return rng.permutation(np.repeat(rng.choice(1_000, len(counts), replace=False), counts))
@@ -49,7 +49,7 @@ def test_everyone_contributes_at_most_so_many_of_their_own(how, seed, most, step
     groups = group(ids, max_examples=most, how=how, seed=None if how == "first" else seed)
     names = np.unique(ids)
     assert groups.num_users == len(names)
-    order = np.random.default_rng(seed).integers(len(names), size=5)  # also users that a batch is padded with
+    order = np.random.default_rng(seed).integers(len(names), size=5)  # padding of a batch repeats users
     rows, mask = groups.rows(order, step)
     assert rows.shape == mask.shape == (5, most) and mask.dtype == bool
     for user, row, counted in zip(order, rows, mask, strict=True):
@@ -86,7 +86,7 @@ def test_what_is_drawn_anew_needs_the_step():
 
 
 def subsets_p_value(draw, count=4_000):
-    """Chi-square of the pairs of three examples that two users are drawn, against all nine being equally likely."""
+    """Chi-square of the subsets, two of three examples, of two users, against nine equally likely outcomes."""
     seen = np.zeros((3, 3))
     for i in range(count):
         (a, b), mask = draw(i)
@@ -102,7 +102,7 @@ def test_draws_are_uniform_and_apart_by_user():
     assert subsets_p_value(lambda i: group(ids, max_examples=2, how="sample", seed=i).rows(both)) > 1e-3
     together = group(np.repeat([10], 3), max_examples=2, how="resample", seed=0)
 
-    def alike(i):  # wrong: the same draw for both
+    def alike(i):  # wrong: the same draw for both users
         (row,), _ = together.rows(np.zeros(1, int), i)
         return np.stack([row, row + 3]), np.ones(2, bool)
 
@@ -132,7 +132,7 @@ def test_draws_follow_the_step():
     assert len({str(s) for s in seen}) == 6 and seen[2] == sorted(map(tuple, steps[2][0].data.tolist()))
 
 
-# One gradient a user.
+# One gradient per user.
 
 
 def dense(params, ids, data, *, reduce, clip, scale=None):
@@ -184,14 +184,14 @@ def test_rows_are_the_users_gradients(x64, engine, reduce, microbatch_size):
     _, scaled = dense(params, ids, data, reduce=reduce, clip=middle, scale=0.5)
     half = promise.scale(jax.tree.map(lambda x: jnp.full_like(x, 0.5), params)).clipped_sum(clip)
     np.testing.assert_allclose(flat(half.sum), scaled, rtol=1e-9, atol=1e-12)
-    if reduce == "mean":  # what a client does who takes one step of learning rate 1
+    if reduce == "mean":  # the change of a client with one local step of learning rate 1
         local = client_deltas(mlp_loss, local_steps=1, local_learning_rate=1.0)
         other = local(params, batch.data, mask=None, example_mask=batch.example_mask).clipped_sum(clip)
         np.testing.assert_allclose(flat(found.sum), flat(other.sum), rtol=1e-9, atol=1e-12)
 
 
 def log_loss(w, x):
-    """NaN in value and gradient where x is not above 0."""
+    """NaN in value and gradient unless x > 0."""
     return jnp.sum(w * jnp.log(x)) + jnp.sum(jnp.sqrt(x) * jnp.square(w))
 
 
@@ -219,10 +219,10 @@ def test_padding_adds_exactly_nothing(engine, garbage):
     rows = dirty.materialize()
     assert_identical(rows, clean.materialize())
     np.testing.assert_array_equal(rows[2], 0)
-    assert got.sensitive.is_example.tolist() == [True, True, False, True]  # nobody there, nothing added
+    assert got.sensitive.is_example.tolist() == [True, True, False, True]  # no examples, so nothing is added
     by_hand = [sum(np.asarray(jax.grad(log_loss)(w, x)) for x in data[u][counts[u]]) for u in (0, 1, 3)]
     np.testing.assert_allclose(rows[np.array([0, 1, 3])], by_hand, rtol=1e-5)
-    # A user that only fills up the batch, whatever their examples are.
+    # A padding user, with any examples.
     masked = grads(w, Users(spoilt, counts), mask=np.array([True, True, True, False])).clipped_sum(clip)
     fewer = grads(w, Users(data[:3], counts[:3]), mask=None).clipped_sum(clip)
     np.testing.assert_allclose(masked.sum, fewer.sum, rtol=1e-6)
@@ -246,7 +246,7 @@ def test_a_broken_example_drops_its_user_and_nobody_else():
     reduce=st.sampled_from(["sum", "mean"]),
 )
 def test_removing_a_user_moves_the_sum_by_at_most_the_clip(seed, clip, size, reduce):
-    """Whatever their examples, and however many: users that hold them all alike, so that they add up."""
+    """For any number of examples: all those of a user are equal, so that they add up."""
     rng = np.random.default_rng(seed)
     ids = ragged(seed, num_users=5)
     data = (rng.normal(size=(len(ids), 3)) * size).astype(np.float32)
@@ -268,7 +268,7 @@ def _sums(batch, masks, clip, reduce):
 
 @pytest.mark.slow
 def test_the_same_examples_as_rows_of_their_own_move_further():
-    """What the bound above is worth: clipped one by one, five examples of a user move the sum by five clip norms."""
+    """The bound above is not trivial: clipped one by one, five examples of a user move the sum by five clip norms."""
     data = np.full((8, 3), 10.0, np.float32)
     total, fewer = (
         dpopt.per_example_grads(dot_loss)(jnp.zeros(3), data, mask=m).clipped_sum(dpopt.FlatClip(1.0)).sum
@@ -352,7 +352,7 @@ def test_a_run_that_dies_goes_on(tmp_path, how):
 
 @pytest.mark.slow
 def test_losses_that_draw_get_keys_of_their_own():
-    """By step, user and example: what one user draws depends on no other."""
+    """By step, user and example: the draws of a user do not depend on other users."""
 
     def noisy(w, row):
         x, key = row
@@ -372,7 +372,7 @@ def test_losses_that_draw_get_keys_of_their_own():
 def test_the_engine_is_verified_on_users(monkeypatch):
     from dpopt import ghost, verification
 
-    monkeypatch.setattr(verification, "verify_once", verification.verify)  # which other tests leave out
+    monkeypatch.setattr(verification, "verify_once", verification.verify)  # other tests skip it
 
     true_sum = ghost.clipped_sum
 
@@ -428,15 +428,15 @@ IDS_2D = np.zeros((4, 2), int)
 @pytest.mark.parametrize(
     ("mistake", "error", "message"),
     [
-        (lambda: group(IDS_2D, max_examples=2), ValueError, "one user an example"),
+        (lambda: group(IDS_2D, max_examples=2), ValueError, "one user per example"),
         (lambda: group([1.0, math.nan], max_examples=2), TypeError, "integers or strings"),
-        (lambda: group([["a", "b"], ["c", "d"]], max_examples=2), ValueError, "Cannot|cannot be bounded"),
+        (lambda: group([["a", "b"], ["c", "d"]], max_examples=2), ValueError, "assign it to one of them"),
         (lambda: group(np.array([None, "b"], object), max_examples=2), TypeError, "integers or strings"),
-        (lambda: group(np.zeros(0, int), max_examples=2), ValueError, "nobody"),
+        (lambda: group(np.zeros(0, int), max_examples=2), ValueError, "no users"),
         (lambda: group([1, 2], max_examples=0), ValueError, "max_examples"),
         (lambda: group([1, 2], max_examples=1, how="last"), ValueError, "how"),
-        (lambda: group([1, 2], max_examples=1, how="sample"), ValueError, "needs a seed"),
-        (lambda: group([1, 2], max_examples=1, seed=3), ValueError, "leave seed out"),
+        (lambda: group([1, 2], max_examples=1, how="sample"), ValueError, "pass a seed"),
+        (lambda: group([1, 2], max_examples=1, seed=3), ValueError, "leave out seed"),
         (lambda: group([1, 2], max_examples=1).batches(np.zeros((3, 2))), ValueError, "3"),
         (lambda: per_user_grads("loss"), TypeError, "loss_fn"),
         (lambda: per_user_grads(loss_fn, reduce="max"), ValueError, "reduce"),

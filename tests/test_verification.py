@@ -1,4 +1,4 @@
-"""The check against plain gradients: silent on what is right, and it names what is wrong."""
+"""The check against plain gradients: accepts correct engines, and names the parameter that is wrong."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def test_examples_that_are_not_finite_or_have_no_gradient_pass():
 
 @pytest.mark.slow
 def test_examples_whose_gradients_are_roundings_beside_others_pass():
-    """Of ``1 - tanh^2`` near saturation one rounding leaves a quarter more or less; the clip does not care."""
+    """Near saturation one rounding changes ``1 - tanh^2`` by a quarter, which does not affect the clip."""
     x = np.random.default_rng(0).normal(size=(4096, 6)).astype(np.float32)
 
     def loss(w, x):
@@ -55,8 +55,7 @@ def test_a_model_in_bfloat16_passes():
 
 
 def on_a_corner():
-    """A ReLU network, and examples for which rounding decides whether the only unit is on: one way by itself, another
-    in a batch."""
+    """A ReLU network, and examples for which rounding decides whether the only unit is on: differently in a batch."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=1_000), jnp.float32)
     x = jnp.asarray(rng.normal(size=(512, 1_000)), jnp.float32)
@@ -68,7 +67,7 @@ def on_a_corner():
 
 def test_a_corner_that_rounding_is_on_one_or_the_other_side_of_passes():
     w, x, highest = on_a_corner()
-    if len(x) < 4:  # the units are to be off in one of the two programs, and on in the other
+    if len(x) < 4:  # the units must be off in one of the two programs, and on in the other
         pytest.skip("a product of vectors and one of matrices are rounded alike here")
 
     def loss(w, example):
@@ -101,7 +100,7 @@ def a_sum_too_large(monkeypatch):
 
 
 def rows_that_mix(monkeypatch):
-    """One example gets a little of its neighbour's weight, which shows only where the neighbour is masked out."""
+    """One example gets some of its neighbour's weight, which is visible only with the neighbour masked out."""
     real = engine.weighted_sum
 
     def wrong(run, weights, records):
@@ -137,7 +136,7 @@ def test_the_fixed_diagonals_of_an_optimizer_are_found():
 
 def test_a_loss_that_is_no_function_of_its_example_is_refused():
     calls = itertools.count(1)
-    with pytest.raises(VerificationError, match="depends on more than parameters and its own example"):
+    with pytest.raises(VerificationError, match="depends on more than the parameters and its own example"):
         verify(lambda w, x: next(calls) * jnp.sum((w - x) ** 2), jnp.zeros(2), jnp.eye(2), engine="vmap")
 
 

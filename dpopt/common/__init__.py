@@ -1,1 +1,1 @@
-"""What any room may use: checks of arguments, pytrees, names, averages, modules imported when they are first used."""
+"""Helpers for the whole package: argument checks, pytrees, names, averages, lazy imports, shared types."""

@@ -1,23 +1,26 @@
-"""Arithmetic of exponential moving averages that the adaptive rules share."""
+"""Exponential moving averages and schedules, as the adaptive rules share them."""
 
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dpopt.common.types import PyTree
 
 
-def update_average(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
+def update_average(average: jax.Array, value: jax.Array, decay: float | jax.Array) -> jax.Array:
     """``decay * average + (1 - decay) * value`` in the average's dtype."""
     return (decay * average + (1 - decay) * value).astype(average.dtype)
 
 
-def one_minus_power(decay: Any, exponent: jax.Array, dtype: Any) -> jax.Array:
-    """``1 - decay ** exponent``, the weight that a moving average started at 0 has gathered.
+def one_minus_power(decay: float | jax.Array, exponent: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """``1 - decay ** exponent``: the total weight in a moving average that started at 0.
 
-    Not computed as written: 0.999 rounds by 3e-8 in float32, which is 3e-5 of ``1 - 0.999``, and a correction that
-    subtracts the noise's variance from the second moment would feel it.
+    Computed by ``expm1``: in float32, 0.999 has a rounding error of 3e-8, a relative error of 3e-5 in ``1 - 0.999``.
+    That is too much for a correction that subtracts the noise variance from the second moment.
     """
     if isinstance(decay, numbers.Real):
         log_decay = math.log(decay) if float(decay) > 0 else -math.inf
@@ -26,6 +29,6 @@ def one_minus_power(decay: Any, exponent: jax.Array, dtype: Any) -> jax.Array:
     return -jnp.expm1(jnp.asarray(exponent, dtype) * log_decay)
 
 
-def at_step(value: Any, step: jax.Array) -> Any:
-    """A hyperparameter at a step (counted from 0, as Optax counts): a schedule's value, or the number itself."""
+def at_step(value: PyTree | Callable[[jax.Array], PyTree], step: jax.Array) -> PyTree:
+    """The value of a hyperparameter, a constant or a schedule, at a step counted from 0 as in Optax."""
     return value(step) if callable(value) else value

@@ -1,7 +1,7 @@
-"""Modules that are imported when they are first used, so that ``import dpopt`` takes little longer than Optax alone.
+"""Modules imported on first use, so that ``import dpopt`` takes little longer than importing Optax alone.
 
-``dp_accounting`` brings SciPy, which takes longer than JAX and Optax together; what reads programs brings
-``jax.extend``, which takes as long as the whole of dpopt.
+``dp_accounting`` imports SciPy, which takes longer than JAX and Optax together. The modules that read jaxprs import
+``jax.extend``, which takes as long as the rest of dpopt.
 """
 
 import importlib

@@ -1,10 +1,11 @@
-"""What to call a transformation of Optax, which has no name: by the function that made it, chains by their parts."""
+"""Names for Optax transformations, which have none: the function that made them, or the parts of a chain."""
 
+from collections.abc import Callable
 from typing import Any
 
 
-def name_of(update: Any) -> str:
-    """Such as ``scale_by_adam > scale_by_learning_rate``, of a transformation's ``update``."""
+def name_of(update: Callable[..., Any]) -> str:
+    """A name such as ``scale_by_adam > scale_by_learning_rate``, from the ``update`` of a transformation."""
     held = _closure(update)
     name = getattr(update, "__qualname__", "transformation").split(".")[0]
     if name == "chain" and isinstance(held.get("update_fns"), tuple):
@@ -18,13 +19,14 @@ def name_of(update: Any) -> str:
     return name
 
 
-def _closure(function: Any) -> dict[str, Any]:
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables that a function closes over, by name."""
     cells = getattr(function, "__closure__", None) or ()
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     found = {}
     for name, cell in zip(names, cells, strict=False):
         try:
             found[name] = cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # an empty cell
             continue
     return found

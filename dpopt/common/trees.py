@@ -1,20 +1,23 @@
-"""Small pytree helpers that more than one module needs."""
+"""Small pytree helpers."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
+
+from dpopt.common.types import PyTree
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-    """The dtype sums, noise and moments use for values of ``dtype``: float32, or float64 for float64."""
+def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
+    """The dtype of sums, noise and moments for values of ``dtype``: float32, or float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def upcast(tree: Any) -> Any:
+def upcast(tree: PyTree) -> PyTree:
     """``tree`` with every floating leaf narrower than float32 cast to float32."""
 
     def widened(x):
@@ -24,10 +27,10 @@ def upcast(tree: Any) -> Any:
     return jax.tree.map(widened, tree)
 
 
-def at_once(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-    """An elementwise function of every leaf; leaves of one shape and dtype go as one array: one kernel to compile."""
+def at_once(function: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    """Applies an elementwise function to all leaves, stacked by shape and dtype, so that few kernels are compiled."""
     leaves, structure = jax.tree.flatten(tree)
-    alike: dict[Any, list[int]] = {}
+    alike: dict[tuple[tuple[int, ...], np.dtype], list[int]] = {}
     for i, x in enumerate(leaves):
         alike.setdefault((x.shape, x.dtype), []).append(i)
     for members in alike.values():
@@ -37,21 +40,21 @@ def at_once(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
     return structure.unflatten(leaves)
 
 
-def zeros(tree: Any) -> Any:
-    """Zeros shaped like ``tree``, at least float32."""
+def zeros(tree: PyTree) -> PyTree:
+    """Zeros shaped like ``tree``, in float32 or wider."""
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), accumulator_dtype(jnp.result_type(x))), tree)
 
 
 def next_count(count: jax.Array) -> jax.Array:
-    """The step after ``count``, or the same where the integer type ends."""
-    return cast(jax.Array, optax.safe_increment(count))  # Optax calls it ArrayLike, whatever goes in
+    """``count + 1``, or ``count`` if that is the largest integer of its type."""
+    return cast(jax.Array, optax.safe_increment(count))  # Optax annotates ArrayLike
 
 
-def broadcast_prefix(prefix: Any, tree: Any, name: str) -> Any:
-    """Gives every leaf of ``tree`` its entry of ``prefix``, a tree that may stop early (a scalar stops at the root).
+def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str) -> PyTree:
+    """The entry of ``prefix`` for every leaf of ``tree``; an entry may stand for a subtree, a scalar for all leaves.
 
     Raises:
-        ValueError: if ``prefix`` is no prefix of ``tree``, or an entry does not broadcast to its leaf's shape.
+        ValueError: if ``prefix`` is not a prefix of ``tree``, or an entry does not broadcast to the shape of its leaf.
     """
     try:
         full = jax.tree.map(lambda entry, subtree: jax.tree.map(lambda _: entry, subtree), prefix, tree)
@@ -71,7 +74,7 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> Any:
                 f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(entry)}, which does not broadcast to the "
                 f"parameter's shape {jnp.shape(leaf)}."
             )
-        # One axis for each of the leaf's, so that no later product has to promote ranks.
+        # As many axes as the leaf has, so that later products need no rank promotion.
         missing = jnp.ndim(leaf) - jnp.ndim(entry)
         return jnp.reshape(entry, (1,) * missing + jnp.shape(entry)) if missing and jnp.ndim(entry) else entry
 
@@ -79,5 +82,5 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> Any:
 
 
 def per_example(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Reshapes a ``[B]`` vector, or ``[B, layers]``, so that it broadcasts against ``like`` of shape ``[B, ...]``."""
+    """Reshapes ``[B]`` or ``[B, layers]`` so that it broadcasts against ``like`` of shape ``[B, ...]``."""
     return vector.reshape(vector.shape + (1,) * (like.ndim - vector.ndim))

@@ -1,7 +1,7 @@
-"""Checks of arguments, each named by the keyword it is called with.
+"""Checks of arguments. The keyword that a check is called with is the name in its error message.
 
-Every check runs once, in the factory, on Python numbers. A traced value (inside ``jit``, or a hyperparameter that
-``optax.inject_hyperparams`` turned into state) cannot be compared and passes; its type is still checked.
+Checks run once, in the factory, on Python numbers. The value of a traced argument (inside ``jit``, or a hyperparameter
+that ``optax.inject_hyperparams`` made part of the state) cannot be checked; its type is.
 """
 
 import functools
@@ -9,41 +9,43 @@ import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, SupportsFloat, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from dpopt.common.types import PyTree
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def requires_mask(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The same function, whose error for a forgotten ``mask`` says what to pass."""
+    """Wraps a function so that a call without ``mask`` raises an error which explains what to pass."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if "mask" not in signature.bind_partial(*args, **kwargs).arguments:
             raise TypeError(
-                "mask is missing: pass the batch's mask, (B,) bool and False for padding rows, as the sampler gives it "
+                "mask is missing: pass the batch's mask, (B,) bool, False for padding, as the sampler returns it "
                 "(indices, mask = sampler.batch(step)), or mask=None if no row is padding. There is no default: "
-                "padding that passes for examples is not covered by the privacy guarantee."
+                "the privacy guarantee does not hold if padding is counted as examples."
             )
         return function(*args, **kwargs)
 
     return checked
 
 
-def concrete(value: Any) -> float | None:
-    """The Python number behind ``value``, or None where it is traced."""
+def concrete(value: SupportsFloat) -> float | None:
+    """``value`` as a Python float, or None if it is traced."""
     return None if isinstance(value, Tracer) else float(value)
 
 
-def _number(name: str, value: Any) -> float | None:
+def _number(name: str, value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, np.ndarray, jax.Array)):
         raise TypeError(f"{name} must be a real number; got {value!r} of type {type(value).__name__}.")
     if isinstance(value, (np.ndarray, jax.Array)):
@@ -54,7 +56,7 @@ def _number(name: str, value: Any) -> float | None:
     return concrete(value)
 
 
-def positive(*, allow_inf: bool = False, **named: Any) -> None:
+def positive(*, allow_inf: bool = False, **named: object) -> None:
     """Raises unless every argument is a number above 0 (and finite, unless ``allow_inf``)."""
     for name, value in named.items():
         number = _number(name, value)
@@ -62,15 +64,15 @@ def positive(*, allow_inf: bool = False, **named: Any) -> None:
             raise ValueError(f"{name} must be positive{'' if allow_inf else ' and finite'}; got {value}.")
 
 
-def at_least(least: float, reason: str, **named: Any) -> None:
-    """Raises where an argument is a number below ``least``; ``reason`` says what would go wrong."""
+def at_least(least: float, reason: str, **named: object) -> None:
+    """Raises if an argument is below ``least``; ``reason`` ends the message."""
     for name, value in named.items():
         number = _number(name, value)
         if number is not None and number < least:
             raise ValueError(f"{name} must be at least {least:.3g}; got {value}. {reason}")
 
 
-def non_negative(*, allow_inf: bool = False, **named: Any) -> None:
+def non_negative(*, allow_inf: bool = False, **named: object) -> None:
     """Raises unless every argument is a number of at least 0 (and finite, unless ``allow_inf``)."""
     for name, value in named.items():
         number = _number(name, value)
@@ -78,7 +80,7 @@ def non_negative(*, allow_inf: bool = False, **named: Any) -> None:
             raise ValueError(f"{name} must be non-negative{'' if allow_inf else ' and finite'}; got {value}.")
 
 
-def probability(**named: Any) -> None:
+def probability(**named: object) -> None:
     """Raises unless every argument lies in (0, 1]."""
     for name, value in named.items():
         number = _number(name, value)
@@ -87,24 +89,23 @@ def probability(**named: Any) -> None:
 
 
 def small_delta(delta: float, num_examples: int, *, stacklevel: int = 3) -> None:
-    """Warns where delta is no smaller than one example's share of the data: such a delta promises nobody anything."""
+    """Warns if ``delta >= 1 / num_examples``: such a delta protects nobody."""
     if delta * num_examples >= 1:
         warnings.warn(
-            f"delta {delta:g} is not below 1/n = {1 / num_examples:g}, for the {num_examples} examples there are. "
-            "Publishing one whole example drawn at random satisfies such a delta, whatever epsilon is: choose a delta "
-            "well below 1/n.",
+            f"delta {delta:g} is not below 1/n = {1 / num_examples:g} for n = {num_examples} examples. Publishing one "
+            "whole example drawn at random satisfies such a delta at any epsilon: choose a delta well below 1/n.",
             UserWarning,
             stacklevel=stacklevel,
         )
 
 
 def chosen_delta(given: float | None, default: float | None, num_examples: int | None) -> float:
-    """The delta to state epsilon at; warns, in the name of a method's caller, where one that is given is too large."""
+    """The given delta, with a warning (at the caller of a method) if it is too large, or the default."""
     if given is None:
         if default is None:
             raise ValueError(
-                "no delta is set, since the noise was given and not a budget: pass delta=..., below one over the "
-                "number of examples."
+                "no delta is set, since the noise was given instead of a budget: pass delta=..., below 1 / (number of "
+                "examples)."
             )
         return default
     if num_examples is not None:
@@ -112,7 +113,7 @@ def chosen_delta(given: float | None, default: float | None, num_examples: int |
     return given
 
 
-def fraction(**named: Any) -> None:
+def fraction(**named: object) -> None:
     """Raises unless every argument lies in [0, 1), as decay rates do."""
     for name, value in named.items():
         number = _number(name, value)
@@ -120,7 +121,7 @@ def fraction(**named: Any) -> None:
             raise ValueError(f"{name} must lie in [0, 1); got {value}.")
 
 
-def positive_int(**named: Any) -> None:
+def positive_int(**named: object) -> None:
     """Raises unless every argument is an integer of at least 1."""
     for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -129,7 +130,7 @@ def positive_int(**named: Any) -> None:
             raise ValueError(f"{name} must be at least 1; got {value}.")
 
 
-def non_negative_int(**named: Any) -> None:
+def non_negative_int(**named: object) -> None:
     """Raises unless every argument is an integer of at least 0."""
     for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -138,14 +139,14 @@ def non_negative_int(**named: Any) -> None:
             raise ValueError(f"{name} must be at least 0; got {value}.")
 
 
-def one_of(choices: tuple, **named: Any) -> None:
+def one_of(choices: tuple[object, ...], **named: object) -> None:
     """Raises unless every argument is among ``choices``."""
     for name, value in named.items():
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 
 
-def prng_key(key: Any) -> None:
+def prng_key(key: object) -> None:
     """Raises unless ``key`` is one PRNG key: ``jax.random.key(seed)``, or the older uint32 array of shape (2,)."""
     advice = "pass one key made by jax.random.key(seed)"
     if not isinstance(key, (jax.Array, np.ndarray)):
@@ -159,20 +160,20 @@ def prng_key(key: Any) -> None:
         raise ValueError(f"key must be a single PRNG key; got shape {key.shape}: {advice}.")
     else:
         try:
-            jax.random.wrap_key_data(jnp.asarray(key))  # the right length depends on JAX's default kind of key
+            jax.random.wrap_key_data(jnp.asarray(key))  # its length depends on JAX's default generator
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"key must be a JAX PRNG key; got a uint32 array of shape {key.shape}: {advice}."
             ) from error
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     module = type(value).__module__.split(".")[0]
     name = getattr(value, "__name__", None)
     return f"{name} ({type(value).__name__})" if name else f"a {type(value).__name__} of {module}"
 
 
-def floating_params(params: Any) -> None:
+def floating_params(params: PyTree) -> None:
     """Raises unless ``params`` has leaves and all of them are real floating-point arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
@@ -181,28 +182,28 @@ def floating_params(params: Any) -> None:
         name = jax.tree_util.keystr(path) or "params"
         if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) and not isinstance(leaf, complex | float | int):
             raise TypeError(
-                f"parameter {name} is no array but {_shown(leaf)}. A module holds more than its parameters. Flax "
+                f"parameter {name} is not an array but {_shown(leaf)}. Pass the parameters, not the module. Flax "
                 "linen: model.init(...)['params']; NNX: dpopt.flax.nnx_loss(model, loss); Equinox: "
                 "equinox.partition(model, equinox.is_inexact_array); Haiku: transformed.init(...)."
             )
         dtype = jnp.result_type(leaf)
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise TypeError(
-                f"parameter {name} has dtype {dtype}: dpopt trains real parameters. "
-                "Keep its real and imaginary parts, and put them together in the loss (jax.lax.complex)."
+                f"parameter {name} has dtype {dtype}, but dpopt trains real parameters: store the real and imaginary "
+                "parts, and combine them in the loss (jax.lax.complex)."
             )
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"parameter {name} has dtype {dtype}, which has no gradient: "
-                "keep it out of params (close over it in the loss) or cast it to a floating type."
+                "close over it in the loss instead, or cast it to a floating type."
             )
 
 
 ONLY_PUBLIC_ARGUMENTS = (
-    "What an optimizer is told besides the gradients must be public. The loss of a private batch is not: no noise is "
-    "on it, and rules that read it (optax.polyak_sgd, reduce_on_plateau, line searches) would pass it on. Where it "
-    "comes from public data alone, wrap the rule, dpopt.optimizers.public.with_public_arguments(rule), and pass the "
-    "argument with 'public_' before its name."
+    "Extra arguments of an optimizer must be public. The loss of a private batch is not: it has no noise, and rules "
+    "that read it (optax.polyak_sgd, reduce_on_plateau, line searches) would release it. If the argument comes from "
+    "public data alone, wrap the rule, dpopt.optimizers.public.with_public_arguments(rule), and prefix the name of "
+    "the argument with 'public_'."
 )
 
 
@@ -210,8 +211,8 @@ def is_public_argument(name: str) -> bool:
     return name.startswith("public_") or name == "noise_stddev"
 
 
-def public_arguments(extra: dict[str, Any]) -> None:
-    """Raises unless all extra arguments of an update are public by name: ``public_...``, or ``noise_stddev``."""
+def public_arguments(extra: Mapping[str, object]) -> None:
+    """Raises unless every extra argument of an update is named ``public_...`` or ``noise_stddev``."""
     for name in extra:
         if not is_public_argument(name):
             raise ValueError(f"update got the extra argument {name!r}. {ONLY_PUBLIC_ARGUMENTS}")

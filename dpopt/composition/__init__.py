@@ -1,1 +1,1 @@
-"""What a sequence of private steps costs together: bounds on epsilon that `dpopt.accounting` takes the smallest of."""
+"""Upper bounds on the epsilon of a composition of steps; `dpopt.accounting` returns the smallest of them."""

@@ -1,7 +1,7 @@
-"""Upper bounds on the epsilon of composed Gaussian steps, each from ``dp_accounting`` and each valid by itself.
+"""Upper bounds on the epsilon of composed Gaussian steps, from ``dp_accounting``; each is valid by itself.
 
-`dpopt.accounting` reports the smallest of them. What a bound takes is a composition flattened by
-`dpopt.events.flattened`: how often each step event occurs.
+`dpopt.accounting` returns the smallest of them. A composition is given as the counts of its step events
+(`dpopt.events.flattened`).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from dpopt.composition.step_events import (
     NEVER,
     Steps,
     alternatives,
-    cut_beside,
     noise,
+    prob_full,
     rounded,
     sampled_gaussian,
 )
 from dpopt.events import flattened
 from dpopt.privacy import Relation
 
-# Grid of the privacy loss at an epsilon between 1 and 100. Rounding is pessimistic, so a coarser grid gives a larger
-# epsilon, never a smaller one. At 1e-3 IMDB's 39,000 steps cost 2.81 (2.79 on a grid ten times finer, for eight times
-# the work). Below 1 the grid shrinks with epsilon, above 100 it grows.
+# Grid interval of the privacy loss for epsilon between 1 and 100. Rounding is pessimistic, so a coarser grid gives a
+# larger epsilon, never a smaller one. At 1e-3 the 39,000 steps on IMDB cost 2.81 (2.79 on a grid ten times finer, for
+# eight times the work). The interval shrinks with epsilon below 1, and grows with it above 100.
 _INTERVAL = 1e-3
-# What a grid may have: points of one step (a dictionary in dp_accounting), of a composition (arrays), and of each
-# composition of equal steps where there are many, since those are kept.
+# Largest numbers of grid points: for one step (a dictionary in dp_accounting), for a composition (arrays), and for each
+# of many compositions of equal steps, which are cached.
 _STEP_POINTS, _POINTS, _KEPT_POINTS = 2**17, 2**21, 2**15
-# And where the grid is finer than it must be, since it would be coarse beside the loss of one step.
+# For a grid refined because it would be coarse relative to the loss of one step.
 _FINE_POINTS = 2**18
-_TAIL = 1e-15  # probability that dp_accounting moves to an infinite loss when it cuts a composition
+_TAIL = 1e-15  # probability that dp_accounting moves to an infinite loss when it truncates a composition
 
-# Where a schedule asks for many curves, fewer orders must do, which costs up to about 1% of a Renyi bound.
+# Fewer orders for a schedule, which needs many curves; this increases a Renyi bound by up to about 1%.
 _FEW_ORDERS = (1.25, 1.5, 1.75, *(n / 5 for n in range(10, 55)), *range(11, 65), 128, 256)
 
 
@@ -58,18 +58,18 @@ def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: tuple | None) ->
     absl = logging.getLogger("absl")
     level = absl.level
     try:
-        absl.setLevel(logging.ERROR)  # it reports every order that it leaves out, which is sound and of no interest
+        absl.setLevel(logging.ERROR)  # dp_accounting warns about every order it skips, which is sound
         accountant = dp.rdp.RdpAccountant(orders, dp.NeighboringRelation[relation.name]).compose(event)
     except dp.UnsupportedEventError as error:
         raise ValueError(
-            f"no accountant takes this event under {relation.name}: {error}. Poisson samples are accounted for under "
-            "add-or-remove-one, samples of fixed size under replace-one; a run cannot mix them."
+            f"dp_accounting does not support this event under {relation.name}: {error}. Poisson samples are accounted "
+            "for under add-or-remove-one, samples of fixed size under replace-one; a run cannot mix them."
         ) from error
     finally:
         absl.setLevel(level)
     used, curve = np.asarray(accountant.orders), np.asarray(accountant.rdp)
-    # The divergence is the logarithm of a sum near 1, so a tiny one is lost in rounding, or comes out negative. Its
-    # rounding error is charged; where cancellation took more than that, the order says nothing.
+    # The divergence is the logarithm of a sum near 1, so a tiny one is lost in rounding, or even negative. Its rounding
+    # error is added; an order at which cancellation was worse than that is unusable.
     error = _renyi_rounding(used)
     return used, np.where(curve < -error, np.inf, np.maximum(curve, 0) + error)
 
@@ -83,8 +83,8 @@ def _selected_curve(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The curve of the best of several runs, by theorems 2 and 6 of Papernot and Steinke (2022).
 
-    dp_accounting's accountant would apply them to its own curve of a run. This one's rounding is paid for, and orders
-    that say nothing are infinite in it: one divergence that came out too small would make all orders too small.
+    The accountant of dp_accounting would apply them to its own curve of a run. Here the curve includes the rounding
+    error and is infinite at unusable orders: one divergence that is too small would make all orders too small.
     """
     used, curve = _curve_of_all(rounded(flattened(event.event)), relation, orders)
     theorems: Any = dp.rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select
@@ -92,33 +92,33 @@ def _selected_curve(
 
 
 def _orders(steps: Steps) -> tuple | None:
-    return _FEW_ORDERS if _kinds(steps) > FEW else None  # None: all that dp_accounting has
+    return _FEW_ORDERS if _num_different(steps) > FEW else None  # None: all orders of dp_accounting
 
 
-def _kinds(steps: Steps) -> int:
-    """How many different steps there are, with those of the runs that are selected from."""
-    inner = [_kinds(flattened(e.event)) for e in steps if isinstance(e, dp.dp_event.RepeatAndSelectDpEvent)]
+def _num_different(steps: Steps) -> int:
+    """The number of different steps, including those of runs inside a selection."""
+    inner = [_num_different(flattened(e.event)) for e in steps if isinstance(e, dp.dp_event.RepeatAndSelectDpEvent)]
     return len(steps) + sum(inner)
 
 
 def renyi(steps: Steps, relation: Relation) -> Callable[[float], float]:
-    """Renyi divergences added up: a function of delta."""
+    """Epsilon as a function of delta, from the sum of the Renyi divergences."""
     orders, total = _renyi_total(steps, relation)
     if not orders.size:
         return lambda delta: math.inf
-    # dp_accounting annotates sequences, and passes arrays itself.
+    # dp_accounting annotates sequences, but itself passes arrays.
     return lambda delta: float(dp.rdp.compute_epsilon(orders, total, delta)[0])  # pyright: ignore[reportArgumentType]
 
 
 def covers(steps: Steps, others: Steps, relation: Relation) -> bool:
-    """Whether steps cost at every order at least what others do, but for rounding."""
+    """Whether ``steps`` have at least the Renyi divergence of ``others`` at every order, up to rounding."""
     wanted = _orders(steps + others)
     (_, curve), (_, other) = (_curve_of_all(rounded(s), relation, wanted) for s in (steps, others))
     return bool(np.all(other <= curve * (1 + 1e-9)))
 
 
 def _renyi_total(steps: Steps, relation: Relation) -> tuple[np.ndarray, np.ndarray]:
-    """Orders, and the divergence of all steps together at each, where it is finite."""
+    """The orders at which the total divergence is finite, and its values."""
     orders, total = _curve_of_all(steps, relation, _orders(steps))
     kept = np.isfinite(total)
     return orders[kept], total[kept]
@@ -130,19 +130,19 @@ def _curve_of_all(steps: Steps, relation: Relation, wanted: tuple | None) -> tup
 
 
 def ever_sampled(steps: Steps, delta: float) -> float:
-    """From the probability p that an example is in any batch at all; tight for one step, and where p is tiny.
+    """Epsilon from the probability p that an example is in any batch at all; tight for one step, and for tiny p.
 
-    A whole run is a mixture: with probability 1 - p the example is never read, and otherwise at most what full batches
-    would show. Amplification by sampling (Balle, Barthe and Gaboardi 2018) takes (epsilon, delta / p) of full batches,
-    one Gaussian query, to log(1 + p (e^epsilon - 1)) at delta, in both directions. Of truncated samples it may be known
-    which were full, so p is the largest that it can be, whichever were.
+    A whole run is a mixture: with probability 1 - p the example is never read, and otherwise the run shows at most what
+    full batches would. Amplification by sampling (Balle, Barthe and Gaboardi 2018) maps (epsilon, delta / p) of full
+    batches, one Gaussian query, to log(1 + p (e^epsilon - 1)) at delta, in both directions. It may be known which
+    truncated samples were full, so p is the largest possible over all such outcomes.
     """
-    from dp_accounting import gaussian_mechanism  # which the package does not import itself
+    from dp_accounting import gaussian_mechanism  # not imported by the package itself
 
-    never, precision, alike = 0.0, 0.0, 0.0  # logarithms of probabilities: never sampled, and drawn the same either way
+    never, precision, alike = 0.0, 0.0, 0.0  # log probabilities: never sampled; the same output with and without it
     for event, count in steps.items():
         parts = alternatives(event)
-        q, _ = sampled_gaussian(event)  # the largest of the parts': which of them it was may be seen
+        q, _ = sampled_gaussian(event)  # the largest over the parts, as it may be known which one applies
         never += count * (math.log1p(-q) if q < 1 else -math.inf)
         # Total variation distance of one step.
         shift = sum(weight * q * math.erf(1 / (math.sqrt(8) * sigma)) for weight, q, sigma in parts)
@@ -151,7 +151,7 @@ def ever_sampled(steps: Steps, delta: float) -> float:
     if delta >= -math.expm1(alike):
         return 0.0  # two coupled runs differ with at most this probability
     if precision > 1e7:
-        return math.inf  # an epsilon of millions, beyond what the formula resolves in floating point
+        return math.inf  # an epsilon of millions, too large for the formula in floating point
     p = -math.expm1(never)
     with np.errstate(divide="ignore"):  # a delta too small for floats is 0
         full = float(gaussian_mechanism.get_epsilon_gaussian(precision**-0.5, delta / p))
@@ -160,22 +160,22 @@ def ever_sampled(steps: Steps, delta: float) -> float:
 
 
 def privacy_loss(steps: Steps, delta: float, bound: float) -> float:
-    """From privacy loss distributions, on a grid that an upper bound on epsilon sets and memory limits."""
+    """Epsilon from privacy loss distributions, on a grid chosen by an upper ``bound`` on epsilon and by memory."""
     slack = _rounding(steps)
     if delta <= 2 * slack:
         return math.inf
-    with np.errstate(over="ignore", divide="ignore"):  # an epsilon above 700 may come out infinite
-        return float(_whole(steps, bound).get_epsilon_for_delta(delta - slack))
+    with np.errstate(over="ignore", divide="ignore"):  # an epsilon above 700 may become infinite
+        return float(_composition(steps, bound).get_epsilon_for_delta(delta - slack))
 
 
 def privacy_loss_deltas(steps: Steps, epsilons: np.ndarray, bound: float) -> np.ndarray:
-    """The same distribution's deltas at many epsilons."""
-    deltas = _whole(steps, bound).get_delta_for_epsilon(list(map(float, epsilons)))
+    """Deltas at many epsilons, from the same distribution."""
+    deltas = _composition(steps, bound).get_delta_for_epsilon(list(map(float, epsilons)))
     return np.minimum(1.0, np.asarray(deltas) + _rounding(steps))
 
 
 def renyi_deltas(steps: Steps, epsilons: np.ndarray, relation: Relation) -> np.ndarray:
-    """Deltas at many epsilons, by Renyi divergences."""
+    """Deltas at many epsilons, from Renyi divergences."""
     orders, total = _renyi_total(steps, relation)
     if not orders.size:
         return np.ones(len(epsilons))
@@ -184,14 +184,14 @@ def renyi_deltas(steps: Steps, epsilons: np.ndarray, relation: Relation) -> np.n
 
 
 def _rounding(steps: Steps) -> float:
-    # A composition is a Fourier transform to the power of the number of steps. The rounding error of that was measured
-    # to stay below 1e-16 a step; delta pays twice as much.
+    # A composition is a Fourier transform raised to the number of steps. Its rounding error was measured to be below
+    # 1e-16 a step; twice that is added to delta.
     return np.finfo(float).eps * (sum(steps.values()) + 64 * len(steps))
 
 
-def _whole(steps: Steps, bound: float) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
+def _composition(steps: Steps, bound: float) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
     interval = _interval(steps, bound)
-    compose = _composed_and_kept if len(steps) > 4 else _composed
+    compose = _cached_composed if len(steps) > 4 else _composed
     parts = [compose(event, count, interval) for event, count in steps.items()]
     return functools.reduce(lambda a, b: a.compose(b, tail_mass_truncation=_TAIL), parts)
 
@@ -203,25 +203,25 @@ def _interval(steps: Steps, bound: float) -> float:
     windows = 0.0
     for event, count in steps.items():
         width = _width(event)
-        # dp_accounting cuts a composition by Chernoff's bound, at exponents of up to 20 over the width of a step.
+        # dp_accounting truncates a composition by a Chernoff bound, with exponents of up to 20 / width of a step.
         orders, curve = _renyi_curve(event, Relation.ADD_OR_REMOVE_ONE, _orders(steps))
         exponents = orders - 1
         tails = count * curve + math.log(2 / _TAIL) / exponents
         window = min(count * width, 4 * width + 2 * np.min(tails, initial=math.inf, where=exponents * width <= 20))
-        spread = math.sqrt(curve[np.argmin(np.abs(orders - 2))])  # of the loss of one step; a grid of half that is fine
+        spread = math.sqrt(curve[np.argmin(np.abs(orders - 2))])  # of the loss of one step; half of it is fine enough
         fine = min(coarse, max(spread / 2, window / _FINE_POINTS))
         interval = max(interval, fine, width / _STEP_POINTS, window / points)
         windows += window
-    # Upwards to one of eight values an octave: kept compositions are met again when epsilon has moved a little.
+    # Rounded up to one of eight values per octave, so that cached compositions are used again at a similar epsilon.
     return 2.0 ** (math.ceil(8 * math.log2(max(interval, windows / _POINTS / 4))) / 8)
 
 
 def _width(event: dp.DpEvent) -> float:
-    """Between the largest and the smallest privacy loss of one step that dp_accounting puts on the grid."""
+    """Distance of the largest and the smallest privacy loss of one step on the grid of dp_accounting."""
     kinds = dp.pld.privacy_loss_mechanism.AdjacencyType
     ends = []
     for _, q, sigma in alternatives(event):
-        kind = kinds.REMOVE if sigma == noise(event) else kinds.REPLACE  # as dp_accounting takes what is cut
+        kind = kinds.REMOVE if sigma == noise(event) else kinds.REPLACE  # as dp_accounting treats truncated samples
         loss = dp.pld.privacy_loss_mechanism.GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=kind)
         bounds = loss.connect_dots_bounds()
         ends += [cast(float, bounds.epsilon_upper), cast(float, bounds.epsilon_lower)]
@@ -232,7 +232,7 @@ def _composed(
     event: dp.DpEvent, count: int, interval: float
 ) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
     q, sigma = sampled_gaussian(event)
-    if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent) and cut_beside(event) > NEVER:
+    if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent) and prob_full(event) > NEVER:
         step = dp.pld.privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
             event.dataset_size, q, event.truncated_batch_size, sigma, value_discretization_interval=interval
         )
@@ -245,4 +245,4 @@ def _composed(
     return step if count == 1 else step.self_compose(count)
 
 
-_composed_and_kept = functools.lru_cache(maxsize=2 * MOST)(_composed)
+_cached_composed = functools.lru_cache(maxsize=2 * MOST)(_composed)

@@ -1,4 +1,4 @@
-"""The kinds of events that dpopt accounts for and stores, and their numbers; any other kind is refused."""
+"""The kinds of events that dpopt accounts for and stores: checks, traversal, JSON. All other kinds are refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dpopt.common.lazy import dp_accounting as dp
 
 
 @functools.cache
-def _coded() -> dict[str, tuple[type, tuple[str, ...]]]:
-    """By name: the kind, and its fields."""
+def _kinds() -> dict[str, tuple[type[dp.DpEvent], tuple[str, ...]]]:
+    """The class and the fields of each kind, by the name of the class."""
     return {
         kind.__name__: (kind, fields)
         for kind, fields in (
@@ -32,16 +32,15 @@ def _coded() -> dict[str, tuple[type, tuple[str, ...]]]:
     }
 
 
-def check(event: Any) -> None:
-    """Refuses an event of a kind that dpopt does not account for, or with a number out of range, at any depth.
+def check(event: object) -> None:
+    """Refuses events of an unknown kind, or with a number out of range, at any depth.
 
-    Nothing is guessed: random allocation, shuffling, sampling with replacement and whatever else a later
-    ``dp_accounting`` describes are refused, and so are subclasses. A negative count would pay back.
+    Random allocation, shuffling, sampling with replacement and whatever else a later ``dp_accounting`` describes are
+    refused, and so are subclasses. A negative count would reduce epsilon.
 
     Raises:
-        TypeError: for what is no event; ValueError: naming the event.
-
-    *Privacy*: a description; reads no data.
+        TypeError: if ``event`` is not an event.
+        ValueError: if it is refused.
 
     >>> check(dp.SelfComposedDpEvent(dp.GaussianDpEvent(1.0), -3))
     Traceback (most recent call last):
@@ -50,11 +49,11 @@ def check(event: Any) -> None:
     """
     kind = type(event)
     if not isinstance(event, dp.DpEvent):
-        raise TypeError(f"privacy is described by events of dp_accounting; got {event!r} of type {kind.__name__}.")
-    if _coded().get(kind.__name__, (None,))[0] is not kind:
+        raise TypeError(f"expected an event of dp_accounting; got {event!r} of type {kind.__name__}.")
+    if _kinds().get(kind.__name__, (None,))[0] is not kind:
         raise ValueError(
-            f"events of kind {kind.__name__} are not accounted for here; known are {', '.join(_coded())}. Describe the "
-            "mechanism by these, so that it costs no less than it does, or account for it with dp_accounting itself."
+            f"dpopt does not account for events of kind {kind.__name__}, but for {', '.join(_kinds())}. Bound the "
+            "cost of the mechanism from above by these, or use dp_accounting directly."
         )
     match event:
         case dp.GaussianDpEvent(noise_multiplier=sigma):
@@ -73,27 +72,25 @@ def check(event: Any) -> None:
             is_sound = 1 <= mean < math.inf and shape >= 0
         case _:
             is_sound = True
-    if not is_sound:  # NaN compares false
+    if not is_sound:  # also for NaN, which compares false
         raise ValueError(f"this event cannot be accounted for, a number in it is out of range: {event!r}.")
     for part in _parts(event):
         check(part)
 
 
-def _parts(event: Any) -> list[Any]:
+def _parts(event: dp.DpEvent) -> list[dp.DpEvent]:
     return [part for part in getattr(event, "events", [getattr(event, "event", None)]) if part is not None]
 
 
-def everything_in(event: Any) -> Iterator[Any]:
-    """An event and all that it is made of, at any depth."""
+def everything_in(event: dp.DpEvent) -> Iterator[dp.DpEvent]:
+    """An event and all events nested in it, at any depth."""
     yield event
     for part in _parts(event):
         yield from everything_in(part)
 
 
 def following(earlier: dp.DpEvent | None, event: dp.DpEvent) -> dp.DpEvent:
-    """The event of both; of ``event`` alone where nothing was spent earlier.
-
-    *Privacy*: a description; reads no data.
+    """The composition of both, or ``event`` alone if nothing was spent earlier.
 
     >>> following(None, dp.GaussianDpEvent(2.0))
     GaussianDpEvent(noise_multiplier=2.0)
@@ -101,10 +98,8 @@ def following(earlier: dp.DpEvent | None, event: dp.DpEvent) -> dp.DpEvent:
     return event if earlier is None else dp.ComposedDpEvent([earlier, event])
 
 
-def with_one_more(event: Any) -> Any:
-    """The same run on data of one example more, on whose number truncated samples depend.
-
-    *Privacy*: a description; reads no data.
+def with_one_more(event: dp.DpEvent) -> dp.DpEvent:
+    """The event of the same run on data with one more example; truncated samples depend on the number of examples.
 
     >>> with_one_more(dp.TruncatedSubsampledGaussianDpEvent(10, 0.5, 6, 1.0)).dataset_size
     11
@@ -123,25 +118,23 @@ def with_one_more(event: Any) -> Any:
     return event
 
 
-def is_replace_one(steps: Iterable[Any]) -> bool:
-    """Whether these steps are accounted for under replace-one: those on samples of fixed size are."""
+def is_replace_one(steps: Iterable[dp.DpEvent]) -> bool:
+    """Whether any step is on a sample of fixed size, which is accounted for under replace-one."""
     return any(isinstance(e, dp.SampledWithoutReplacementDpEvent) for step in steps for e in everything_in(step))
 
 
-def renyi_alone(steps: Iterable[Any]) -> str | None:
-    """What among these steps has a bound by Renyi divergences and no other, in words; None where nothing has."""
+def renyi_alone(steps: Iterable[dp.DpEvent]) -> str | None:
+    """A phrase for what has only a Renyi bound among these steps; None if nothing has."""
     if any(isinstance(step, dp.dp_event.RepeatAndSelectDpEvent) for step in steps):
         return "the selection of the best of several runs"
     return "sampling without replacement" if is_replace_one(steps) else None
 
 
 def to_json(event: Any) -> Any:
-    """An event as plain dictionaries, lists and numbers.
+    """An event, a list of events or a number as plain dictionaries, lists and numbers.
 
     Raises:
-        TypeError: for an event of a kind that dpopt does not make.
-
-    *Privacy*: a description; reads no data.
+        TypeError: if dpopt does not make events of this kind.
 
     >>> to_json(dp.GaussianDpEvent(2.0))
     {'kind': 'GaussianDpEvent', 'noise_multiplier': 2.0}
@@ -149,20 +142,18 @@ def to_json(event: Any) -> Any:
     if isinstance(event, list):
         return [to_json(e) for e in event]
     if not isinstance(event, dp.DpEvent):
-        return event.item() if hasattr(event, "item") else event  # a number, perhaps NumPy's or JAX's
+        return event.item() if hasattr(event, "item") else event  # a Python, NumPy or JAX number
     kind = type(event).__name__
-    if kind not in _coded():
-        raise TypeError(f"a ledger cannot store events of kind {kind}; it knows {', '.join(_coded())}.")
-    return {"kind": kind, **{f: to_json(getattr(event, f)) for f in _coded()[kind][1]}}
+    if kind not in _kinds():
+        raise TypeError(f"a ledger cannot store events of kind {kind}; it stores {', '.join(_kinds())}.")
+    return {"kind": kind, **{f: to_json(getattr(event, f)) for f in _kinds()[kind][1]}}
 
 
 def from_json(data: Any) -> Any:
-    """The event that `to_json` wrote.
+    """The inverse of `to_json`.
 
     Raises:
         ValueError: for an unknown kind or a missing field.
-
-    *Privacy*: a description; reads no data.
 
     >>> from_json({"kind": "GaussianDpEvent", "noise_multiplier": 2.0})
     GaussianDpEvent(noise_multiplier=2.0)
@@ -171,9 +162,9 @@ def from_json(data: Any) -> Any:
         return [from_json(d) for d in data]
     if not isinstance(data, dict):
         return data
-    if data.get("kind") not in _coded():
-        raise ValueError(f"unknown kind of event {data.get('kind')!r}; expected one of {', '.join(_coded())}.")
-    kind, fields = _coded()[data["kind"]]
+    if data.get("kind") not in _kinds():
+        raise ValueError(f"unknown kind of event {data.get('kind')!r}; expected one of {', '.join(_kinds())}.")
+    kind, fields = _kinds()[data["kind"]]
     if set(fields) != set(data) - {"kind"}:
         raise ValueError(
             f"a stored {data['kind']} has fields {sorted(set(data) - {'kind'})}; expected {sorted(fields)}."

@@ -1,4 +1,4 @@
-"""Steps of a composition as bounds on epsilon take them: made few by rounding, and taken apart into sampled queries."""
+"""Step events of a composition: rounding to fewer different ones, and splitting into sampled Gaussian queries."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dpopt.common.lazy import dp_accounting as dp
 
 Steps: TypeAlias = "Counter[dp.DpEvent]"
 
-# More than FEW different steps are rounded towards less privacy, onto a grid of ratio 1.001, or coarser until at most
-# MOST are different. The grid is the same for every run, so that neighbouring questions find their answers kept.
+# More than FEW different steps are rounded towards less privacy, on a geometric grid of ratio 1.001, or coarser until
+# at most MOST are different. The grid is the same for every run, so that similar runs share cached curves.
 FEW, MOST, _RATIO = 32, 400, 1 + 2.0**-10
-_MOST_CUT = 64  # of truncated samples, which take two curves and grids each, and again with one example more
-NEVER = 1e-100  # a probability that even what is charged for rounding a step pays for many times over
+_MOST_CUT = 64  # for truncated samples, which need two curves and grids each, and as many again with one more example
+NEVER = 1e-100  # far below what is charged for the rounding error of one step
 
 
 def rounded(steps: Steps) -> Steps:
-    """Few different steps that together cost no less: noise is rounded down, sampling probabilities are rounded up.
+    """Fewer different steps that together cost no less: noise rounded down, sampling probabilities rounded up.
 
-    Less noise is the same query before some post-processing, and a smaller sample is a mixture of a larger one and of
-    none at all, so each rounded step dominates the step it stands for.
+    A query with more noise is a post-processing of one with less, and a smaller sample is a mixture of a larger one and
+    an empty one, so each rounded step dominates the original.
     """
     selections: Steps = Counter({e: n for e, n in steps.items() if isinstance(e, dp.dp_event.RepeatAndSelectDpEvent)})
-    return selections + _rounded(steps - selections)  # the runs that are selected from are rounded by themselves
+    return selections + _rounded(steps - selections)  # the runs inside a selection are rounded separately
 
 
 def _rounded(steps: Steps) -> Steps:
@@ -34,17 +34,18 @@ def _rounded(steps: Steps) -> Steps:
     while len(result) > (FEW if result is steps else most):
         result = Counter()
         for event, count in steps.items():
-            sigma = _down(noise(event), spacing)
+            sigma = _rounded_down(noise(event), spacing)
             if len(schemes) > FEW and isinstance(event, dp.PoissonSampledDpEvent):
-                event = dp.PoissonSampledDpEvent(1 / _down(1 / event.sampling_probability, spacing), event.event)
+                q = 1 / _rounded_down(1 / event.sampling_probability, spacing)
+                event = dp.PoissonSampledDpEvent(q, event.event)
             result[with_noise(event, sigma)] += count
         if not any(isinstance(event, dp.PoissonSampledDpEvent) for event in result) and len(result) <= len(schemes):
-            break  # samples of as many sizes: these are not rounded
+            break  # one step for each sampling scheme is left, and these schemes are not rounded
         spacing *= math.sqrt(2)
     return result
 
 
-def _down(value: float, spacing: float) -> float:
+def _rounded_down(value: float, spacing: float) -> float:
     return min(value, math.exp(spacing * math.floor(math.log(value) / spacing)))
 
 
@@ -67,37 +68,37 @@ def with_noise(event: dp.DpEvent, sigma: float) -> dp.DpEvent:
 
 
 def alternatives(event: dp.DpEvent) -> list[tuple[float, float, float]]:
-    r"""Sampled Gaussian queries that a step is at worst a known choice of: weight, sampling probability, noise.
+    r"""Sampled Gaussian queries, as (weight, sampling probability, noise): a step is at worst a known choice of one.
 
-    A truncated Poisson sample is two. Where fewer than B others are drawn, nothing is cut. Otherwise, with probability
-    :math:`\tau`, the sample is a random B of them, and with probability q' the example is in it in place of one of
-    those: at distance 2, which is half of the noise. Neither the B nor which one it replaces depend on q', so the pair
-    is no easier to tell apart than :math:`(1 - q') N(0, \sigma^2) + q' N(2, \sigma^2)` and :math:`N(0, \sigma^2)`.
+    A truncated Poisson sample has two. If fewer than B others are drawn, nothing is cut. Otherwise, with probability
+    :math:`\tau`, the sample is a random B of them, and with probability q' the example replaces one of those: a
+    distance of 2, which is the same as half the noise. Neither the B nor the one replaced depends on q', so the pair is
+    no easier to tell apart than :math:`(1 - q') N(0, \sigma^2) + q' N(2, \sigma^2)` and :math:`N(0, \sigma^2)`.
     """
     if not isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
         return [(1.0, *sampled_gaussian(event))]
-    q, sigma, full = event.sampling_probability, event.noise_multiplier, cut_beside(event)
+    q, sigma, full = event.sampling_probability, event.noise_multiplier, prob_full(event)
     n, most = event.dataset_size, event.truncated_batch_size
-    own = q  # which it is below; what floats can hold of the quotient is not enough where samples are never cut
-    if full > NEVER:  # of the samples that the example is in and that are cut, over those that are full
+    own = q  # an upper bound on q'; the quotient below is inaccurate if samples are practically never cut
+    if full > NEVER:  # P(drawn and kept, and the sample is cut) / P(full)
         own = float(_binomial().sf(most, n, q)) * most / n / full
-        # Rounded up, so that data of one example more mostly ask for the same curve.
-        own = min(q, 1 / _down(1 / own, math.log(_RATIO)))
+        # Rounded up, so that data with one more example mostly use the same curve.
+        own = min(q, 1 / _rounded_down(1 / own, math.log(_RATIO)))
     parts = [(1 - full, q, sigma), (full, own, sigma / 2)]
     return [part for part in parts if part[0] > 0]
 
 
-def cut_beside(event: dp.TruncatedSubsampledGaussianDpEvent) -> float:
-    """The probability that a sample is full without a given example, so that it would be cut with it."""
+def prob_full(event: dp.TruncatedSubsampledGaussianDpEvent) -> float:
+    """Probability that the other examples alone fill a batch, so that a sample with a given example would be cut."""
     return float(_binomial().sf(event.truncated_batch_size - 1, event.dataset_size - 1, event.sampling_probability))
 
 
 def _binomial():
-    from scipy import stats  # takes a while, and few need it
+    from scipy import stats  # slow to import, and rarely needed
 
     return stats.binom
 
 
 def sampled_gaussian(event: dp.DpEvent) -> tuple[float, float]:
-    """Probability of being sampled and noise multiplier of a step: a Gaussian query, Poisson sampled or not."""
+    """Sampling probability and noise multiplier of a step: a Gaussian query, Poisson sampled or not."""
     return getattr(event, "sampling_probability", 1.0), noise(event)

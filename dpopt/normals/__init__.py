@@ -1,1 +1,1 @@
-"""Standard normals on every backend, bit for bit the same: what `dpopt.noise` draws."""
+"""Standard normals for `dpopt.noise`, from bits that are the same on every backend."""

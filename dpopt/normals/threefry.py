@@ -1,8 +1,8 @@
-"""Threefry random words: the same bits as `jax.random.bits`, several times as fast on a CPU.
+"""Threefry random words: the same bits as `jax.random.bits`, several times as fast on CPUs.
 
-Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011): Threefry-2x32 with 20 rounds. JAX
-computes it on CPUs in a loop, which writes every number to memory between rounds; written out, the compiler fuses all
-rounds, and whatever is made of the words, into one pass.
+Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011). On
+CPUs JAX runs the rounds in a loop, which writes every number to memory between rounds. With the rounds unrolled, the
+compiler fuses them, and whatever uses the words, into one pass.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)  # of the key schedule, from Skein
-COUNTERS = 2**32  # that one word can hold
+COUNTERS = 2**32  # distinct values of one word
 
 
 def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -29,16 +29,16 @@ def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax
 
 
 def counters(shape: tuple[int, ...], limit: int = COUNTERS) -> tuple[jax.Array, jax.Array]:
-    """A different pair of uint32 for every entry of an array: (0, flat index) where that fits into one word.
+    """A different pair of uint32 for every entry of an array: (0, flat index) if that fits into one word.
 
-    In larger arrays the second word counts within as many of the last axes as it can, the first word over the others.
-    Each is a sum of one iota an axis, so that a sharded array is counted shard by shard.
+    In larger arrays the second word counts over as many of the last axes as fit, the first word over the others. Each
+    is a sum of one iota per axis, so that the counters of a sharded array are computed shard by shard.
 
     Raises:
-        ValueError: if the axes cannot be shared out like that (2^63 entries, or an axis of more than 2^32).
+        ValueError: if the axes cannot be split like that (2^63 entries, or an axis longer than 2^32).
     """
     words, axis = [], len(shape)
-    for word_limit in (limit, limit // 2):  # the first word keeps its top bit for `random_words`
+    for word_limit in (limit, limit // 2):  # `blocks_at` uses the top bit of the first word
         word, stride = jnp.zeros(shape, jnp.uint32), 1
         while axis and stride * shape[axis - 1] <= word_limit:
             axis -= 1
@@ -46,12 +46,12 @@ def counters(shape: tuple[int, ...], limit: int = COUNTERS) -> tuple[jax.Array, 
             stride *= shape[axis]
         words.append(word)
     if axis:
-        raise ValueError(f"an array of shape {shape} is too large to be given noise: {math.prod(shape)} entries.")
+        raise ValueError(f"an array of shape {shape} is too large for noise: {math.prod(shape)} entries.")
     return words[1], words[0]
 
 
 def words_of(key: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """The two words of a threefry key; None for other kinds."""
+    """The two words of a threefry key; None for other generators."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if str(jax.random.key_impl(key)) != "threefry2x32":
@@ -61,7 +61,7 @@ def words_of(key: jax.Array) -> tuple[jax.Array, jax.Array] | None:
 
 
 def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
-    """`jax.random.fold_in`, in a third of the time to compile: JAX's is a loop on CPUs."""
+    """`jax.random.fold_in` with a third of the compile time, since that of JAX is a loop on CPUs."""
     words = words_of(key)
     if words is None:
         return jax.random.fold_in(key, number)
@@ -73,7 +73,7 @@ def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
 def blocks_at(
     key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Four independent words for each counter of `counters`."""
+    """Four independent words for each counter from `counters`."""
     first, second = counter
     return *threefry2x32(key, counter), *threefry2x32(key, (first | np.uint32(1 << 31), second))
 
@@ -81,8 +81,8 @@ def blocks_at(
 def random_words(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Four independent uint32 arrays of the given shape.
 
-    From a threefry key, two blocks an entry: a function of the key and of the entry's place, on whatever devices it is
-    computed and however ``jax_threefry_partitionable`` is set. From other kinds of key, `jax.random.bits`.
+    From a threefry key, two blocks per entry: a function of the key and the position of the entry alone, whatever the
+    devices and the value of ``jax_threefry_partitionable``. For keys of other generators, `jax.random.bits`.
     """
     words = words_of(key)
     if words is None:

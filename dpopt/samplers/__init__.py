@@ -1,1 +1,1 @@
-"""Sampling schemes besides those of `dpopt.sampling`: the data in parts, and Poisson samples that are cut."""
+"""More sampling schemes than in `dpopt.sampling`: data divided into parts, and truncated Poisson samples."""

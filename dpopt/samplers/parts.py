@@ -1,7 +1,7 @@
-"""The data in parts, one after the other: samplers that keep the steps of an example apart, as correlated noise needs.
+"""Samplers that go through the data part by part, so that the steps of an example are apart, for correlated noise.
 
-Which part an example is in depends on its index, or on a draw of its own, and not on other examples: one more example
-moves nobody.
+The part of an example depends on its index, or on a draw of its own, but not on other examples: adding an example
+leaves all others where they are.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.privacy import Privacy, Relation
-from dpopt.sampling import _Sampler, padding
+from dpopt.sampling import Indices, _Sampler, padding
 
 
 @dataclasses.dataclass(frozen=True)
 class InParts:
-    """Step t looks at part ``t % parts`` of the data, or at a Poisson sample of it.
+    """Step t reads part ``t % parts`` of the data, or a Poisson sample of it.
 
     Args:
-        parts: how many parts; an example is in at most every ``parts``-th step.
-        sampling_prob: probability with which an example is in a step of its part; 1: always.
+        parts: number of parts; an example is in at most every ``parts``-th step.
+        sampling_prob: probability that an example is in a step of its part; 1 for always.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
-    *Privacy*: a run's first t steps are what has a cost, since the steps of different parts are about different
-    examples, and correlated noise is worth what all steps of an example make of it. `event` gives it.
+    *Privacy*: a single step has no cost of its own, since steps of different parts read different examples, and the
+    cost under correlated noise depends on all steps of an example together. `event` gives the cost of a range of steps.
 
     >>> from dpopt.privacy import Query
     >>> InParts(4, 0.5).event(Privacy((Query(2.0),)), 0, 9).count
@@ -48,15 +48,15 @@ class InParts:
         validate.probability(sampling_prob=self.sampling_prob)
 
     def event(self, privacy: Privacy, first: int, last: int) -> dp_accounting.DpEvent:
-        """The event that steps ``first .. last - 1`` add to the steps before them, since the noise's strategy began.
+        """The event that steps ``first .. last - 1`` add to those before them; steps count from the strategy's first.
 
-        Without a sample: the Gaussian query whose noise is divided by the sensitivity of an example's steps together
-        (`dpopt.correlated.Strategy.cost`). With one: as many Poisson samples as an example has steps, which takes a
-        strategy that keeps them apart (Choquette-Choo et al. 2023).
+        Without sampling: one Gaussian query, with the noise divided by the sensitivity of all steps of an example
+        together (`dpopt.correlated.Strategy.cost`). With sampling: as many Poisson samples as an example has steps;
+        noise must not be correlated between these (Choquette-Choo et al. 2023).
 
         Raises:
-            ValueError: for noise that is correlated over more steps than samples are apart, for more steps than the
-                strategy covers, for several queries a step, or noise that varies.
+            ValueError: if noise is correlated between the samples of an example, for more steps than the strategy
+                covers, for several queries a step, or noise that varies.
         """
         multiplier, strategy = privacy.only_query(self.relation)
         if last <= first:
@@ -65,57 +65,51 @@ class InParts:
             return dp_accounting.NonPrivateDpEvent()
         if strategy is not None and last > strategy.steps:
             raise ValueError(
-                f"{strategy.name} covers {strategy.steps} steps, and step {last} was asked for: make it with steps= "
-                "of the whole run."
+                f"{strategy.name} covers {strategy.steps} steps, but the run has at least {last}: make it with "
+                "steps= of the whole run."
             )
-        bands = 1 if strategy is None else strategy.bands
+        count = math.ceil(last / self.parts) - math.ceil(first / self.parts)  # steps of an example
         if self.sampling_prob < 1:
-            if bands > self.parts:
+            if strategy is not None and strategy.bands > self.parts:
                 raise ValueError(
-                    f"{cast(Any, strategy).name} correlates noise over {bands} steps, and an example may be sampled "
+                    f"{strategy.name} correlates noise over {strategy.bands} steps, but an example may be sampled "
                     f"again after {self.parts}: no theorem covers that. Use a strategy of at most {self.parts} bands "
-                    f"(dpopt.correlated.banded), CyclicPoissonSampler(..., parts={bands}), or an EpochSampler."
+                    f"(dpopt.correlated.banded), CyclicPoissonSampler(..., parts={strategy.bands}), or an EpochSampler."
                 )
-            count = math.ceil(last / self.parts) - math.ceil(first / self.parts)
             sample = dp_accounting.PoissonSampledDpEvent(self.sampling_prob, dp_accounting.GaussianDpEvent(multiplier))
             if count <= 1:
                 return sample if count else dp_accounting.NoOpDpEvent()
             return dp_accounting.SelfComposedDpEvent(sample, count)
-        if strategy is None:
-            squared: float = math.ceil(last / self.parts) - math.ceil(first / self.parts)
-        else:
-            cost = strategy.cost(self.parts)
-            squared = float(cost[last] - cost[first])
+        cost = None if strategy is None else strategy.cost(self.parts)
+        squared = count if cost is None else float(cost[last] - cost[first])  # the sensitivity
         if squared <= 0:
             return dp_accounting.NoOpDpEvent()
         return dp_accounting.GaussianDpEvent(multiplier * squared**-0.5)
 
 
-class _PartSampler(_Sampler):
-    scheme: InParts
-
-    def part(self, step: int) -> np.ndarray:
-        """The indices of the part that step ``step`` looks at."""
+class _PartSampler(_Sampler[InParts]):
+    def part(self, step: int) -> Indices:
+        """The indices of the part that step ``step`` reads."""
         return np.arange(step % self.scheme.parts, self.num_examples, self.scheme.parts)
 
 
 class CyclicPoissonSampler(_PartSampler):
-    """Poisson samples of one part of the data after the other.
+    """Poisson samples of one part of the data after another.
 
-    Example i is in part ``i % parts``, and step t samples part ``t % parts``, each of its examples with probability
-    ``parts * expected_batch_size / num_examples``. The more parts, the further apart an example's steps are, and the
-    less a sample amplifies.
+    Example i is in part ``i % parts``. Step t samples from part ``t % parts``, each example with probability
+    ``parts * expected_batch_size / num_examples``. With more parts, the steps of an example are further apart, but
+    there is less amplification by sampling.
 
     Args:
         num_examples: size of the data set.
         expected_batch_size: expected number of examples in a batch, at most ``num_examples / parts``.
-        parts: how many parts: at least as many as the noise's strategy has bands.
+        parts: number of parts, at least the number of bands of the noise strategy.
         seed, pad_to, start: see `dpopt.PoissonSampler`.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
-    *Privacy*: see `InParts`. What is drawn follows it exactly.
+    *Privacy*: see `InParts`, which the draws follow exactly.
 
     >>> sampler = CyclicPoissonSampler(1_000, 50, parts=4, seed=0)
     >>> sampler.scheme.sampling_prob, {int(i) % 4 for i in sampler.drawn(6)}
@@ -138,35 +132,35 @@ class CyclicPoissonSampler(_PartSampler):
         super().__init__(num_examples, seed=seed, pad_to=pad_to, start=start)
         if parts * expected_batch_size > num_examples:
             raise ValueError(
-                f"{parts} parts of {num_examples} examples have {num_examples / parts:g} each, fewer than "
+                f"each of {parts} parts has {num_examples / parts:g} of the {num_examples} examples, fewer than "
                 f"expected_batch_size {expected_batch_size}: use fewer parts."
             )
         self.expected_batch_size = expected_batch_size
         self.scheme = InParts(int(parts), parts * expected_batch_size / num_examples)
 
-    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
         part = self.part(step)
         size = rng.binomial(len(part), self.scheme.sampling_prob)
         return rng.choice(part, size, replace=False, shuffle=False).astype(np.int64)
 
 
 class EpochSampler(_PartSampler):
-    """Every example once an epoch, in the same order in all epochs.
+    """Every example once per epoch, in the same order in every epoch.
 
-    Example i is in part ``i % parts``, and step t takes the whole of part ``t % parts``, where ``parts`` is the number
-    of examples over the expected batch size, rounded up. There is no amplification by sampling: of use with correlated
+    Example i is in part ``i % parts``, and step t takes all of part ``t % parts``, where ``parts`` is the number of
+    examples over the expected batch size, rounded up. There is no amplification by sampling. Useful with correlated
     noise, and for small data.
 
     Args:
         num_examples: size of the data set.
-        expected_batch_size: at most so many examples a step, at most ``num_examples``.
-        seed: non-negative integer, of the padding.
-        pad_to, start: see `dpopt.PoissonSampler`; ``pad_to`` is the size of a batch by default.
+        expected_batch_size: largest number of examples in a step, at most ``num_examples``.
+        seed: non-negative integer, for the padding only.
+        pad_to, start: see `dpopt.PoissonSampler`; ``pad_to`` is the size of the largest batch by default.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
-    *Privacy*: see `InParts`. The data's order must not depend on what is private.
+    *Privacy*: see `InParts`. The order of the data must not depend on private values.
 
     >>> sampler = EpochSampler(10, 4, seed=0)
     >>> sampler.scheme.parts, sampler.drawn(0).tolist() == sampler.drawn(3).tolist()
@@ -185,26 +179,26 @@ class EpochSampler(_PartSampler):
         self.expected_batch_size = expected_batch_size
         self.scheme = InParts(parts)
 
-    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
         del rng
         return self.part(step)
 
 
 class BallsInBinsSampler(_PartSampler):
-    """Every example once an epoch, in a part that is drawn for each example by itself, the same in all epochs.
+    """Every example once per epoch, in a part drawn independently for each example and kept for all epochs.
 
-    As `EpochSampler`, but parts are random, and their sizes with them.
+    Like `EpochSampler`, but the parts and their sizes are random.
 
     Args:
         num_examples: size of the data set.
-        expected_batch_size: expected number of examples in a batch; ``num_examples`` is a multiple of it.
+        expected_batch_size: expected number of examples in a batch; must divide ``num_examples``.
         seed, pad_to, start: see `dpopt.PoissonSampler`.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
-    *Privacy*: see `InParts`: as parts that are fixed, since they are drawn without a look at the data. That they are
-    secret is not counted in anyone's favour.
+    *Privacy*: see `InParts`: accounted for like fixed parts, since they do not depend on the data. That they are secret
+    does not lower epsilon.
 
     >>> sampler = BallsInBinsSampler(1_000, 100, seed=0)
     >>> sorted(np.concatenate([sampler.drawn(t) for t in range(10)]).tolist()) == list(range(1_000))
@@ -217,22 +211,23 @@ class BallsInBinsSampler(_PartSampler):
         validate.positive_int(num_examples=num_examples, expected_batch_size=expected_batch_size)
         if num_examples % expected_batch_size:
             raise ValueError(
-                f"expected_batch_size {expected_batch_size} does not divide num_examples {num_examples}: parts are "
-                "drawn with equal probability, and there is a whole number of them."
+                f"expected_batch_size {expected_batch_size} does not divide num_examples {num_examples}: the quotient "
+                "is the number of parts, which are drawn with equal probability."
             )
         pad_to = padding(expected_batch_size) if pad_to is None else pad_to
         super().__init__(num_examples, seed=seed, pad_to=pad_to, start=start)
         self.expected_batch_size = expected_batch_size
         self.scheme = InParts(num_examples // expected_batch_size)
 
-    def part(self, step: int) -> np.ndarray:
+    def part(self, step: int) -> Indices:
         return np.flatnonzero(_bins(self.seed, self.num_examples, self.scheme.parts) == step % self.scheme.parts)
 
-    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
         del rng
         return self.part(step)
 
 
-@functools.lru_cache(maxsize=2)  # the same at all steps of a segment
-def _bins(seed: int, num_examples: int, parts: int) -> np.ndarray:
-    return np.random.default_rng([seed, 0, 1]).integers(parts, size=num_examples)  # steps draw from [seed, step]
+@functools.lru_cache(maxsize=2)  # all steps of a segment use the same
+def _bins(seed: int, num_examples: int, parts: int) -> npt.NDArray[np.int64]:
+    """The part of each example, independent of the draws of steps, which use ``[seed, step]``."""
+    return np.random.default_rng([seed, 0, 1]).integers(parts, size=num_examples)

@@ -1,7 +1,7 @@
-"""Poisson samples that are cut where they are too large: batches of one shape, and an account that pays for the cut.
+"""Truncated Poisson samples: batches of one shape, with truncation accounted for.
 
-A cut ties examples to each other: one more in a full sample pushes another out, and the sum moves by up to twice the
-clip norm. That happens only where a sample is cut, and the event counts how often that is.
+Truncation makes examples depend on each other: an additional example in a full sample replaces another one, and moves
+the sum by up to twice the clip norm. The event includes the probability of that.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.events import merged
 from dpopt.privacy import Relation
-from dpopt.sampling import _Sampler
+from dpopt.sampling import Indices, _Sampler
 
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedPoisson:
-    """A Poisson sample; where it holds more than ``max_batch_size`` examples, a random subset of that size.
+    """A Poisson sample; if it has more than ``max_batch_size`` examples, a random subset of that size.
 
     Args:
-        num_examples: size of the data set. Epsilon holds for one of these less, and for one more.
-        sampling_prob: probability with which an example is drawn, before the cut.
-        max_batch_size: how many are kept at most.
+        num_examples: size of the data set. Epsilon holds for removing one of these, and for adding one.
+        sampling_prob: probability that an example is drawn, before truncation.
+        max_batch_size: largest number of examples kept.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
-    *Privacy*: amplifies by subsampling, under add-or-remove-one, by a little less than `dpopt.sampling.Poisson`. Here
-    epsilon depends on the number of examples, which is taken to be public.
+    *Privacy*: amplifies by subsampling, under add-or-remove-one, slightly less than `dpopt.sampling.Poisson`. Epsilon
+    depends on the number of examples, which is assumed to be public.
 
     Reference: Tighter Privacy Analysis for Truncated Poisson Sampling (2025), https://arxiv.org/abs/2508.15089
 
@@ -50,10 +50,10 @@ noise_multiplier=2.0)
         validate.probability(sampling_prob=self.sampling_prob)
 
     def event(self, step_event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
-        """The event of a step on a sample; its queries together, since all of them read the same one."""
+        """The event of a step on a sample. Its queries are merged, since all of them read the same sample."""
         query = merged(step_event)
         if not isinstance(query, dp_accounting.GaussianDpEvent):
-            return query  # without noise, or without a query
+            return query  # no noise, or no cost
         return dp_accounting.TruncatedSubsampledGaussianDpEvent(
             dataset_size=self.num_examples,
             sampling_probability=self.sampling_prob,
@@ -62,22 +62,22 @@ noise_multiplier=2.0)
         )
 
 
-class TruncatedPoissonSampler(_Sampler):
-    """Poisson samples in batches of exactly ``max_batch_size`` rows: a smaller sample is padded, a larger one is cut.
+class TruncatedPoissonSampler(_Sampler[TruncatedPoisson]):
+    """Poisson samples in batches of exactly ``max_batch_size`` rows: smaller samples are padded, larger ones truncated.
 
-    A class of its own, so that `dpopt.PoissonSampler` can keep its promise that no sample is ever cut.
+    This is a separate class, since a `dpopt.PoissonSampler` never truncates a sample.
 
     Args:
         num_examples: size of the data set.
         expected_batch_size: expected number of examples drawn, at most ``num_examples``.
-        max_batch_size: rows of every batch, at least ``expected_batch_size``; `ample_batch_size` gives one at which the
-            cut costs next to nothing.
+        max_batch_size: rows of every batch, at least ``expected_batch_size``. `ample_batch_size` returns a size at
+            which truncation costs almost nothing.
         seed, start: see `dpopt.PoissonSampler`.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
-    *Privacy*: see `TruncatedPoisson`. What is drawn follows it exactly, and which samples were cut is as private as the
+    *Privacy*: see `TruncatedPoisson`, which the draws follow exactly. Which samples were truncated is as private as the
     samples are.
 
     >>> sampler = TruncatedPoissonSampler(1_000, 50, max_batch_size=64, seed=0)
@@ -96,16 +96,16 @@ class TruncatedPoissonSampler(_Sampler):
         if max_batch_size < expected_batch_size:
             raise ValueError(
                 f"max_batch_size {max_batch_size} is below expected_batch_size {expected_batch_size}: most samples "
-                "would be cut, and the sum would still be divided by what was expected. Expect fewer, or allow more "
-                "(dpopt.samplers.truncated.ample_batch_size)."
+                "would be truncated, but the sum is divided by expected_batch_size. Decrease expected_batch_size or "
+                "increase max_batch_size (dpopt.samplers.truncated.ample_batch_size)."
             )
         self.expected_batch_size = expected_batch_size
         self.scheme = TruncatedPoisson(num_examples, expected_batch_size / num_examples, int(max_batch_size))
 
-    def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
+    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
         del step
-        # Given their number, all subsets of that size are equally likely in a Poisson sample, and in a random subset of
-        # one: only the number has to be drawn and cut.
+        # Given its size, a Poisson sample is a uniform subset, and so is a random subset of it. So only the size has to
+        # be drawn and truncated.
         drawn = rng.binomial(self.num_examples, self.scheme.sampling_prob)
         size = min(drawn, self.scheme.max_batch_size)
         return rng.choice(self.num_examples, size, replace=False, shuffle=False).astype(np.int64)
@@ -114,17 +114,17 @@ class TruncatedPoissonSampler(_Sampler):
 def ample_batch_size(
     num_examples: int, expected_batch_size: float, *, steps: int, delta: float, share: float = 0.01
 ) -> int:
-    r"""The smallest ``max_batch_size`` at which the cut costs at most a share of delta.
+    r"""The smallest ``max_batch_size`` at which truncation costs at most a share of delta.
 
-    A sample is full beside one more example with probability :math:`\tau = P(\mathrm{Bin}(n, q) \ge B)`. A run whose
-    samples never are costs what plain Poisson samples cost, so with :math:`T \tau \le` ``share * delta`` the epsilon at
-    delta is at most that of plain Poisson samples at ``(1 - share) * delta``.
+    A sample is full without one more example with probability :math:`\tau = P(\mathrm{Bin}(n, q) \ge B)`. If no sample
+    of a run is, truncation changes nothing. So with :math:`T \tau \le` ``share * delta``, epsilon at delta is at most
+    that of plain Poisson samples at ``(1 - share) * delta``.
 
     Args:
         num_examples, expected_batch_size: as for `TruncatedPoissonSampler`.
-        steps: of the whole run.
-        delta: that epsilon will be stated at.
-        share: of delta, in (0, 1].
+        steps: number of steps of the whole run.
+        delta: the delta of the guarantee.
+        share: share of delta that truncation may cost, in (0, 1].
 
     Raises:
         ValueError, TypeError: for an argument out of range.

@@ -9,7 +9,7 @@ import pytest
 
 from . import check, program
 
-PROGRAMS = int(os.environ.get("DPOPT_FUZZ_PROGRAMS", "200"))
+PROGRAMS = int(os.environ.get("DPOPT_FUZZ_PROGRAMS", "100"))
 _PARTS = 8  # tests, which workers share
 
 

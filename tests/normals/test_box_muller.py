@@ -19,7 +19,7 @@ def words_of_all_sizes():
 
 
 def reference(words, dither):
-    """Box and Muller's formula in 80 bits."""
+    """The Box-Muller formula in 80 bits."""
     a, b, c, d = words.astype(np.longdouble)
     sign = np.where(words[0] & 1, -1, 1)
     halves = [np.floor(word / 2) for word in (a, b, c, d)]
@@ -35,7 +35,7 @@ def test_every_word_pattern_gives_its_normal():
     words = words_of_all_sizes()
     got = np.asarray(from_words(*words, jnp.float32))
     assert got.dtype == np.float32 and np.isfinite(got).all()
-    # Where the uniform is next to 1 it has a step of 2^-24, so the radius one of 2^-12 next to 0; else a few roundings.
+    # Close to 1 the uniform has steps of 2^-24, so the radius has steps of 2^-12 close to 0; else a few roundings.
     expected = reference(words, dither=True)
     error = np.abs(got - expected)
     central = words[0] >= TOP - 2**16
@@ -51,7 +51,7 @@ def test_every_word_pattern_gives_its_normal_in_64_bits(x64):
 
 
 def test_the_last_word_moves_a_draw_evenly_and_by_little():
-    """Whatever the others are: so low digits tell nothing about them."""
+    """Whatever the others are, so that low digits reveal nothing about them."""
     d = np.random.default_rng(1).integers(0, TOP, 100_000, endpoint=True, dtype=np.uint32)
     for a, c in [(0, 0), (2**31, 2**30), (12345, 2**31 + 5)]:
         rest = [np.full_like(d, word) for word in (a, 77, c)]

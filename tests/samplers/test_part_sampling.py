@@ -1,4 +1,4 @@
-"""Samplers that keep an example's steps apart, and what runs on them cost, whatever happens to them."""
+"""Samplers that keep the steps of an example apart, and the cost of runs on them, interrupted or not."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ STEPS = 24
 
 
 def plan_of(sampling, strategy, *, seed=0, steps=STEPS, rule=None, noise=2.0, **more):
-    """A plan of 64 examples, 8 a batch."""
+    """A plan for 64 examples, 8 per batch."""
     builder = dpopt.Builder(
         num_examples=64, expected_batch_size=8, steps=steps, key=jax.random.key(seed), sampling=sampling, pad_to=32,
         **more,
@@ -86,7 +86,7 @@ def test_bins_are_uniform_independent_and_stay():
 
 @pytest.mark.parametrize("make", [CyclicPoissonSampler, EpochSampler, BallsInBinsSampler])
 def test_one_more_example_moves_nobody(make):
-    """With an example more, all others are in the same parts (of random ones: in distribution, one draw an example)."""
+    """With one more example, all others stay in their parts (random parts: in distribution, one draw per example)."""
     more = {"parts": 4} if make is CyclicPoissonSampler else {}
     sampler = make(60, 15, seed=0, **more)
     part = {int(i): t for t in range(4) for i in sampler.part(t)}
@@ -112,7 +112,7 @@ def test_batches_are_padded_and_restart_anywhere():
 
 
 def visits(plan, entries):
-    """Per segment the dense matrix of its strategy, and the part that each of its steps looked at."""
+    """For each segment, the dense matrix of its strategy and the part that each step read."""
     strategy, parts = plan.optimizer.privacy.queries[0].strategy, plan.sampler.scheme.parts
     segments, number = {}, 0
     for entry in entries:
@@ -129,7 +129,7 @@ def visits(plan, entries):
 
 
 def least_cost(plan, entries):
-    """What the examples of the worst part have a right to: steps, or squared sensitivity, by brute force."""
+    """The true cost for the examples of the worst part: steps, or squared sensitivity, by brute force."""
     segments, column = visits(plan, entries)
     worst = 0.0
     for part in range(plan.sampler.scheme.parts):
@@ -149,7 +149,7 @@ def least_cost(plan, entries):
 
 
 def charged(plan, ledger):
-    """What the ledger says, in the same units."""
+    """The cost in the ledger, in the same units."""
     if plan.sampler.scheme.sampling_prob < 1:
         return sum(n for e, n in events.flattened(ledger.event).items() if e.sampling_probability > 0)
     (event,) = events.flattened(ledger.event)
@@ -183,7 +183,7 @@ HISTORY = st.lists(
 @hypothesis.settings(max_examples=6, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(history=HISTORY)
 def test_whatever_happens_to_a_run_everyone_is_paid_for(kind, history):
-    """Histories of deaths and resumes: an example's steps, in all segments, cost no more than the ledger says."""
+    """Crashes and resumes: the steps of an example, in all segments, cost no more than the ledger records."""
     pytest.importorskip("orbax.checkpoint")
     from dpopt.run.checkpoint import Checkpointer
 
@@ -227,7 +227,7 @@ def test_a_fresh_segment_restarts_the_strategy(tmp_path):
         (state,) = entropy.noise_states(result.state.opt_state)
         assert (int(state.start), int(state.count)) == (4, 10)
         cost = plan.optimizer.privacy.queries[0].strategy.cost(8)
-        assert charged(plan, result.ledger) == pytest.approx(cost[6] + cost[6])  # and not of 10 steps in one piece
+        assert charged(plan, result.ledger) == pytest.approx(cost[6] + cost[6])  # not that of 10 consecutive steps
         assert result.lost == 2
 
 
@@ -301,7 +301,7 @@ def test_strategies_and_samplers_without_a_theorem_are_refused():
     with pytest.raises(ValueError, match="covers 24 steps"):
         plan_of("epochs", banded, steps=25)
     for queries in ((Query(1.0), Query(1.0)), (Query(lambda t: 1.0 + t),), (Query(1.0, active=lambda t: t > 1),)):
-        with pytest.raises(ValueError, match="one query a step"):
+        with pytest.raises(ValueError, match="one query per step"):
             events.compose(Privacy(queries), InParts(3), 4)
 
 
@@ -317,7 +317,7 @@ def test_strategies_and_samplers_without_a_theorem_are_refused():
         (lambda: plan_of("poisson", None, parts=4), "parts=4"),
         (lambda: plan_of("epochs", "banded"), "dpopt.correlated"),
         (lambda: plan_of("every", None), "sampling"),
-        (lambda: plan_of("epochs", None, noise=lambda step: 1.0 + step), "one query a step"),
+        (lambda: plan_of("epochs", None, noise=lambda step: 1.0 + step), "one query per step"),
     ],
 )
 def test_mistakes_are_named(mistake, error):
@@ -334,7 +334,7 @@ def test_a_builder_has_one_strategy():
 
 
 def test_clients_and_diagonals_go_with_it():
-    """A diagonal before the clip, correlated noise, a rule that knows its size, under one account."""
+    """A diagonal before the clip, correlated noise, and a rule that uses the noise level, in one run."""
     builder = dpopt.Builder(num_examples=64, expected_batch_size=8, steps=6, key=jax.random.key(0), sampling="epochs")
     plan = (
         builder.precondition(dpopt.last_moments(eps_scale=0.1))
@@ -365,7 +365,7 @@ def test_who_uses_the_samplers_by_hand_is_accounted_for():
 
 
 def test_choices_keep_what_they_say():
-    """Every choice, built as it says, costs the epsilon that was asked for; and leaves the error that matrices give."""
+    """Every choice, built as described, has the requested epsilon, and the error computed from dense matrices."""
     settings = dict(num_examples=2_000, expected_batch_size=100, steps=40)
     found = correlated.choices(epsilon=4.0, delta=1e-5, most_bands=20, **settings)
     assert {c.sampling for c in found} == {"poisson", "cyclic_poisson", "epochs"}

@@ -1,4 +1,4 @@
-"""Poisson samples that are cut: what is drawn, what it costs, and that nothing compiles twice."""
+"""Truncated Poisson samples: their distribution, their cost, and that a run compiles one step."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ DELTA = 1e-5
 
 
 def truncated_plan(*, steps=12, noise=1.0, seed=0, most=12, rule=None, **more):
-    """64 examples, 8 expected, and every fourth batch or so is cut to 12... or to what is asked for."""
+    """64 examples, 8 expected, truncated to ``most``."""
     builder = dpopt.Builder(
         num_examples=64, expected_batch_size=8, steps=steps, key=jax.random.key(seed), sampling="truncated_poisson",
         max_batch_size=most, **more,
@@ -36,7 +36,7 @@ def truncated_plan(*, steps=12, noise=1.0, seed=0, most=12, rule=None, **more):
 
 
 def law(n, q, most):
-    """Probability of every subset of n examples, by the definition: coins, then a random subset where too many."""
+    """Probability of every subset of n examples, by definition: coin flips, then a random subset if too many."""
     found = np.zeros(2**n)
     for coins in range(2**n):
         drawn = [i for i in range(n) if coins >> i & 1]
@@ -62,7 +62,7 @@ def test_batches_follow_the_definition(n, size, most):
 
 
 def first_ones(sampler):
-    """Wrong: keeps those with the lowest numbers."""
+    """Wrong: keeps the examples with the lowest indices."""
     plain = dpopt.PoissonSampler(5, 2, seed=0)
     return lambda t: np.sort(plain.drawn(t))[: sampler.scheme.max_batch_size]
 
@@ -103,7 +103,7 @@ def test_every_batch_has_one_shape_and_restarts_anywhere():
     assert not np.array_equal(sampler.reseeded(4).batch(0).indices, whole[0].indices)
 
 
-# What it costs.
+# Cost.
 
 
 def direct(event, count, delta, interval=1e-4):
@@ -139,7 +139,7 @@ def test_epsilon_is_that_of_dp_accounting_or_less_by_renyi_and_poissons_at_least
         event = events.compose(privacy, scheme, steps)
         plain = events.compose(privacy, dpopt.sampling.Poisson(scheme.sampling_prob), steps)
         found = dpopt.epsilon_of_event(event, delta=DELTA)
-        # The interval of dpopt's own grid may be coarser than this one, not by much.
+        # The grid of dpopt may be slightly coarser than this one.
         ways = event.event, events.with_one_more(event.event)
         assert found <= max(direct(e, steps, DELTA, 1e-3) for e in ways) * 1.005 + 2e-3, (scheme, sigma, steps)
         for accountant in ("pld", "rdp"):
@@ -165,7 +165,7 @@ def test_epsilon_falls_to_poissons_as_batches_grow():
         ample = ample_batch_size(2_000, 100, steps=100, delta=DELTA, share=share)
         assert cost(ample) <= poisson((1 - share) * DELTA) * (1 + 1e-4)
         beside = stats.binom.sf([ample - 2, ample - 1], 2_000, 0.05) * 100
-        assert beside[1] <= share * DELTA < beside[0]  # the smallest that keeps its promise
+        assert beside[1] <= share * DELTA < beside[0]  # the smallest that satisfies the bound
 
 
 def divergences(n, q, most, sigma, values, epsilons):
@@ -195,7 +195,7 @@ def divergences(n, q, most, sigma, values, epsilons):
 
 
 def small_worlds(count, seed):
-    """Ways for the last of a few examples to stand out, in one dimension under a clip norm of 1."""
+    """Small data sets in which the last example stands out, in one dimension with clip norm 1."""
     yield 6, 0.8, 2, 1.0, [-1.0] * 5 + [1.0]
     yield 4, 0.9, 1, 0.7, [-1.0] * 3 + [1.0]
     rng = np.random.default_rng(seed)
@@ -208,7 +208,7 @@ def small_worlds(count, seed):
 
 @pytest.mark.parametrize("count", [4, pytest.param(120, marks=pytest.mark.slow)])
 def test_no_small_world_tells_more_than_it_pays_for(count):
-    """Brute force: what one step really tells, against both accountants."""
+    """The exact privacy loss of one step, by brute force, against both accountants."""
     epsilons = np.array([0.0, 0.3, 1.0, 2.0, 4.0])
     tight = unpaid = 0
     for n, q, most, sigma, values in small_worlds(count, seed=5):
@@ -227,11 +227,11 @@ def test_no_small_world_tells_more_than_it_pays_for(count):
         without = dpopt.composition.bounds.privacy_loss_deltas(plain, epsilons, 1.0)
         tight += truth[2] > 0.5 * own[2]
         unpaid += (truth > without + 1e-4).any()
-    assert tight >= 2 and unpaid >= 2  # the worlds come near to the claim; and Poisson's claim is refuted by some
+    assert tight >= 2 and unpaid >= 2  # some come close to the bound, and some exceed that of plain Poisson samples
 
 
 def known_choice_delta(parts, epsilon):
-    """Exact hockey-stick divergence, the worse way round, of a choice of sampled Gaussian queries, when it is seen."""
+    """Exact hockey-stick divergence, the worse direction, of an observed choice of sampled Gaussian queries."""
 
     def directions(q, sigma):
         def normal(q):  # of N(1, sigma^2) sampled with probability q, which at q = 1 is a Gaussian query
@@ -239,7 +239,7 @@ def known_choice_delta(parts, epsilon):
             return q * (stats.norm.cdf(0.5 / sigma - excess * sigma)
                         - math.exp(excess) * stats.norm.cdf(-0.5 / sigma - excess * sigma))  # fmt: skip
 
-        ratio = (math.exp(-epsilon) - (1 - q)) / q  # of densities, below which the query without the example wins
+        ratio = (math.exp(-epsilon) - (1 - q)) / q  # likelihood ratio at which the test decides
         if ratio <= 0:
             return normal(q), 0.0
         edge = sigma**2 * math.log(ratio) + 0.5
@@ -251,17 +251,17 @@ def known_choice_delta(parts, epsilon):
 
 @pytest.mark.parametrize(("n", "delta"), [(10, 1e-5), (10, 1e-6), (8, 1e-7)])
 def test_what_is_ever_sampled_does_not_lean_on_which_samples_were_full(n, delta):
-    """The mean probability of being sampled is no bound where it is seen which samples were full: it was too low."""
+    """The mean sampling probability is too low for a bound if it is known which samples were full."""
     event = dp.TruncatedSubsampledGaussianDpEvent(n, 0.5, 1, 20.0)
     steps, parts = events.flattened(event), step_events.alternatives(event)
     assert known_choice_delta(parts, dpopt.composition.bounds.ever_sampled(steps, delta)) <= delta
     assert known_choice_delta(parts, dpopt.epsilon_of_event(event, delta=delta)) <= delta
-    assert known_choice_delta(parts, 0.6 * dpopt.epsilon_of_event(event, delta=delta)) > delta  # it can tell
+    assert known_choice_delta(parts, 0.6 * dpopt.epsilon_of_event(event, delta=delta)) > delta  # the check has power
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.slow)])
 def test_no_bound_is_below_a_small_world_or_what_it_is_taken_of(count):
-    """Each bound by itself, at epsilons of its own choice, so that the smallest one hides none."""
+    """Each bound separately, at its own epsilons, so that the smallest does not hide the others."""
     rng = np.random.default_rng(7)
     for i in range(count):
         n = int(rng.integers(2, 6))
@@ -283,7 +283,7 @@ def test_no_bound_is_below_a_small_world_or_what_it_is_taken_of(count):
 
 
 def test_queries_of_a_step_are_paid_for_together():
-    """Two queries read one sample, and are cut together: one of less noise, and so for schedules and second queries."""
+    """Two queries on one truncated sample are one with less noise, also in schedules and with second queries."""
     scheme = TruncatedPoisson(100, 0.1, 12)
     two = events.compose(Privacy((Query(3.0), Query(4.0))), scheme, 5)
     one = events.compose(Privacy((Query(12 / 5),)), scheme, 5)
@@ -315,7 +315,7 @@ def test_extremes_are_accounted_for():
         assert dpopt.epsilon_of_event(event, delta=DELTA) == 0
     poisson = dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.01, dp.GaussianDpEvent(1.0)), 50)
     want = dpopt.epsilon_of_event(poisson, delta=DELTA)
-    # Never cut; cut with a probability that floats can hardly hold; with one that no bound can notice.
+    # Never cut; cut with a probability close to underflow; with one too small to affect any bound.
     full = stats.binom.sf(np.arange(2_000) - 1, 999, 0.01)
     hardly = int(np.flatnonzero(full > 0)[-1])
     assert 0 < full[hardly] < 1e-200 and 1e-60 < full[90] < 1e-50
@@ -341,10 +341,10 @@ def test_extremes_are_accounted_for():
 
 @pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_who_comes_is_promised_as_much_as_who_leaves(count):
-    """Exact divergences against the data with one example less and with one more: the claim holds for both."""
+    """Exact divergences against data with one example fewer and with one more: the bound holds for both."""
     rng = np.random.default_rng(11)
-    worlds = [(n, q, n, 1.0, 1e-3) for n in (2, 4) for q in (0.8, 1.0)]  # nothing is cut before one more comes
-    worlds += [(3, 1.0, 1, 2.0, 1e-3), (5, 0.9, 1, 5.0, 1e-4)]  # always cut: here who leaves is the dearer
+    worlds = [(n, q, n, 1.0, 1e-3) for n in (2, 4) for q in (0.8, 1.0)]  # nothing is cut until one example is added
+    worlds += [(3, 1.0, 1, 2.0, 1e-3), (5, 0.9, 1, 5.0, 1e-4)]  # always cut: here removing costs more
     for _ in range(count):
         n = int(rng.integers(2, 6))
         worlds.append((n, *(float(rng.uniform(0.3, 1)), int(rng.integers(1, n + 1)), float(rng.uniform(0.5, 4)), 1e-3)))
@@ -359,11 +359,11 @@ def test_who_comes_is_promised_as_much_as_who_leaves(count):
             truths.append(np.max(exact, axis=0))
             assert truths[-1][0] <= delta * (1 + 1e-5), (n, larger, q, most, sigma)
         dearer["comes" if truths[1][1] > truths[0][1] else "leaves"] += 1
-    assert dearer["comes"] and dearer["leaves"]  # so neither size of the data would do alone
+    assert dearer["comes"] and dearer["leaves"]  # so neither direction alone is enough
 
 
 def test_one_more_is_counted_at_any_depth():
-    cut = dp.TruncatedSubsampledGaussianDpEvent(8, 1.0, 8, 2.0)  # of eight no sample is cut, of nine each is
+    cut = dp.TruncatedSubsampledGaussianDpEvent(8, 1.0, 8, 2.0)  # of 8 examples none is cut, of 9 one is
     run = dp.ComposedDpEvent([dp.SelfComposedDpEvent(cut, 3), dp.GaussianDpEvent(4.0)])
     best = dp.dp_event.RepeatAndSelectDpEvent(run, 5.0, 1.0)
     more = events.with_one_more(best)
@@ -398,7 +398,7 @@ def test_schedules_of_truncated_samples_take_seconds_and_are_rounded_upwards():
 
 
 def test_one_more_example_costs_about_the_same():
-    """As much for who would be added to the data as for who is in them."""
+    """Adding an example costs about as much as removing one."""
     for n, most in ((1_000, 130), (50_000, 5_150)):
         costs = [
             dpopt.epsilon_of_event(
@@ -409,7 +409,7 @@ def test_one_more_example_costs_about_the_same():
         assert costs[1] == pytest.approx(costs[0], rel=2e-3)
 
 
-# In a run.
+# Whole runs.
 
 
 def test_a_run_compiles_one_step():
@@ -418,7 +418,7 @@ def test_a_run_compiles_one_step():
         step, traced = dpopt.make_train_step(loss_fn, optimizer), set()
 
         @jax.jit
-        def counted(*args):  # JAX forgets programs when a process has made many: what it holds is no count
+        def counted(*args):  # JAX evicts programs from its cache, so the size of the cache is not a count
             traced.add(jax.tree.map(jnp.shape, args[2]))
             return step(*args)
 
@@ -428,7 +428,7 @@ def test_a_run_compiles_one_step():
         return len(traced)
 
     assert shapes(TruncatedPoissonSampler(64, 8, max_batch_size=12, seed=0)) == 1
-    assert shapes(dpopt.PoissonSampler(64, 8, seed=0, pad_to=4)) > 2  # the count can tell
+    assert shapes(dpopt.PoissonSampler(64, 8, seed=0, pad_to=4)) > 2  # the check has power
 
 
 def test_a_plan_pays_says_and_stops(tmp_path):
@@ -502,7 +502,7 @@ def test_clients_are_sampled_alike():
 @pytest.mark.parametrize(
     ("mistake", "error", "message"),
     [
-        (lambda: TruncatedPoissonSampler(10, 4, max_batch_size=3, seed=0), ValueError, "most samples would be cut"),
+        (lambda: TruncatedPoissonSampler(10, 4, max_batch_size=3, seed=0), ValueError, "samples would be truncated"),
         (lambda: TruncatedPoissonSampler(10, 11, max_batch_size=12, seed=0), ValueError, "11 exceeds num_examples 10"),
         (lambda: TruncatedPoissonSampler(10, 4, max_batch_size=4.5, seed=0), TypeError, "max_batch_size"),
         (lambda: TruncatedPoisson(10, 0.0, 3), ValueError, "sampling_prob"),
@@ -527,7 +527,7 @@ def test_mistakes_are_named(mistake, error, message):
 
 
 def test_rounding_ends_though_sizes_of_samples_are_many():
-    """Only noise and probabilities are rounded: more kinds of samples than that allows are kept as they are."""
+    """Only noise and probabilities are rounded, so more different samples than the limit are kept."""
     cut = [dp.TruncatedSubsampledGaussianDpEvent(10_000, 0.01, 120 + i, 2.0) for i in range(500)]
     fixed = [dp.SampledWithoutReplacementDpEvent(10_000, 50 + i, dp.GaussianDpEvent(2.0)) for i in range(500)]
     assert [len(step_events.rounded(Counter(steps))) for steps in (cut, fixed)] == [500, 500]

@@ -1,0 +1,106 @@
+"""The private part of a chain: from per-example gradients to a noisy mean, in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpopt import _stages
+from dpopt.clipping import as_promise
+from dpopt.common import trees
+from dpopt.common.types import PyTree
+from dpopt.engines import sums
+from dpopt.gradients import PerExampleGrads
+from dpopt.preconditioners.base import Diagonal, Preconditioner, apply_diagonal
+
+# (gradients, a state per stage, params, extra arguments) -> (updates, states, standard deviation of the noise in them).
+RunCore: TypeAlias = Callable[
+    [PerExampleGrads | optax.Updates, Sequence[optax.OptState], optax.Params | None, dict[str, Any]],
+    tuple[optax.Updates, tuple[optax.OptState, ...], PyTree],
+]
+
+
+def run_private_part(stages: Sequence[_stages.StagedTransformation]) -> RunCore:
+    """Runs stages in the order that `dpopt.privacy.check_order` requires: diagonals, clip, noise, maybe a division."""
+    preconditioners = [t.stage.preconditioner for t in stages if isinstance(t.stage, _stages.Precondition)]
+    n = len(preconditioners)
+    clip, noise = stages[n : n + 2]
+    (noise_stage,) = [t.stage for t in stages if isinstance(t.stage, _stages.Noise)]
+    normalize = [(t, t.stage.divisor) for t in stages if isinstance(t.stage, _stages.Normalize)]  # one or none
+
+    def run(updates, state, params, extra_args):
+        grads = as_promise(updates, params)
+        diagonals, states = _diagonals(preconditioners, state[:n], params, extra_args)
+        scaled = reduce(apply_diagonal, diagonals, grads)
+        total, clip_state = clip.update(scaled, state[n], params, **extra_args)
+        stddev = noise_stage.stddev_in(state[n + 1])
+        noisy, noise_state = noise.update(_with_remainder(total, scaled), state[n + 1], params, **extra_args)
+        mean, stddev, mean_state = _normalized(normalize, noisy, stddev, state[n + 2 :], params, extra_args)
+        mean, stddev = _released(diagonals, mean, stddev)
+        states = [p.observe(s, mean, stddev) for p, s in zip(preconditioners, states, strict=True)]
+        return mean, (*states, clip_state, noise_state, *mean_state), stddev
+
+    return run
+
+
+def _diagonals(
+    preconditioners: Sequence[Preconditioner],
+    states: Sequence[optax.OptState],
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+) -> tuple[list[Diagonal], list[optax.OptState]]:
+    """The diagonals of this step, and the states of the preconditioners."""
+    diagonals, states = [], list(states)
+    for i, preconditioner in enumerate(preconditioners):
+        diagonal, states[i] = preconditioner.diagonal(states[i], params, **extra_args)
+        diagonals.append(diagonal)
+        if diagonal.offset is not None and any(d.release is not None for d in diagonals):
+            raise ValueError(
+                f"stage {i} (precondition) adds an offset in units that an earlier diagonal undoes after the noise; "
+                "put the one that is undone last."
+            )
+    return diagonals, states
+
+
+def _with_remainder(total: PyTree, grads: PerExampleGrads) -> PyTree | sums.Sum:
+    """The clipped sum, with its rounding error where there is one."""
+    remainder = grads.latest.remainder
+    return total if remainder is None else sums.Sum(total, remainder)
+
+
+def _normalized(
+    normalize: Sequence[tuple[_stages.StagedTransformation, float | jax.Array]],
+    noisy: PyTree,
+    stddev: PyTree,
+    states: Sequence[optax.OptState],
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree, list[optax.OptState]]:
+    """The noisy mean if the chain has `dpopt.normalize_by`, else the sum; the noise in it; and the new states."""
+    states = list(states)
+    for i, (t, divisor) in enumerate(normalize):
+        noisy, states[i] = t.update(noisy, states[i], params, **extra_args)
+        stddev = stddev / divisor
+    return noisy, stddev, states
+
+
+def _released(diagonals: Sequence[Diagonal], mean: PyTree, stddev: PyTree) -> tuple[PyTree, PyTree]:
+    """The noisy mean and the standard deviation of its noise, both multiplied by what undoes the diagonals."""
+    for diagonal in diagonals:
+        if diagonal.release is not None:
+            release = trees.broadcast_prefix(diagonal.release, mean, "release")
+            mean = jax.tree.map(lambda u, r: u * jnp.asarray(r, u.dtype), mean, release)
+            stddev = _times(stddev, release)
+    return mean, stddev
+
+
+def _times(stddev: PyTree, release: PyTree) -> PyTree:
+    """The standard deviation, one for all leaves or one per leaf, of noise that is multiplied by ``release``."""
+    if jax.tree.structure(stddev) == jax.tree.structure(release):
+        return jax.tree.map(lambda s, r: s * jnp.abs(r), stddev, release)
+    return jax.tree.map(lambda r: stddev * jnp.abs(r), release)
