@@ -366,7 +366,7 @@ def test_a_plan_for_clients_refuses_examples_and_options_of_examples():
     with pytest.raises(TypeError, match="states its privacy for clients, but got gradients of single examples"):
         rows = {"x": data["x"][:, 0], "y": data["y"][:, 0]}
         client_plan(1).run(regression_loss, start, rows, verify=False)
-    with pytest.raises(ValueError, match="give it the microbatch_size"):
+    with pytest.raises(ValueError, match="pass microbatch_size to it"):
         client_plan(2).run(deltas, start, data, microbatch_size=2)
     with pytest.raises(ValueError, match="unit must be one of"):
         dpopt.Builder(num_examples=20, expected_batch_size=6, steps=4, key=jax.random.key(0), unit="household")

@@ -395,7 +395,7 @@ def test_the_step_is_computed_the_same_on_eight_devices():
 
 def test_single_examples_do_not_pass_for_users():
     plan = user_plan()
-    with pytest.raises(TypeError, match=r"states its privacy for users .*per_user_grads"):
+    with pytest.raises(TypeError, match=r"(?s)states its privacy for users.*per_user_grads"):
         entropy._runs.clear()
         dpopt.train(plan, loss_fn, jnp.zeros(3), EXAMPLES[:48])
     deltas = client_deltas(loss_fn, local_steps=1, local_learning_rate=1.0)
@@ -468,7 +468,7 @@ IDS_2D = np.zeros((4, 2), int)
         (
             lambda: dpopt.loading.sharded_rows(GROUPS["resample"].batches(EXAMPLES), 48, dpopt.sharding.make_mesh(1)),
             TypeError,
-            "drawn anew",
+            "draw a whole batch anew",
         ),
     ],
 )  # fmt: skip
