@@ -5,7 +5,7 @@ import dataclasses
 from dpopt.chain import PrivateOptimizer
 
 
-def stated_for(unit: str, optimizer: PrivateOptimizer) -> PrivateOptimizer:
+def stated_for(unit: str, optimizer: object) -> PrivateOptimizer:
     """The same optimizer with its privacy stated for another unit; it refuses rows of any other unit.
 
     Raises:

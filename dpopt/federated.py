@@ -39,7 +39,7 @@ class Clients(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ClientRuns(promises.Loss):
+class _ClientRuns(promises.Rows):
     """Deferred local runs, one per row. The batch is ``(data of the clients, example masks or None)``."""
 
     local_steps: int
@@ -58,14 +58,14 @@ class _ClientRuns(promises.Loss):
         data, mask = row
         first_batch = self._local_batch(data, mask, 0)
 
-        def mean_loss(w, local_batch):
+        def mean_loss(w: PyTree, local_batch: tuple[PyTree, jax.Array]) -> jax.Array:
             examples, counts = local_batch
             # The run is in float32, but the model gets weights of its own dtype.
             w = jax.tree.map(lambda x, p: x.astype(jnp.result_type(p)), w, self.params)
             losses = jax.vmap(self.loss_fn, in_axes=(None, 0))(w, examples)
             return jnp.sum(jnp.where(counts, losses, 0)) / jnp.maximum(jnp.sum(counts), 1)
 
-        def step(moved, k):
+        def step(moved: PyTree, k: jax.Array) -> tuple[PyTree, jax.Array]:
             local_batch = first_batch if self.local_batch_size is None else self._local_batch(data, mask, k)
             w = jax.tree.map(jnp.subtract, self.params, moved)
             loss, grads = jax.value_and_grad(mean_loss)(w, local_batch)

@@ -6,7 +6,6 @@ them by the same engines as for examples, and a sampler draws users. For local t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -27,7 +26,7 @@ from dpopt.grouping import Users as Users
 from dpopt.grouping import group as group
 
 
-class _UserLoss(promises.Loss):
+class _UserLoss(promises.Rows):
     """Deferred gradients of rows that are users: ``(examples, example mask)``."""
 
     unit = "user"
@@ -35,6 +34,9 @@ class _UserLoss(promises.Loss):
     def examples(self, row: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
         examples, counts = row
         return (examples[0] if getattr(self.loss_fn, "takes_key", False) else examples), counts
+
+    def _value_and_grad(self, row: tuple[PyTree, jax.Array]) -> tuple[jax.Array, PyTree]:
+        return jax.value_and_grad(self.loss_fn)(self.params, row)
 
 
 def per_user_grads(
@@ -121,10 +123,10 @@ def per_user_grads(
         validate.floating_params(params)
         batch = prepared(params, user_batches, example_mask)
         mask = batches.checked_mask(mask, len(batch[1])) & jnp.any(batch[1], axis=1)
-        rows = of_rows(params, batch, mask=mask)
-        fields = {f.name: getattr(rows._source, f.name) for f in dataclasses.fields(promises.Loss)}
-        rows._source = _UserLoss(**fields)
-        return rows
+        of_rows(params, batch, mask=mask)  # checks them
+        params, batch = jax.tree.map(jnp.asarray, (params, batch))
+        rows = _UserLoss(loss_of_user, params, batch, len(mask), engine, microbatch_size, False, memory)
+        return PerExampleGrads(rows, mask)
 
     def verify(params: PyTree, user_batches: Batch, *, scale: PyTree) -> None:
         options = {"engine": engine, "microbatch_size": microbatch_size, "scale": scale}

@@ -6,10 +6,11 @@ The ``vmap`` engine forms every gradient, takes norms, clips and adds up (`dpopt
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
-    """Gradients that are not computed yet: a loss of one example, parameters and a batch."""
+class Rows(abc.ABC):
+    """Gradients that are not computed yet, one for each row of a batch. Subclasses say what a row is."""
 
     loss_fn: LossFn
     params: PyTree
@@ -51,18 +52,21 @@ class Loss:
     has_aux: bool
     memory: float = 1.25
 
-    unit = "example"
+    unit: ClassVar[str]
 
     @property
     def like(self) -> PyTree:
         return self.params
 
-    def examples(self, row: Example) -> tuple[Batch, jax.Array]:
+    @abc.abstractmethod
+    def examples(self, row: PyTree) -> tuple[Batch, jax.Array]:
         """The examples in a row of the batch, leaves ``(examples, ...)``, and their mask."""
-        row = row[0] if getattr(self.loss_fn, "takes_key", False) else row
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], row), jnp.ones(1, bool)
 
-    def of_examples(self, function: Callable, params: PyTree) -> Loss:
+    @abc.abstractmethod
+    def _value_and_grad(self, row: PyTree) -> tuple[PyTree, PyTree]:
+        """Value and gradient of one row of the batch."""
+
+    def of_examples(self, function: Callable[..., PyTree], params: PyTree) -> Loss:
         """The same for another function, of parameters and the examples of a row."""
 
         def of_row(p: PyTree, row: Example) -> PyTree:
@@ -82,10 +86,6 @@ class Loss:
             return jax.make_jaxpr(lambda batch: self._value_and_grad(jax.tree.map(lambda x: x[0], batch)))(self.batch)
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
         return jax.make_jaxpr(self._value_and_grad)(row)
-
-    def _value_and_grad(self, row: Example) -> tuple[PyTree, PyTree]:
-        """Value and gradient of one row of the batch."""
-        return jax.value_and_grad(self.loss_fn, has_aux=self.has_aux)(self.params, row)
 
     def _value_and_grads(self, batch: Batch, mask: jax.typing.ArrayLike) -> tuple[PyTree, PyTree]:
         """Values and gradients of all rows; those of rows that ``mask`` excludes are unspecified."""
@@ -243,3 +243,16 @@ class Loss:
         zero = sums.zero(trees.zeros(self.params), size, blocks.count)
         total, ran = jax.lax.scan(step, zero, blocks.split(self.batch, mask))
         return blocks.join(ran)._replace(sum=total.value, remainder=total.remainder)
+
+
+class Loss(Rows):
+    """Rows that are single examples."""
+
+    unit = "example"
+
+    def examples(self, row: Example) -> tuple[Batch, jax.Array]:
+        row = row[0] if getattr(self.loss_fn, "takes_key", False) else row
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], row), jnp.ones(1, bool)
+
+    def _value_and_grad(self, row: Example) -> tuple[PyTree, PyTree]:
+        return jax.value_and_grad(self.loss_fn, has_aux=self.has_aux)(self.params, row)
