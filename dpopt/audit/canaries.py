@@ -79,7 +79,7 @@ class Planted(NamedTuple):
 def _without(sampler: Any, is_present: np.ndarray) -> Any:
     present = np.flatnonzero(is_present)
 
-    class Remaining(type(sampler)):
+    class Remaining(type(sampler)):  # pyright: ignore[reportUntypedBaseClass]  known at run time only
         def _draw(self, rng: np.random.Generator, step: int) -> np.ndarray:
             if isinstance(self.scheme, TruncatedPoisson):  # who is not there takes nobody's place in a cut
                 drawn = present[rng.random(len(present)) < self.scheme.sampling_prob]
@@ -243,7 +243,7 @@ def coordinate_usage(loss_fn: Callable[..., Any], params: Any, batch: Any) -> An
     [1.0, 5.0, 0.0]
     """
 
-    def add(total, example):
+    def add(total: Any, example: Any) -> tuple[Any, None]:
         grads = jax.grad(loss_fn)(params, example)
         return jax.tree.map(lambda t, g: t + jnp.square(g.astype(jnp.float32)), total, grads), None
 

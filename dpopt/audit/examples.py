@@ -39,7 +39,7 @@ def relabelled(examples: Any, label: Any, *, num_classes: int, seed: int) -> Any
     rng = np.random.default_rng(seed)
     found = []
 
-    def changed(path, leaf):
+    def changed(path: tuple[Any, ...], leaf: Any) -> Any:
         if not path or _name(path[-1]) != label:
             return leaf
         own = np.asarray(leaf)
@@ -85,7 +85,7 @@ def random_examples(examples: Any, count: int, *, seed: int) -> Any:
     validate.positive_int(count=count)
     rng = np.random.default_rng(seed)
 
-    def made(leaf):
+    def made(leaf: Any) -> np.ndarray:
         leaf = np.asarray(leaf)
         shape = (count, *leaf.shape[1:])
         if jnp.issubdtype(leaf.dtype, jnp.inexact):

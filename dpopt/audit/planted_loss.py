@@ -85,7 +85,7 @@ def loss_change(loss_fn: Callable[..., Any], before: Any, after: Any, examples: 
     [1.0, 3.0]
     """
 
-    def one(example):
+    def one(example: Any) -> jax.Array:
         if not isinstance(example, Clients):
             return _value(loss_fn(before, example)) - _value(loss_fn(after, example))
         falls = jax.vmap(lambda e: _value(loss_fn(before, e)) - _value(loss_fn(after, e)))(example.data)

@@ -96,13 +96,13 @@ def small_run(
     rows = jax.tree.map(jnp.asarray, rows)
     count = jax.tree.leaves(rows)[0].shape[0]
 
-    def train(is_in, key):
+    def train(is_in: jax.Array, key: jax.Array) -> Any:
         of_noise, of_samples = jax.random.split(key)
         optimizer = make_optimizer(of_noise)
         step = make_train_step(loss_fn, optimizer, engine="vmap")
         there = jnp.ones(count, bool).at[-1].set(is_in)
 
-        def one(carry, step_key):
+        def one(carry: tuple[Any, Any], step_key: jax.Array) -> tuple[tuple[Any, Any], None]:
             mask = jax.random.bernoulli(step_key, sampling_prob, (count,)) & there
             params, state = carry
             return step(params, state, rows, mask)[:2], None

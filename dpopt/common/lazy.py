@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import dp_accounting as dp_accounting
 
     from dpopt import ghost as ghost
-    from dpopt.engines import flow
+    from dpopt.engines import flow as flow
 else:
 
     class _Module:

@@ -1,13 +1,13 @@
 """Small pytree helpers."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from dpopt.common.types import PyTree
 
@@ -20,7 +20,7 @@ def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
 def upcast(tree: PyTree) -> PyTree:
     """``tree`` with every floating leaf narrower than float32 cast to float32."""
 
-    def widened(x):
+    def widened(x: ArrayLike) -> ArrayLike:
         dtype = jnp.result_type(x)
         return jnp.asarray(x, accumulator_dtype(dtype)) if jnp.issubdtype(dtype, jnp.floating) else x
 
@@ -64,7 +64,7 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str) -> PyTree:
             f"{jax.tree.structure(prefix)} for parameters {jax.tree.structure(tree)}."
         ) from error
 
-    def check(path, entry, leaf):
+    def check(path: tuple[Any, ...], entry: ArrayLike, leaf: ArrayLike) -> ArrayLike:
         try:
             fits = np.broadcast_shapes(jnp.shape(entry), jnp.shape(leaf)) == jnp.shape(leaf)
         except ValueError:

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -42,16 +42,17 @@ _TAIL = 1e-15  # probability that dp_accounting moves to an infinite loss when i
 
 # Fewer orders for a schedule, which needs many curves; this increases a Renyi bound by up to about 1%.
 _FEW_ORDERS = (1.25, 1.5, 1.75, *(n / 5 for n in range(10, 55)), *range(11, 65), 128, 256)
+_Orders: TypeAlias = tuple[float, ...] | None  # None: all orders of dp_accounting
 
 
 @functools.lru_cache(maxsize=4096)
-def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: tuple | None) -> tuple[np.ndarray, np.ndarray]:
+def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: _Orders) -> tuple[np.ndarray, np.ndarray]:
     """Orders, and the divergence of one step at each."""
     if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
-        powers = []
-        for weight, q, sigma in alternatives(event):
-            used, curve = _renyi_curve(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), relation, orders)
-            powers.append(math.log(weight) + (used - 1) * curve)
+        parts = [(math.log(w), dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(s))) for w, q, s in alternatives(event)]
+        curves = [_renyi_curve(query, relation, orders) for _, query in parts]
+        used = curves[0][0]
+        powers = [log_weight + (used - 1) * curve for (log_weight, _), (_, curve) in zip(parts, curves, strict=True)]
         return used, np.maximum(np.logaddexp.reduce(powers) / (used - 1), 0) + _renyi_rounding(used)
     if isinstance(event, dp.dp_event.RepeatAndSelectDpEvent):
         return _selected_curve(event, relation, orders)
@@ -79,20 +80,20 @@ def _renyi_rounding(orders: np.ndarray) -> np.ndarray:
 
 
 def _selected_curve(
-    event: dp.dp_event.RepeatAndSelectDpEvent, relation: Relation, orders: tuple | None
+    event: dp.dp_event.RepeatAndSelectDpEvent, relation: Relation, orders: _Orders
 ) -> tuple[np.ndarray, np.ndarray]:
     """The curve of the best of several runs, by theorems 2 and 6 of Papernot and Steinke (2022).
 
-    The accountant of dp_accounting would apply them to its own curve of a run. Here the curve includes the rounding
-    error and is infinite at unusable orders: one divergence that is too small would make all orders too small.
+    The accountant of dp_accounting would apply them to its own curve of a run; hence its private function. Here the
+    curve includes rounding errors and is infinite at unusable orders: one that is too small would make all too small.
     """
     used, curve = _curve_of_all(rounded(flattened(event.event)), relation, orders)
-    theorems: Any = dp.rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select
+    theorems: Any = dp.rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select  # pyright: ignore[reportPrivateUsage]
     return used, theorems(used, curve, event.mean, event.shape)
 
 
-def _orders(steps: Steps) -> tuple | None:
-    return _FEW_ORDERS if _num_different(steps) > FEW else None  # None: all orders of dp_accounting
+def _orders(steps: Steps) -> _Orders:
+    return _FEW_ORDERS if _num_different(steps) > FEW else None
 
 
 def _num_different(steps: Steps) -> int:
@@ -124,7 +125,7 @@ def _renyi_total(steps: Steps, relation: Relation) -> tuple[np.ndarray, np.ndarr
     return orders[kept], total[kept]
 
 
-def _curve_of_all(steps: Steps, relation: Relation, wanted: tuple | None) -> tuple[np.ndarray, np.ndarray]:
+def _curve_of_all(steps: Steps, relation: Relation, wanted: _Orders) -> tuple[np.ndarray, np.ndarray]:
     curves = [(_renyi_curve(event, relation, wanted), count) for event, count in steps.items()]
     return curves[0][0][0], np.sum([count * curve for (_, curve), count in curves], axis=0)
 

@@ -115,7 +115,8 @@ def with_one_more(event: dp.DpEvent) -> dp.DpEvent:
             return dp.SelfComposedDpEvent(with_one_more(inner), count)
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
             return dp.dp_event.RepeatAndSelectDpEvent(with_one_more(inner), mean, shape)
-    return event
+        case _:
+            return event
 
 
 def is_replace_one(steps: Iterable[dp.DpEvent]) -> bool:

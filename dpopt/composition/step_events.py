@@ -64,7 +64,8 @@ def with_noise(event: dp.DpEvent, sigma: float) -> dp.DpEvent:
             return dp.PoissonSampledDpEvent(q, inner)
         case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
             return dp.SampledWithoutReplacementDpEvent(n, b, inner)
-    return inner
+        case _:
+            return inner
 
 
 def alternatives(event: dp.DpEvent) -> list[tuple[float, float, float]]:

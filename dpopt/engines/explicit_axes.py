@@ -48,7 +48,9 @@ def by_row(batch: Batch, mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*jax.typeof(jax.tree.leaves(batch)[0]).sharding.spec[:1]))
 
 
-def with_automatic_axes(function: Callable, args: tuple, shardings: Callable[[PyTree], PyTree]) -> PyTree:
+def with_automatic_axes(
+    function: Callable[..., PyTree], args: tuple[PyTree, ...], shardings: Callable[[PyTree], PyTree]
+) -> PyTree:
     """``function(*args)``, run without explicit axes; ``shardings`` maps the shapes of the result to shardings."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     return jax.sharding.auto_axes(function, out_sharding=shardings(jax.eval_shape(function, *shapes)))(*args)

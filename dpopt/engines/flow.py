@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -68,7 +68,7 @@ def is_inspecting() -> bool:
 
 
 @contextlib.contextmanager
-def inspecting() -> Iterator[None]:
+def inspecting() -> Generator[None]:
     """While this block runs, values are marked and no noise is drawn."""
     token = _inspecting.set(True)
     try:
@@ -229,10 +229,10 @@ class _Walk:
     def while_loop(self, eqn: core.JaxprEqn, labels: list[Label]) -> list[Label]:
         params = eqn.params
         ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        texts = [_text(label) for label in labels]
+        texts: list[Label] = [_text(label) for label in labels]
         condition_reads, body_reads, start = texts[: ends[0]], texts[ends[0] : ends[1]], texts[ends[1] :]
 
-        def step(carry: list) -> list:
+        def step(carry: list[Label]) -> list[Label]:
             (condition,) = self.program(params["cond_jaxpr"], condition_reads + carry, once=False)
             self.no_side_effect(eqn, condition)
             carry = self.program(params["body_jaxpr"], body_reads + carry, once=False)
@@ -243,17 +243,17 @@ class _Walk:
     def scan(self, eqn: core.JaxprEqn, labels: list[Label]) -> list[Label]:
         num_consts, num_carry = scan_arguments(eqn)
         ends = num_consts, num_consts + num_carry
-        texts = [_text(label) for label in labels]
+        texts: list[Label] = [_text(label) for label in labels]
         consts, start, rows = texts[: ends[0]], texts[ends[0] : ends[1]], texts[ends[1] :]
 
-        def body(carry: list) -> list[Label]:
+        def body(carry: list[Label]) -> list[Label]:
             return self.program(eqn.params["jaxpr"], consts + carry + rows, once=False)
 
         carry = _fixed_point(lambda carry: body(carry)[: len(start)], start)
         return carry + body(carry)[len(start) :]
 
 
-def _fixed_point(step: Callable[[list], list], carry: list) -> list:
+def _fixed_point(step: Callable[[list[Label]], list[Label]], carry: list[Label]) -> list[Label]:
     """Labels of a loop's carry after any number of steps. Labels are only ever added, so this terminates."""
     while True:
         following = [old or new for old, new in zip(carry, step(carry), strict=True)]

@@ -129,7 +129,7 @@ def clip_stacked(
     coefficients = tree.flatten_up_to(row_coefficients(clip, leaf_norms))
     coefficients = [jnp.where(trees.per_example(mask, c), c, 0) for c in coefficients]
 
-    def weighted_sum(rows: tuple) -> list[jax.Array]:
+    def weighted_sum(rows: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
         return [jnp.sum(trees.per_example(c, g) * g, axis=0) for g, c in zip(*rows, strict=True)]
 
     total = sums.over_examples(lambda group: sums.in_blocks(weighted_sum, group), (grads, coefficients))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -55,7 +55,7 @@ class Monitor:
         self.console = _console(self.progress)
 
     @contextlib.contextmanager
-    def during(self, state: TrainState, last: int, spent: Callable[[], float] | None) -> Iterator[None]:
+    def during(self, state: TrainState, last: int, spent: Callable[[], float] | None) -> Generator[None]:
         """Surrounds the steps of a run.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -47,7 +47,7 @@ def agree_on_plan(
 
 
 @contextlib.contextmanager
-def opened(journal: Journal, checkpointer: Checkpointer | None, run: dict[str, Any]) -> Iterator[None]:
+def opened(journal: Journal, checkpointer: Checkpointer | None, run: dict[str, Any]) -> Generator[None]:
     """Keeps the journal's file open, if there is a checkpointer; afterwards another process may continue the run."""
     if checkpointer is None:
         yield

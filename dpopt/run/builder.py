@@ -124,7 +124,7 @@ class Builder:
 
     def correlate(self, strategy: Strategy) -> Builder:
         """Correlates the noise over steps, by a strategy of `dpopt.correlated` that covers all of them."""
-        if not isinstance(strategy, Strategy):
+        if not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]  whatever a user passes
             raise TypeError(
                 f"strategy must be made by dpopt.correlated, such as banded(8, steps=...); got {strategy!r}."
             )

@@ -171,7 +171,7 @@ def agree(facts: Mapping[str, Any]) -> None:
         )
 
 
-def _bits(key: jax.Array) -> bytes:
+def _bits(key: jax.Array | np.ndarray) -> bytes:
     raw = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     if isinstance(raw, jax.Array) and not (raw.is_fully_addressable or raw.is_fully_replicated):
         raw = multihost_utils.process_allgather(raw, tiled=True)

@@ -61,7 +61,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Entry:
-        return cls(**{**data, "event": events.from_json(data["event"]) if "event" in data else None})
+        return cls(**dict(data, event=events.from_json(data["event"]) if "event" in data else None))
 
 
 class Journal:
@@ -219,7 +219,7 @@ def read(path: Path) -> tuple[dict[str, Any], Ledger]:
         raise JournalError(f"{path} is empty: its run has not started.")
     journal = Journal()
     for body in content.entries:
-        journal._keep(Entry.from_json(body))
+        journal.append(Entry.from_json(body))
     return content.header["identity"], journal.ledger
 
 

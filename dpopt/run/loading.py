@@ -160,7 +160,7 @@ def sharded_rows(
 
     def fetch(indices: np.ndarray) -> Any:
         sharding = along_rows(len(indices), mesh, axes)
-        parts = cast(dict, sharding.addressable_devices_indices_map((len(indices),)))
+        parts = cast(dict[Any, tuple[slice]], sharding.addressable_devices_indices_map((len(indices),)))
         own = {device: part for device, (part,) in parts.items()}
         distinct = {str(part): part for part in own.values()}  # devices that hold the same rows share them
         read = {name: rows(indices[part]) for name, part in distinct.items()}

@@ -277,7 +277,9 @@ def _copied(tree: PyTree) -> PyTree:
 
 
 def _compiled(make_step: Callable[[LossFn], TrainStep], loss_fn: LossFn) -> Callable[..., Any]:
-    def step_and_digest(params, opt_state, batch, mask, extra, constants):
+    def step_and_digest(
+        params: PyTree, opt_state: PyTree, batch: PyTree, mask: jax.Array, extra: dict[str, Any], constants: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array]:
         step = make_step(given(loss_fn, constants))
         params, opt_state, _ = step(params, opt_state, batch, mask, **extra)  # the metrics are not private: dropped
         return params, opt_state, identity.digest((params, opt_state))

@@ -135,11 +135,11 @@ def _metrics(grads: PerExampleGrads) -> SensitiveMetrics:
     counted = seen.is_example & seen.is_finite
     total = jnp.maximum(jnp.sum(counted), 1)
 
-    def mean(values):
+    def mean(values: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(counted, values, 0)) / total
 
     return SensitiveMetrics(
-        loss=mean(seen.losses),
+        loss=mean(cast(jax.Array, seen.losses)),  # None only for gradients that no loss was given for
         mean_norm=mean(seen.norms),
         clip_fraction=mean(seen.was_clipped),
         num_examples=jnp.sum(seen.is_example, dtype=jnp.int32),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.privacy import Privacy, Relation
-from dpopt.sampling import Indices, _Sampler, padding
+from dpopt.sampling import Indices, _Sampler, padding  # pyright: ignore[reportPrivateUsage]  within the package
 
 
 @dataclasses.dataclass(frozen=True)

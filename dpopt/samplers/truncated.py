@@ -14,7 +14,7 @@ from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.events import merged
 from dpopt.privacy import Relation
-from dpopt.sampling import Indices, _Sampler
+from dpopt.sampling import Indices, _Sampler  # pyright: ignore[reportPrivateUsage]  within the package
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,7 +187,7 @@ class PrivateLinearClassifier(ClassifierMixin, _PrivateLinear):
 
     def fit(self, X: Any, y: Any) -> PrivateLinearClassifier:
         """Trains on rows ``(n, features)`` and labels ``(n,)``."""
-        X, y = cast(Any, validate_data(self, X, y, dtype=np.float64))
+        rows, y = cast(Any, validate_data(self, X, y, dtype=np.float64))
         check_classification_targets(y)
         if self.classes is None:
             raise ValueError(
@@ -201,7 +201,7 @@ class PrivateLinearClassifier(ClassifierMixin, _PrivateLinear):
             raise ValueError(f"y holds labels that are not among the classes {self.classes!r}; leave such rows out.")
         self.classes_ = classes
         labels = np.searchsorted(classes, y).astype(np.int32)
-        self._fit(X, labels, 1 if len(classes) == 2 else len(classes))
+        self._fit(rows, labels, 1 if len(classes) == 2 else len(classes))
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -285,11 +285,11 @@ class PrivateLinearRegressor(RegressorMixin, _PrivateLinear):
 
     def fit(self, X: Any, y: Any) -> PrivateLinearRegressor:
         """Trains on rows ``(n, features)`` and targets ``(n,)``."""
-        X, y = cast(Any, validate_data(self, X, y, dtype=np.float64, y_numeric=True))
+        rows, y = cast(Any, validate_data(self, X, y, dtype=np.float64, y_numeric=True))
         if self.target_range is None:
             raise ValueError("target_range must say between which numbers targets lie: it is not read off y.")
         middle, half = _middle_and_half("target_range", self.target_range)
-        self._fit(X, np.clip((y - middle) / half, -1, 1).astype(np.float32), 1)
+        self._fit(rows, np.clip((y - middle) / half, -1, 1).astype(np.float32), 1)
         self.coef_ = self.coef_[0] * half
         self.intercept_ = (self.intercept_ * half + middle).item()
         return self

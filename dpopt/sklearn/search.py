@@ -95,16 +95,16 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         """
         settings = self._settings()
         epsilon, delta = cast(float, self.epsilon), cast(float, self.delta)
-        X, y = check_X_y(X, y, dtype="float64")
+        rows, y = check_X_y(X, y, dtype="float64")
         trials = tuning.NumTrials(max(2, len(settings)) if self.mean_trials is None else self.mean_trials, self.shape)
-        score = self._score(X, y)
+        score = self._score(rows, y)
 
         def trial(noise_multiplier: float, setting: dict[str, Any]) -> Any:
             own = dict(epsilon=None, delta=delta, noise_multiplier=noise_multiplier)
             return cast(Any, clone(self.estimator)).set_params(**setting, **own)
 
         noise_multiplier = tuning.calibrate(
-            lambda sigma: trial(sigma, settings[0]).plan(len(X)).event,
+            lambda sigma: trial(sigma, settings[0]).plan(len(rows)).event,
             num_trials=trials,
             score=score,
             epsilon=epsilon,
@@ -113,18 +113,18 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
         def train(setting: dict[str, Any], key: jax.Array) -> Any:
             del key  # a fit draws its own
-            return trial(noise_multiplier, setting).fit(X, y)
+            return trial(noise_multiplier, setting).fit(rows, y)
 
         found = tuning.repeat_and_select(
             train,
             settings,
-            event=lambda setting: trial(noise_multiplier, setting).plan(len(X)).event,
+            event=lambda setting: trial(noise_multiplier, setting).plan(len(rows)).event,
             score=score,
             num_trials=trials,
             key=secure_key(),
-            num_examples=len(X),
+            num_examples=len(rows),
             directory=self.directory,
-            identity=self._identity(X.shape[1]),
+            identity=self._identity(rows.shape[1]),
         )
         self.best_estimator_, self.best_params_, self.best_score_ = found.value, found.setting, found.score
         self.ledger_, self.statement_ = found.ledger, found.statement(delta=delta)

@@ -10,7 +10,7 @@ import os
 import pickle
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Directory:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, path: Path, identity: dict[str, Any], event: dp_accounting.DpEvent) -> Iterator[Directory]:
+    def opened(cls, path: Path, identity: dict[str, Any], event: dp_accounting.DpEvent) -> Generator[Directory]:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         _warn_if_open(path)
         _refuse_another(path, identity)

@@ -41,7 +41,7 @@ class PublicScore:
     def __post_init__(self):
         if not callable(self.function):
             raise TypeError(f"function must take what a trial returns, and return a number; got {self.function!r}.")
-        if not isinstance(self.data, str) or not self.data.strip():
+        if not isinstance(self.data, str) or not self.data.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  whatever a user passes
             raise ValueError(f"data must say in words which public data the score reads; got {self.data!r}.")
 
     @property
