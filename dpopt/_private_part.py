@@ -33,7 +33,7 @@ def run_private_part(stages: Sequence[_stages.StagedTransformation]) -> RunCore:
     (noise_stage,) = [t.stage for t in stages if isinstance(t.stage, _stages.Noise)]
     normalize = [(t, t.stage.divisor) for t in stages if isinstance(t.stage, _stages.Normalize)]  # one or none
 
-    def run(updates, state, params, extra_args):
+    def run(updates: PyTree, state: Sequence[PyTree], params: optax.Params | None, extra_args: dict[str, Any]):
         grads = as_promise(updates, params)
         diagonals, states = _diagonals(preconditioners, state[:n], params, extra_args)
         scaled = reduce(apply_diagonal, diagonals, grads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
@@ -87,11 +87,11 @@ class StageUpdate(Protocol):
 class StagedTransformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation with a description of what it does to privacy."""
 
-    update: StageUpdate
+    update: StageUpdate  # pyright: ignore[reportIncompatibleVariableOverride] a tuple's fields cannot be set
     stage: Stage
 
     def __new__(cls, init: optax.TransformInitFn, update: StageUpdate, stage: Stage) -> StagedTransformation:
-        def recorded_update(updates, state, params=None, **extra_args):
+        def recorded_update(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
             validate.public_arguments(extra_args)
             new_updates, new_state = update(updates, state, params, **extra_args)
             record(stage)
@@ -117,7 +117,7 @@ def record(what: Stage | Privacy) -> None:
 
 
 @contextlib.contextmanager
-def listening(reports: Reports | None) -> Iterator[None]:
+def listening(reports: Reports | None) -> Generator[None]:
     """Appends to ``reports`` what stages `record` while the block runs; ``listening(None)`` discards it."""
     token = _reports.set(reports)
     try:

@@ -61,7 +61,7 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
     2.0
     """
 
-    update: PrivateUpdate
+    update: PrivateUpdate  # pyright: ignore[reportIncompatibleVariableOverride] a tuple's fields cannot be set
     privacy: Privacy
     stages: tuple[Any, ...]
     run: PrivateRun
@@ -77,7 +77,7 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
         stages: Sequence[Any] = (),
         is_chained: bool = False,
     ):
-        def update(updates, state, params=None, **extra_args):
+        def update(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
             validate.public_arguments(extra_args)
             grads = as_promise(updates, params)
             check_unit(grads.unit, privacy.unit)
@@ -146,11 +146,7 @@ def chain(*transformations: optax.GradientTransformation) -> PrivateOptimizer:
 precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processing.
     """
     for position, t in enumerate(transformations):
-        if (
-            not isinstance(t, tuple)
-            or not callable(getattr(t, "init", None))
-            or not callable(getattr(t, "update", None))
-        ):
+        if not _is_transformation(t):
             raise TypeError(f"stage {position} is not an Optax transformation: {t!r}.")
     is_chained = True
     if transformations and isinstance(transformations[0], PrivateOptimizer):
@@ -190,14 +186,14 @@ def _with_post_processing(
             )
     post = [optax.with_extra_args_support(t) for t in rest]
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         wide = trees.upcast(params)
         return core_init(params) + tuple(t.init(wide) for t in post)
 
-    def run(updates, state, params=None, **extra_args):
+    def run(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         updates, core_state, noise_stddev = run_core(updates, state[:core_length], params, extra_args)
         wide = None if params is None else trees.upcast(params)
-        post_state = []
+        post_state: list[PyTree] = []
         for t, s in zip(post, state[core_length:], strict=True):
             # To this stage alone: an optax.chain would pass it on to parts whose input has other noise.
             known = {"noise_stddev": noise_stddev} if isinstance(t, NoiseAware) and noise_stddev is not None else {}
@@ -223,11 +219,15 @@ def _refuse_sums_of_correlated_noise(stages: Sequence[optax.GradientTransformati
 
 
 def _run_nested(core: PrivateOptimizer) -> RunCore:
-    def run(updates, state, params, extra_args):
+    def run(updates: PyTree, state: Sequence[PyTree], params: optax.Params | None, extra_args: dict[str, Any]):
         updates, core_state, noise_stddev = core.run(updates, state[0], params, **extra_args)
         return updates, (core_state,), noise_stddev
 
     return run
+
+
+def _is_transformation(x: object) -> bool:
+    return isinstance(x, tuple) and all(callable(getattr(x, name, None)) for name in ("init", "update"))
 
 
 def _name(transformation: optax.GradientTransformation) -> str:

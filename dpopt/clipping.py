@@ -93,11 +93,11 @@ def clip_and_sum(l2_clip_norm: FixedClip) -> optax.GradientTransformationExtraAr
     """
     clip = as_clip_function(l2_clip_norm)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         _refuse_masked(params)
         return optax.EmptyState()
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         del extra_args
         grads = as_promise(updates, params)
         _refuse_changed(grads)
@@ -153,14 +153,14 @@ def _refuse_masked(tree: PyTree) -> None:
 
 def _refuse_changed(grads: PerExampleGrads) -> None:
     """Raises unless each row, diagonal included, depends on one example: only then does the clip bound what it adds."""
-    if grads._is_mapped_by_hand:
+    if grads._is_mapped_by_hand:  # pyright: ignore[reportPrivateUsage] not for users
         raise ValueError(
             "these per-example gradients were scaled or shifted before the clip, by values of unknown origin. If they "
             "depend on the batch (a median norm, a mean), one example moves all others, and no clip bounds that. "
             "Declare a diagonal of public values, dpopt.precondition(dpopt.side_information(scale)), or of values that "
             "were noised, such as dpopt.last_moments."
         )
-    if flow.is_inspecting() and not isinstance(grads._source, StandIn):
+    if flow.is_inspecting() and not isinstance(grads._source, StandIn):  # pyright: ignore[reportPrivateUsage]
         raise ValueError(
             "clip_and_sum got gradients that are not the caller's: something before it made its own rows, and one "
             "example may be in many of them. Only dpopt.precondition may come before the clip."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,12 +167,12 @@ def drawn_by(
     stage = _stages.Noise(noise_stddev=noise_stddev)
     is_off = not callable(noise_stddev) and validate.concrete(noise_stddev) == 0
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         del params
         # Copied, so that a training step that donates its state does not delete the caller's key.
         return AddGaussianNoiseState(key=jnp.array(key, copy=True), count=jnp.zeros([], jnp.int32))
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         del params, extra_args
         stddev = flow.public(stage.stddev(state.count), "the noise's standard deviation")
 
@@ -279,11 +279,11 @@ def normalize_by(expected_batch_size: float | jax.Array) -> optax.GradientTransf
     """
     validate.positive(expected_batch_size=expected_batch_size)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         del params
         return optax.EmptyState()
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         del params, extra_args
         return jax.tree.map(lambda u: u / jnp.asarray(expected_batch_size, u.dtype), updates), state
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from dpopt import _stages
 from dpopt import noise as independent_noise
@@ -72,7 +73,7 @@ def add_correlated_noise(
     >>> bool((first + second).std() < 1.1 * first.std())  # independent noise: 1.41
     True
     """
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
         raise TypeError(f"strategy must be made by dpopt.correlated, such as banded(8, steps=...); got {strategy!r}.")
     if callable(noise_stddev):
         raise ValueError(
@@ -84,22 +85,22 @@ def add_correlated_noise(
     is_off = validate.concrete(noise_stddev) == 0
     stream = strategy.stream
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         count = 0 if is_off else stream.num_buffers
         buffers = tuple(jax.tree.map(_zeros_like, params) for _ in range(count))
         zero = jnp.zeros([], jnp.int32)
         return AddCorrelatedNoiseState(jnp.array(key, copy=True), zero, jnp.copy(zero), buffers)
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         del params, extra_args
         step = state.count - state.start
         stddev = flow.public(jnp.where(step < strategy.steps, noise_stddev, jnp.nan), "the noise's standard deviation")
         buffers = state.buffers
 
-        def noise(total):
+        def noise(total: PyTree) -> PyTree:
             nonlocal buffers
 
-            def draw(lag):
+            def draw(lag: int | jax.Array) -> PyTree:
                 return independent_noise.standard_normal_like(threefry.fold_in(state.key, state.count - lag), total)
 
             drawn, buffers = stream.next(draw, step, buffers, total)

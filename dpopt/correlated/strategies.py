@@ -17,10 +17,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
 from dpopt.common import validate
-from dpopt.correlated.streams import Recurrent, Redrawn, Stream, Substituted, inverse_series
+from dpopt.correlated.streams import Numbers, Recurrent, Redrawn, Stream, Substituted, inverse_series
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +116,7 @@ def independent(steps: int) -> Strategy:
     return _strategy("independent", steps, np.ones(1), lambda c: Redrawn((1 / c[0],)))
 
 
-def banded(bands: int, *, steps: int, momentum: float = 0.0, coefficients: ArrayLike | None = None) -> Strategy:
+def banded(bands: int, *, steps: int, momentum: float = 0.0, coefficients: Numbers | None = None) -> Strategy:
     r"""C with a few bands: the truncated square root of the workload, or with given coefficients.
 
     For prefix sums the square root has :math:`c_0 = 1, c_k = c_{k-1} (2k - 1) / (2k)`. The last ``bands - 1`` noises
@@ -222,8 +221,8 @@ def lambda_cgd(decay: float, *, steps: int) -> Strategy:
 
 
 def blt(
-    weights: ArrayLike | None = None,
-    decays: ArrayLike | None = None,
+    weights: Numbers | None = None,
+    decays: Numbers | None = None,
     *,
     steps: int,
     separation: int | None = None,
@@ -265,7 +264,7 @@ def blt(
     return _strategy(f"blt({len(w)})", steps, column, stream)
 
 
-def _strategy(name: str, steps: int, coefficients: ArrayLike, stream: Callable[[np.ndarray], Stream]) -> Strategy:
+def _strategy(name: str, steps: int, coefficients: Numbers, stream: Callable[[np.ndarray], Stream]) -> Strategy:
     """The strategy with a given first column, which may have any scale."""
     validate.positive_int(steps=steps)
     c = np.asarray(coefficients, np.float64)[:steps]

@@ -7,17 +7,17 @@ counter, so they can be drawn again); ``step``, counted from 0 at the start of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from numpy.typing import ArrayLike
 
 from dpopt.common.types import PyTree
 
+Numbers: TypeAlias = Sequence[float] | np.ndarray
 Draw: TypeAlias = Callable[[int | jax.Array], PyTree]  # from a lag to standard normals
 Buffers: TypeAlias = tuple[PyTree, ...]  # each like the sum
 
@@ -64,7 +64,7 @@ class Redrawn:
             return _scaled(self.coefficients[0], draw(0)), buffers
         d = np.append(self.coefficients, 0.0)
 
-        def add_two(pair, total):  # in one pass over the arrays
+        def add_two(pair: jax.Array, total: PyTree) -> PyTree:  # in one pass over the arrays
             for lag in (2 * pair, 2 * pair + 1):
                 weight = jnp.where(lag <= step, jnp.asarray(d)[lag], 0)
                 total = jax.tree.map(lambda t, z, w=weight: t + w.astype(z.dtype) * z, total, draw(lag))
@@ -135,7 +135,7 @@ class Recurrent:
         return y, tuple(jax.tree.map(lambda s, y, a=a: a * s + y, buffer, y) for a, buffer in pairs)
 
 
-def inverse_series(coefficients: ArrayLike, steps: int) -> np.ndarray:
+def inverse_series(coefficients: Numbers, steps: int) -> np.ndarray:
     """The first column of the inverse of a lower-triangular Toeplitz matrix, ``[steps]``, from that of the matrix.
 
     >>> inverse_series([1.0, 0.5], 3).tolist()

@@ -10,6 +10,7 @@ import optax
 
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step
+from dpopt.common.types import PyTree
 
 
 class ScaleByPhaseLearningRateState(NamedTuple):
@@ -25,11 +26,11 @@ def scale_by_either(
 ) -> optax.GradientTransformation:
     """Multiplies by ``-adaptive`` at steps where ``is_adaptive(step)`` holds, and by ``-plain`` at others."""
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         del params
         return ScaleByPhaseLearningRateState(jnp.zeros([], jnp.int32))
 
-    def update_fn(updates, state, params=None):
+    def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None):
         del params
         first, second = (at_step(rate, state.count) for rate in (plain, adaptive))
         step_size = -jnp.where(is_adaptive(state.count), second, first)

@@ -1,5 +1,7 @@
 """AdaDPS: precondition by side information, then privatise. Also: side information from statistics of text."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,7 +182,7 @@ def broadcast_feature_scale(scale: ArrayLike, params: optax.Params, *, leaf: str
             "whole path, with / between keys."
         )
 
-    def entry(path, p):
+    def entry(path: tuple[Any, ...], p: ArrayLike) -> float | np.ndarray:
         if jax.tree_util.keystr(path, simple=True, separator="/") not in matches:
             return 1.0
         shape = jnp.shape(p)

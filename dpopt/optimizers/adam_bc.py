@@ -8,7 +8,7 @@ variances of the draws in it, without a second accumulator.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers._parts import decayed_weights, private_mean
 
 NoiseStddev: TypeAlias = PyTree | Callable[[jax.Array], PyTree]  # a prefix of the parameters, or a schedule of one
+# (updates, state, standard deviation of the noise) -> (updates, state).
+_Rule: TypeAlias = Callable[[optax.Updates, Any, PyTree], tuple[optax.Updates, Any]]
 
 
 class ScaleByAdamBCState(NamedTuple):
@@ -85,17 +87,17 @@ def scale_by_adam_bc(
     validate.fraction(b1=b1, b2=b2)
     _check_floor(gamma, eps)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         return ScaleByAdamBCState(jnp.zeros([], jnp.int32), trees.zeros(params), trees.zeros(params))
 
-    def update(updates, state, stddev):
+    def update(updates: optax.Updates, state: ScaleByAdamBCState, stddev: PyTree):
         count = trees.next_count(state.count)
         floor = at_step(gamma, state.count)
         updates = trees.upcast(updates)
         mu = jax.tree.map(lambda m, g: update_average(m, g, b1), state.mu, updates)
         nu = jax.tree.map(lambda v, x: update_average(v, x, b2), state.nu, _noiseless_squares(updates, stddev))
 
-        def rescale(m, v):
+        def rescale(m: jax.Array, v: jax.Array) -> jax.Array:
             m_hat = m / one_minus_power(b1, count, m.dtype)
             v_hat = v / one_minus_power(b2, count, v.dtype)
             return m_hat / _floored_root(v_hat, floor, eps)
@@ -136,13 +138,13 @@ def scale_by_rms_bc(
     validate.fraction(decay=decay)
     _check_floor(gamma, eps)
 
-    def update(updates, state, stddev):
+    def update(updates: optax.Updates, state: ScaleByRmsBCState, stddev: PyTree):
         count = trees.next_count(state.count)
         floor = at_step(gamma, state.count)
         updates = trees.upcast(updates)
         nu = jax.tree.map(lambda v, x: update_average(v, x, decay), state.nu, _noiseless_squares(updates, stddev))
 
-        def rescale(g, v):
+        def rescale(g: jax.Array, v: jax.Array) -> jax.Array:
             v_hat = v / one_minus_power(decay, count, v.dtype) if bias_correction else v
             return g / _floored_root(v_hat, floor, eps)
 
@@ -174,7 +176,7 @@ def scale_by_adagrad_bc(
     """
     _check_floor(gamma, eps)
 
-    def update(updates, state, stddev):
+    def update(updates: optax.Updates, state: ScaleByRmsBCState, stddev: PyTree):
         floor = at_step(gamma, state.count)
         updates = trees.upcast(updates)
         nu = jax.tree.map(jnp.add, state.nu, _noiseless_squares(updates, stddev))
@@ -243,13 +245,13 @@ def _check_floor(gamma: ScalarOrSchedule, eps: float) -> None:
 
 
 def _noise_aware(
-    init_fn: optax.TransformInitFn, update: Callable, noise_stddev: NoiseStddev | None, name: str
+    init_fn: optax.TransformInitFn, update: _Rule, noise_stddev: NoiseStddev | None, name: str
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation around ``update(updates, state, stddev)``; its chain passes the noise if that is None here."""
     if noise_stddev is None:
 
-        def update_in_chain(updates, state, params=None, *, noise_stddev=None, **extra_args):
-            del params, extra_args
+        def in_chain(updates: PyTree, state: PyTree, params: PyTree = None, *, noise_stddev: PyTree = None, **_: Any):
+            del params
             if noise_stddev is None:
                 raise ValueError(
                     f"{name} got no noise_stddev. Put it right after the noise in a dpopt.chain, which passes it, or "
@@ -257,18 +259,18 @@ def _noise_aware(
                 )
             return update(updates, state, noise_stddev)
 
-        update_in_chain.__qualname__ = name  # the name in the messages of dpopt.chain
-        return NoiseAware(init_fn, update_in_chain)
+        in_chain.__qualname__ = name  # the name in the messages of dpopt.chain
+        return NoiseAware(init_fn, in_chain)
 
     if not callable(noise_stddev):
         _check_stddev(noise_stddev)
 
-    def update_alone(updates, state, params=None, **extra_args):
-        del params, extra_args
+    def alone(updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **_: Any):
+        del params
         return update(updates, state, at_step(noise_stddev, state.count))
 
-    update_alone.__qualname__ = name
-    return optax.GradientTransformationExtraArgs(init_fn, update_alone)
+    alone.__qualname__ = name
+    return optax.GradientTransformationExtraArgs(init_fn, alone)
 
 
 def _check_stddev(noise_stddev: PyTree) -> None:

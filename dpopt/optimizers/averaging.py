@@ -52,12 +52,12 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformation:
     """
     validate.fraction(decay=decay)
 
-    def init(params):
+    def init(params: optax.Params):
         # Copies: a step with donated arguments must not get one buffer as both parameter and state.
         average = jax.tree.map(lambda p: jnp.array(p, trees.accumulator_dtype(jnp.result_type(p)), copy=True), params)
         return AverageState(jnp.zeros((), jnp.int32), average)
 
-    def update(updates, state, params=None):
+    def update(updates: optax.Updates, state: PyTree, params: optax.Params | None = None):
         if params is None:
             raise ValueError("average_params needs the parameters, and got none: call update(grads, state, params).")
         count = trees.next_count(state.count)

@@ -70,13 +70,13 @@ def low_pass(
     if b.sum() == 0:
         raise ValueError(f"feedforward {feedforward} adds up to 0: the filter would map a constant gradient to 0.")
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         def zeros(count: int) -> tuple[PyTree, ...]:
             return tuple(trees.zeros(params) for _ in range(count))
 
         return LowPassState(zeros(len(b) - 1), zeros(len(a)), jnp.zeros(len(b) - 1), jnp.zeros(len(a)))
 
-    def update_fn(updates, state, params=None):
+    def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None):
         del params
         gradients = (trees.upcast(updates), *state.gradients)
         ones = jnp.concatenate([jnp.ones(1), state.ones])
@@ -129,10 +129,10 @@ def simplified_kalman(kappa: float = 0.7) -> optax.GradientTransformation:
     validate.probability(kappa=kappa)
     kappa = float(kappa)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         return SimplifiedKalmanState(trees.zeros(params))
 
-    def update_fn(updates, state, params=None):
+    def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None):
         del params
         updates = trees.upcast(updates)
         estimate = jax.tree.map(lambda old, g: (1 - kappa) * old + kappa * g, state.estimate, updates)

@@ -106,7 +106,7 @@ def scale_by_micro_adam(
             raise ValueError("rounding_key is for rounding codes; with quantization_bits=None there are none to round.")
     rule = _LeafRule(b1, b2, eps, density, memory_size, quantization_bits, bucket_size, block_size, bias_correction)
 
-    def init_fn(params) -> Any:  # not the state, whose key may be None: Optax's types have no None
+    def init_fn(params: optax.Params) -> Any:  # not the state, whose key may be None: Optax's types have no None
         return ScaleByMicroAdamState(
             count=jnp.zeros([], jnp.int32),
             indices=jax.tree.map(rule.first_indices, params),
@@ -115,7 +115,7 @@ def scale_by_micro_adam(
             key=None if rounding_key is None else jnp.asarray(rounding_key),
         )
 
-    def update_fn(updates, state, params=None) -> tuple[Any, Any]:
+    def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None) -> tuple[Any, Any]:
         del params
         count = trees.next_count(state.count)
         leaves, structure = jax.tree.flatten(updates)
@@ -210,7 +210,7 @@ class _LeafRule:
         decays = (self.b1, self.b2)
         window = jnp.minimum(count, self.memory_size)
 
-        def add_row(row, sums):
+        def add_row(row: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             age = ((count - 1 - row) % self.memory_size).astype(values.dtype)
             # The indices of a row are distinct, so the order of additions, and the result, is the same on any device.
             return tuple(

@@ -8,7 +8,7 @@ noise.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def scale_by_muon_bc(
     def f(matrices: list[jax.Array]) -> PyTree:
         return orthogonal.update(matrices, orthogonal.init(matrices), matrices)[0]
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         matrices, others, _ = _split(trees.upcast(params))
         zeros = [jnp.zeros_like(x) for x in matrices]
         # A state may be donated, so it holds no array twice, and not the caller's key.
@@ -98,14 +98,14 @@ def scale_by_muon_bc(
         variance = [jnp.zeros_like(x) for x in matrices]
         return ScaleByMuonBCState(jnp.zeros([], jnp.int32), zeros, variance, own_key, rest.init(others))
 
-    def update_fn(updates, state, params=None, *, noise_stddev=None, **extra_args):
-        del params, extra_args
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, *, noise_stddev: PyTree = None, **_: Any):
+        del params
         if noise_stddev is None:
             raise ValueError(
                 "scale_by_muon_bc got no noise_stddev. Put it right after the noise in a dpopt.chain, which passes it."
             )
         matrices, others, join = _split(trees.upcast(updates))
-        stddevs, other_stddevs, _ = _split(trees.broadcast_prefix(noise_stddev, updates, "noise_stddev"), updates)
+        stddevs, other_stddevs = _split(trees.broadcast_prefix(noise_stddev, updates, "noise_stddev"), updates)[:2]
         count = trees.next_count(state.count)
         momentum = [update_average(m, g, beta) for m, g in zip(state.momentum, matrices, strict=True)]
         variance = [
@@ -127,13 +127,13 @@ def scale_by_muon_bc(
     return rule
 
 
-def _split(tree: PyTree, like: PyTree = None) -> tuple[list, list, Callable[..., PyTree]]:
+def _split(tree: PyTree, like: PyTree = None) -> tuple[list[jax.Array], list[jax.Array], Callable[..., PyTree]]:
     """The leaves that are matrices (in ``like``, if given), the other leaves, and a function that joins them again."""
     leaves, structure = jax.tree.flatten(tree)
     shapes = jax.tree.leaves(tree if like is None else like)
     is_matrix = [jnp.ndim(x) == 2 for x in shapes]
 
-    def join(matrices: list, others: list) -> PyTree:
+    def join(matrices: list[jax.Array], others: list[jax.Array]) -> PyTree:
         remaining = {True: iter(matrices), False: iter(others)}
         return jax.tree.unflatten(structure, [next(remaining[m]) for m in is_matrix])
 

@@ -1,12 +1,13 @@
 """Uses of public data with any optimizer: a warm start, and rules that read public values."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt.common.types import Batch, LossFn
+from dpopt.common.types import Batch, LossFn, PyTree
 
 
 def with_public_arguments(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -33,7 +34,7 @@ def with_public_arguments(rule: optax.GradientTransformation) -> optax.GradientT
     """
     inner = optax.with_extra_args_support(rule)
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         public = {k.removeprefix("public_"): value for k, value in extra_args.items() if k.startswith("public_")}
         return inner.update(updates, state, params, **extra_args, **public)
 
@@ -66,11 +67,11 @@ def warm_start(
     if hasattr(optimizer, "privacy") or not callable(getattr(optimizer, "update", None)):
         raise TypeError(f"warm_start needs an ordinary Optax optimizer, such as optax.adam(1e-3); got {optimizer!r}.")
 
-    def mean_loss(params, batch):
+    def mean_loss(params: optax.Params, batch: Batch) -> jax.Array:
         return jnp.mean(jax.vmap(loss_fn, in_axes=(None, 0))(params, batch))
 
     @jax.jit
-    def step(params, state, batch):
+    def step(params: optax.Params, state: optax.OptState, batch: Batch) -> tuple[optax.Params, optax.OptState]:
         updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from dpopt import _stages
 from dpopt.clipping import as_promise
@@ -104,7 +105,7 @@ class SideInformation:
         if params is None:
             return Diagonal(scale=self.scale), state
 
-        def like_moments(entry, p):  # a float64 table must not widen the gradients
+        def like_moments(entry: ArrayLike, p: ArrayLike) -> jax.Array:  # a float64 table must not widen the gradients
             return jnp.asarray(entry, trees.accumulator_dtype(jnp.result_type(p)))
 
         scale = trees.broadcast_prefix(self.scale, params, "scale")
@@ -205,7 +206,7 @@ def precondition(preconditioner: Preconditioner) -> optax.GradientTransformation
     """
     check_methods(preconditioner)
 
-    def update_fn(updates, state, params=None, **extra_args) -> tuple[Any, PyTree]:  # Optax's types have no promises
+    def update_fn(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         if preconditioner.needs_feedback:
             raise ValueError(
                 f"{type(preconditioner).__name__} needs the private gradient of each step, and optax.chain cannot pass "
@@ -231,9 +232,9 @@ def check_methods(preconditioner: Preconditioner) -> None:
 def apply_diagonal(promise: PerExampleGrads, diagonal: Diagonal) -> PerExampleGrads:
     """The promise of ``S * g_i + o``, for the diagonal of a preconditioner."""
     if diagonal.scale is not None:
-        promise = promise._scaled(diagonal.scale, by_hand=False)
+        promise = promise._scaled(diagonal.scale, by_hand=False)  # pyright: ignore[reportPrivateUsage] not for users
     if diagonal.offset is not None:
-        promise = promise._shifted(diagonal.offset, by_hand=False)
+        promise = promise._shifted(diagonal.offset, by_hand=False)  # pyright: ignore[reportPrivateUsage] not for users
     return promise
 
 

@@ -129,7 +129,7 @@ class DelayedMoments:
         step = state.count % (s1 + s2)
         is_plain, is_last_plain = step < s1, step == s1 - 1
 
-        def where(condition, new, old):
+        def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
             return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
         total = where(is_plain, jax.tree.map(jnp.add, state.total, private_mean), state.total)

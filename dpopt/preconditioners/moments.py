@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from dpopt.common import trees, validate
 from dpopt.common.averages import one_minus_power, update_average
@@ -82,7 +83,7 @@ public_grads=g) with g the mean gradient on a public batch, shaped like the para
             f"parameters {jax.tree.structure(like)}."
         )
 
-    def check(path, g, p):
+    def check(path: tuple[Any, ...], g: ArrayLike, p: ArrayLike) -> None:
         if jnp.shape(g) != jnp.shape(p):
             raise ValueError(
                 f"public_grads{jax.tree_util.keystr(path)} has shape {jnp.shape(g)} for a parameter of shape "
@@ -242,7 +243,7 @@ class LastMoments:
         del params, extra_args
         is_first = state.count == 0
 
-        def root(v):
+        def root(v: jax.Array) -> jax.Array:
             count = jnp.maximum(state.count, 1)  # at t = 0 any positive number will do
             return jnp.sqrt(v / one_minus_power(self.b2, count, v.dtype)) + self.eps_scale
 

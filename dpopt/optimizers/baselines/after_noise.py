@@ -1,6 +1,7 @@
 """A diagonal after the noise instead of before the clip, as in the baselines."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,8 @@ def precondition_after_noise(preconditioner: Preconditioner) -> optax.GradientTr
     """
     check_methods(preconditioner)
 
-    def update_fn(updates, state, params=None, *, noise_stddev=None, **extra_args):
-        diagonal, state = preconditioner.diagonal(state, params, **extra_args)
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, *, noise_stddev: PyTree = None, **extra: Any):
+        diagonal, state = preconditioner.diagonal(state, params, **extra)
         state = preconditioner.observe(state, updates, noise_stddev)
         updates = _combine(jnp.multiply, updates, diagonal.scale, "scale")
         updates = _combine(jnp.add, updates, diagonal.offset, "offset")

@@ -1,7 +1,7 @@
 """Baselines that use public data without AdaDPS's preconditioner: DP-R-Pub, DP-Adam-Pub and PDA-DPMD."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,11 +90,11 @@ def scale_by_public_adam(
     validate.fraction(b1=b1, b2=b2, b3=b3)
     validate.positive(eps=eps)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         return ScaleByPublicAdamState(jnp.zeros([], jnp.int32), trees.zeros(params), trees.zeros(params))
 
-    def update_fn(updates, state, params=None, *, public_grads=None, **extra_args):
-        del params, extra_args
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, *, public_grads: PyTree = None, **_: Any):
+        del params
         public = checked_public_grads(public_grads, updates)
         count = trees.next_count(state.count)
         blend = jax.tree.map(lambda g, p: b1 * g + (1 - b1) * p, updates, public)
@@ -167,15 +167,15 @@ def blend_public_gradients(total_steps: int) -> optax.GradientTransformationExtr
     """
     validate.positive_int(total_steps=total_steps)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         del params
         return BlendPublicGradientsState(jnp.zeros([], jnp.int32))
 
-    def update_fn(updates, state, params=None, *, public_grads=None, **extra_args):
-        del params, extra_args
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, *, public_grads: PyTree = None, **_: Any):
+        del params
         public = checked_public_grads(public_grads, updates)
 
-        def blend(g, p):
+        def blend(g: jax.Array, p: jax.Array) -> jax.Array:
             progress = jnp.minimum(state.count, total_steps).astype(g.dtype) / total_steps
             alpha = jnp.cos(math.pi / 2 * progress)
             return alpha * g + (1 - alpha) * p

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +130,14 @@ def extra_query(
     validate.fraction(decay=decay)
     validate.positive(eps=eps)
 
-    def make_core(*, l2_clip_norm, noise_multiplier, expected_batch_size, key, preconditioner=()):
+    def make_core(
+        *,
+        l2_clip_norm: FixedClip,
+        noise_multiplier: ScalarOrSchedule,
+        expected_batch_size: float | jax.Array,
+        key: jax.Array,
+        preconditioner: object = (),
+    ) -> PrivateOptimizer:
         if preconditioner not in ((), None):
             raise ValueError("the extra query computes its own diagonal: leave precondition(...) out.")
         validate.prng_key(key)
@@ -151,15 +158,14 @@ def _two_queries(
 ) -> PrivateOptimizer:
     is_adaptive = _NotARefresh(delay)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params):
         zeros = trees.zeros(params)
         return TwoQueriesState(jnp.zeros([], jnp.int32), plain.init(params), adaptive.init(params), zeros, zeros)
 
-    def run(updates, state, params=None, **extra_args):
-        del extra_args
+    def run(updates: PyTree, state: PyTree, params: optax.Params | None = None, **_: Any):
         is_refresh = ~is_adaptive(state.count)
 
-        def choose(at_refresh, otherwise):
+        def choose(at_refresh: PyTree, otherwise: PyTree) -> PyTree:
             return jax.tree.map(lambda a, b: jnp.where(is_refresh, a, b), at_refresh, otherwise)
 
         grads = as_promise(updates, params)
