@@ -1,4 +1,4 @@
-"""Sound: waves, spectra, words that were spoken."""
+"""Models of audio: waveforms, spectrograms and speech."""
 
 import haiku as hk
 import jax
@@ -8,12 +8,14 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.entries import cross_entropy, labels, model, of_haiku, of_linen, of_nnx, squared_error
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import labels, normal
+from benchmarks.zoo.entries import model, of_haiku, of_linen, of_nnx
+from benchmarks.zoo.layers import binary_cross_entropy, cross_entropy, squared_error
 
 
 class _Wav2Vec(nn.Module):
-    """Strided convolutions over the wave, a transformer whose positions are a grouped convolution; contrastive."""
+    """Strided convolutions, then a transformer with convolutional positions, trained by a contrastive loss."""
 
     width: int = 192
 
@@ -47,11 +49,11 @@ def wav2vec() -> Family:
         losses = -jax.nn.log_softmax(logits)[..., 0]
         return jnp.sum(losses * masked) / jnp.maximum(jnp.sum(masked), 1)
 
-    return of_linen(_Wav2Vec(), loss, (jnp.asarray(normal(4, 2005)), masked, others), masked)
+    return of_linen(_Wav2Vec(), loss, (normal(4, 2005), masked, others), masked)
 
 
 class _Conformer(nnx.Module):
-    """Half a feed-forward layer, attention, a convolution with a gate, another half."""
+    """Attention and a gated convolution, between two feed-forward layers of half weight."""
 
     def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
         def feed_forward():
@@ -103,12 +105,12 @@ def conformer() -> Family:
         return jnp.mean(optax.ctc_loss(logits, no_padding[0], letters, no_padding[1]))
 
     letters = 1 + labels(28, 4, 12)
-    return of_nnx(_SpeechToText(144, 29, rngs=nnx.Rngs(0)), loss, jnp.asarray(normal(4, 128, 80)), letters)
+    return of_nnx(_SpeechToText(144, 29, rngs=nnx.Rngs(0)), loss, normal(4, 128, 80), letters)
 
 
 @model("Audio spectrogram CNN", "haiku", "qiuqiangkong/audioset_tagging_cnn")
 def spectrogram() -> Family:
-    """The wave's spectrum is taken inside the loss; many labels at once."""
+    """Multi-label tagging; the loss computes the spectrogram of the waveform."""
     size, hop = 256, 128
     window = jnp.asarray(np.hanning(size), jnp.float32)
     bands = jnp.asarray(np.abs(np.random.default_rng(3).normal(size=(size // 2 + 1, 64))) / size, jnp.float32)
@@ -124,13 +126,13 @@ def spectrogram() -> Family:
             x = hk.avg_pool(x, (2, 2, 1), (2, 2, 1), "VALID")
         x = jnp.mean(x, 1)
         x = jax.nn.relu(hk.Linear(256)(jnp.max(x, 0) + jnp.mean(x, 0)))
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(hk.Linear(50)(x), tags))
+        return binary_cross_entropy(hk.Linear(50)(x), tags)
 
-    return of_haiku(loss, (jnp.asarray(normal(8, 8192)), (labels(10, 8, 50) == 0).astype(jnp.float32)))
+    return of_haiku(loss, (normal(8, 8192), (labels(10, 8, 50) == 0).astype(jnp.float32)))
 
 
 class _Demucs(nn.Module):
-    """Convolutions down and up over the wave, each beside its mirror image; an LSTM in the middle."""
+    """A U-Net over the waveform, with an LSTM in the middle."""
 
     @nn.compact
     def __call__(self, wave):
@@ -151,8 +153,8 @@ class _Demucs(nn.Module):
 
 @model("Demucs", "linen", "facebookresearch/demucs")
 def demucs() -> Family:
-    """A mixture is taken apart into two sources."""
-    sources = jnp.asarray(normal(4, 2048, 2))
+    """Separates a mixture into two sources."""
+    sources = normal(4, 2048, 2)
     return of_linen(_Demucs(), squared_error, sources.sum(-1), sources)
 
 
@@ -166,4 +168,4 @@ def keywords() -> Family:
             x = jax.nn.relu(hk.GroupNorm(8)(hk.Conv2D(96, 1)(x)))
         return cross_entropy(hk.Linear(12)(jnp.mean(x, (0, 1, 2))), word)
 
-    return of_haiku(loss, (jnp.asarray(normal(16, 49, 10)), labels(12, 16)))
+    return of_haiku(loss, (normal(16, 49, 10), labels(12, 16)))

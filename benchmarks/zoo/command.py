@@ -1,4 +1,4 @@
-"""`python -m benchmarks zoo`: measures every model, and says how far the figures are from their targets."""
+"""`python -m benchmarks zoo`: measures every model and compares the results with targets."""
 
 import argparse
 import json
@@ -13,12 +13,14 @@ from benchmarks.zoo import summary
 from benchmarks.zoo.measure import about, measure
 from benchmarks.zoo.registry import ZOO
 
-_WIDTH = 180  # of what is written to a file
+_WIDTH = 180  # columns, where the output is not a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", help="part of a model's name")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time to spend on each model (default 10)")
+    parser.add_argument("--only", help="measure only models whose name contains this text")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="seconds to spend on timing each model (default 10)"
+    )
     arguments.out(parser)
 
 
@@ -29,11 +31,11 @@ def run(options: argparse.Namespace) -> None:
 def main(out: Path, only: str | None, budget_s: float) -> None:
     """Measures every model (or those whose name contains ``only``) and writes ``zoo.json``.
 
-    What was measured before on the same machine and versions stays, but for what is measured anew. A model that fails
-    does not stop the others.
+    Earlier results from the same machine and versions are kept unless measured again. If a model fails, the others are
+    still measured.
 
     Raises:
-        SystemExit: if no name matches, or, at the end, if a model failed.
+        SystemExit: if no name matches; or, after all are measured, if a model failed.
     """
     console = Console()
     if not console.is_terminal:
@@ -50,7 +52,7 @@ def main(out: Path, only: str | None, budget_s: float) -> None:
             found[name] = measure(name, ZOO[name], budget_s)
         except Exception as error:
             found[name] = about(name, ZOO[name]) | {"error": f"{type(error).__name__}: {error}"}
-        jax.clear_caches()  # compiled programs hold memory
+        jax.clear_caches()  # compiled programs take up memory
         console.print(*summary.cells(found[name]), sep="  ")
         runs = [found[n] for n in ZOO if n in found]
         records.write_json(path, {"environment": environment, "models": len(ZOO), "runs": runs})

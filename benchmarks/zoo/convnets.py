@@ -1,4 +1,6 @@
-"""Convolutional classifiers of images, as torchvision, timm and their relatives build them; GroupNorm for BatchNorm."""
+"""Convolutional image classifiers, in the style of torchvision and timm, with GroupNorm in place of BatchNorm."""
+
+import itertools
 
 import haiku as hk
 import jax
@@ -8,20 +10,13 @@ from flax import nnx
 from jax import lax
 
 from benchmarks.cost.families import Family
-from benchmarks.zoo.entries import (
-    Arrays,
-    cross_entropy,
-    images,
-    labels,
-    model,
-    of_haiku,
-    of_linen,
-    of_nnx,
-)
+from benchmarks.zoo.data import images, labels
+from benchmarks.zoo.entries import model, of_haiku, of_linen, of_nnx
+from benchmarks.zoo.layers import Arrays, conv2d, cross_entropy, mlp
 
 
 class _BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut."""
+    """Two 3 x 3 convolutions and a shortcut."""
 
     features: int
     stride: int
@@ -54,7 +49,7 @@ def resnet() -> Family:
 
 
 def _scaled_standardized_conv(x, features, size=3, stride=1, groups=1):
-    """Filters of mean 0 and variance 1 over the fan-in, times a gain that is learned."""
+    """Convolution whose filters have mean 0 and variance 1 over the fan-in, times a learned gain."""
     shape = (size, size, x.shape[-1] // groups, features)
     w = hk.get_parameter("w", shape, init=hk.initializers.VarianceScaling(1.0, "fan_in", "normal"))
     gain = hk.get_parameter("gain", (features,), init=jnp.ones)
@@ -62,10 +57,7 @@ def _scaled_standardized_conv(x, features, size=3, stride=1, groups=1):
     fan_in = shape[0] * shape[1] * shape[2]
     mean, variance = jnp.mean(w, (0, 1, 2), keepdims=True), jnp.var(w, (0, 1, 2), keepdims=True)
     w = (w - mean) * lax.rsqrt(jnp.maximum(variance * fan_in, 1e-4)) * gain
-    y = lax.conv_general_dilated(
-        x[None], w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
-    )
-    return y[0] + bias
+    return conv2d(x[None], w, stride, groups)[0] + bias
 
 
 class _WSConv(hk.Module):
@@ -152,14 +144,12 @@ def densenet() -> Family:
 
 @model("VGG-11", "jax", "chengyangfu/pytorch-vgg-cifar10")
 def vgg() -> Family:
-    array, width = Arrays(), 3
-    params = {"conv": [], "dense": []}
-    plan = (32, "pool", 64, "pool", 128, 128, "pool", 256, 256, "pool")
-    for outputs in [p for p in plan if p != "pool"]:
-        params["conv"].append({"w": array.conv(3, 3, width, outputs), "b": jnp.zeros(outputs)})
-        width = outputs
-    for inputs, outputs in ((width * 4, 256), (256, 256), (256, 10)):
-        params["dense"].append({"w": array(inputs, outputs), "b": jnp.zeros(outputs)})
+    array, plan = Arrays(), (32, "pool", 64, "pool", 128, 128, "pool", 256, 256, "pool")
+    widths = (3, *(p for p in plan if p != "pool"))
+    params = {
+        "conv": [{"w": array.conv(3, 3, i, o), "b": jnp.zeros(o)} for i, o in itertools.pairwise(widths)],
+        "dense": array.mlp((4 * widths[-1], 256, 256, 10)),
+    }
 
     def loss(params, example):
         image, label = example
@@ -169,12 +159,7 @@ def vgg() -> Family:
                 x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
             else:
                 layer = next(layers)
-                x = lax.conv_general_dilated(x, layer["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-                x = jax.nn.relu(x + layer["b"])
-        x = x.reshape(-1)
-        for i, layer in enumerate(params["dense"]):
-            x = x @ layer["w"] + layer["b"]
-            x = jax.nn.relu(x) if i < 2 else x
-        return cross_entropy(x, label)
+                x = jax.nn.relu(conv2d(x, layer["w"]) + layer["b"])
+        return cross_entropy(mlp(params["dense"], x.reshape(-1), jax.nn.relu), label)
 
     return Family(loss, params, (images(16, 32), labels(10, 16)))

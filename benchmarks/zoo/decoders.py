@@ -1,4 +1,4 @@
-"""Language models that read from left to right."""
+"""Causal language models."""
 
 from functools import partial
 from typing import Any
@@ -11,13 +11,15 @@ from flax import linen as nn
 from flax import nnx
 
 from benchmarks.cost.families import Family
-from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, model, of_equinox, of_linen, of_nnx, words
+from benchmarks.zoo.data import next_token
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_linen, of_nnx
+from benchmarks.zoo.layers import Arrays, attention, causal_mask, cross_entropy, layer_norm, rms_norm
 
 _init = nn.initializers.normal(0.02)
 
 
 class _GPTBlock(nn.Module):
-    """Fused query, key and value; pre-norm."""
+    """Pre-norm, with fused query, key and value."""
 
     heads: int = 4
     dtype: Any = jnp.float32
@@ -30,7 +32,7 @@ class _GPTBlock(nn.Module):
         q, k, v = jnp.split(dense(3 * c)(h), 3, -1)
         q, k, v = (z.reshape(b, t, self.heads, -1) for z in (q, k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1]).astype(self.dtype)
-        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, jnp.finfo(self.dtype).min)
+        scores = jnp.where(causal_mask(t), scores, jnp.finfo(self.dtype).min)
         y = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v).reshape(b, t, c)
         x = x + dense(c)(y)
         h = dense(4 * c)(nn.LayerNorm(dtype=self.dtype)(x))
@@ -38,7 +40,7 @@ class _GPTBlock(nn.Module):
 
 
 class _GPT2(nn.Module):
-    """The token table is also the output layer."""
+    """Input and output embeddings are tied."""
 
     vocabulary: int = 4096
     width: int = 256
@@ -54,12 +56,6 @@ class _GPT2(nn.Module):
         return table.attend(nn.LayerNorm()(x))
 
 
-def next_token(vocabulary: int, batch: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """Texts, and the same one token later."""
-    text = words(vocabulary, batch, length + 1)
-    return text[:, :-1], text[:, 1:]
-
-
 @model("GPT-2", "linen", "karpathy/nanoGPT")
 def gpt2() -> Family:
     return of_linen(_GPT2(), cross_entropy, *next_token(4096, 4, 64))
@@ -72,7 +68,7 @@ class _ScannedBlock(nn.Module):
 
 
 class _ScannedGPT(nn.Module):
-    """Layers are scanned and rematerialised, and compute in bfloat16."""
+    """Layers are scanned and rematerialised, and computed in bfloat16."""
 
     vocabulary: int = 2048
     width: int = 256
@@ -105,7 +101,7 @@ class _NnxBlock(nnx.Module):
 
 
 class _NnxGPT(nnx.Module):
-    """Layers made by ``nnx.vmap`` and run by ``nnx.scan``, each rematerialised."""
+    """Layers are made by ``nnx.vmap``, run by ``nnx.scan`` and rematerialised."""
 
     def __init__(self, vocabulary: int, width: int, depth: int, length: int, *, rngs: nnx.Rngs):
         self.table = nnx.Embed(vocabulary, width, rngs=rngs)
@@ -137,7 +133,7 @@ def gpt_nnx() -> Family:
 
 @model("Llama", "jax", "meta-llama/llama")
 def llama() -> Family:
-    """Rotary positions, SwiGLU, RMSNorm, two query heads for each key head."""
+    """Rotary positions, SwiGLU, RMSNorm, and two query heads for each key head."""
     array, width, hidden, heads, groups, size, length, vocabulary = Arrays(), 256, 688, 8, 4, 32, 64, 2048
 
     def block():
@@ -162,35 +158,29 @@ def llama() -> Family:
     angles = np.outer(np.arange(length), 10_000.0 ** (-np.arange(0, size, 2) / size))
     cos, sin = (jnp.asarray(f(angles), jnp.float32)[:, None] for f in (np.cos, np.sin))
 
-    def rms_norm(x, weight):
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight
-
     def rotated(x):
         a, b = x[..., ::2], x[..., 1::2]
         return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
 
     def loss(params, example):
         inputs, targets = example
-        x = params["tok_embeddings"][inputs]
-        causal = jnp.tril(jnp.ones((length, length), bool))
+        x, causal = params["tok_embeddings"][inputs], causal_mask(length)
         for p in params["layers"]:
-            h = rms_norm(x, p["attention_norm"])
+            h = rms_norm(x, p["attention_norm"], 1e-5)
             q = rotated((h @ p["wq"]).reshape(length, heads, size))
             k = rotated((h @ p["wk"]).reshape(length, groups, size))
             v = (h @ p["wv"]).reshape(length, groups, size)
             k, v = (jnp.repeat(z, heads // groups, axis=1) for z in (k, v))
-            scores = jnp.where(causal, jnp.einsum("qhd,khd->hqk", q, k) * size**-0.5, -jnp.inf)
-            y = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v)
-            x = x + y.reshape(length, -1) @ p["wo"]
-            h = rms_norm(x, p["ffn_norm"])
+            x = x + attention(q, k, v, causal).reshape(length, -1) @ p["wo"]
+            h = rms_norm(x, p["ffn_norm"], 1e-5)
             x = x + (jax.nn.silu(h @ p["w1"]) * (h @ p["w3"])) @ p["w2"]
-        return cross_entropy(rms_norm(x, params["norm"]) @ params["output"], targets)
+        return cross_entropy(rms_norm(x, params["norm"], 1e-5) @ params["output"], targets)
 
     return Family(loss, params, next_token(vocabulary, 4, length))
 
 
 class _LoraLinear(eqx.Module):
-    """A frozen matrix, held by the loss's closure, and a low-rank change to it."""
+    """A low-rank update of a frozen matrix. The loss closes over the matrix, so it is not a parameter."""
 
     a: jax.Array
     b: jax.Array
@@ -219,19 +209,15 @@ def lora() -> Family:
         for key, layer in zip(keys, frozen, strict=True)
     ]
 
-    def normed(x):
-        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
-
     def loss(adapters, example):
         inputs, targets = example
-        x = table[inputs]
-        causal = jnp.tril(jnp.ones((length, length), bool))
+        x, causal = table[inputs], causal_mask(length)
         for adapter, layer in zip(adapters, frozen, strict=True):
-            q, k, v = jnp.split(adapter["qkv"](layer["qkv"], normed(x)).reshape(length, 4, -1), 3, -1)
+            q, k, v = jnp.split(adapter["qkv"](layer["qkv"], layer_norm(x)).reshape(length, 4, -1), 3, -1)
             scores = jnp.where(causal, jnp.einsum("qhd,khd->hqk", q, k) / 8, -jnp.inf)
             y = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v).reshape(length, width)
             x = x + adapter["o"](layer["o"], y)
-            x = x + adapter["down"](layer["down"], jax.nn.gelu(adapter["up"](layer["up"], normed(x))))
-        return cross_entropy(normed(x) @ table.T, targets)
+            x = x + adapter["down"](layer["down"], jax.nn.gelu(adapter["up"](layer["up"], layer_norm(x))))
+        return cross_entropy(layer_norm(x) @ table.T, targets)
 
     return of_equinox(adapters, loss, next_token(vocabulary, 4, length))

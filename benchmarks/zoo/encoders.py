@@ -1,4 +1,4 @@
-"""Language models that see the whole text: encoders, encoder-decoders, classifiers of texts."""
+"""Text encoders, encoder-decoders and text classifiers."""
 
 import haiku as hk
 import jax
@@ -8,13 +8,15 @@ from flax import linen as nn
 from flax import nnx
 
 from benchmarks.cost.families import Family
-from benchmarks.zoo.entries import Arrays, cross_entropy, labels, model, of_haiku, of_linen, of_nnx, words
+from benchmarks.zoo.data import labels, words
+from benchmarks.zoo.entries import model, of_haiku, of_linen, of_nnx
+from benchmarks.zoo.layers import Arrays, causal_mask, cross_entropy, rms_norm
 
 _init = nn.initializers.normal(0.02)
 
 
 class _BertLayer(nn.Module):
-    """Post-norm; separate query, key and value."""
+    """Post-norm, with separate query, key and value."""
 
     heads: int = 4
 
@@ -33,7 +35,7 @@ class _BertLayer(nn.Module):
 
 
 class _Bert(nn.Module):
-    """Masked words are predicted by the table that embeds them, plus a bias."""
+    """Masked language model; the output embeddings are tied to the input embeddings, plus a bias."""
 
     vocabulary: int = 4096
     width: int = 256
@@ -61,7 +63,7 @@ def bert() -> Family:
 
 
 class _Albert(nnx.Module):
-    """One layer's weights, used at every depth; a factorised table."""
+    """All layers share their weights, and the embedding is factorised."""
 
     def __init__(self, vocabulary: int, narrow: int, width: int, depth: int, *, rngs: nnx.Rngs):
         self.depth = depth
@@ -90,7 +92,7 @@ def albert() -> Family:
 
 
 def _relative_buckets(queries: int, keys: int, both_sides: bool, buckets: int = 32, farthest: int = 128) -> np.ndarray:
-    """The bias's row for each pair: exact for near ones, logarithmic for far ones."""
+    """The bucket of each query and key: one per distance if near, logarithmic if far."""
     distance = np.arange(keys)[None] - np.arange(queries)[:, None]
     result = np.zeros_like(distance)
     if both_sides:
@@ -108,12 +110,11 @@ def _relative_buckets(queries: int, keys: int, both_sides: bool, buckets: int = 
 class _T5Norm(nn.Module):
     @nn.compact
     def __call__(self, x):
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+        return rms_norm(x, self.param("scale", nn.initializers.ones, (x.shape[-1],)))
 
 
 class _T5Attention(nn.Module):
-    """No biases, no scaling of scores, a bias by relative position that all layers share."""
+    """No biases and no scaling of scores; all layers share a bias by relative position."""
 
     heads: int
 
@@ -157,7 +158,7 @@ class _T5(nn.Module):
             x = x + self._feed_forward(_T5Norm()(x))
         memory = _T5Norm()(x)
         y, bias = table(target), self._bias("decoder_bias", target.shape[1], False)
-        bias = bias + jnp.where(jnp.tril(jnp.ones((target.shape[1],) * 2, bool)), 0.0, -1e9)
+        bias = bias + jnp.where(causal_mask(target.shape[1]), 0.0, -1e9)
         for _ in range(self.depth):
             h = _T5Norm()(y)
             y = y + _T5Attention(self.heads)(h, h, bias)
@@ -173,7 +174,7 @@ def t5() -> Family:
 
 
 class _WMT(nn.Module):
-    """Encoder and decoder as "Attention is all you need" has them; all three tables are one."""
+    """The translation model of "Attention is all you need", but pre-norm; all three embeddings are tied."""
 
     vocabulary: int = 2048
     width: int = 256
@@ -231,7 +232,7 @@ def text_cnn() -> Family:
 
 @model("fastText", "jax", "facebookresearch/fastText")
 def fast_text() -> Family:
-    """The mean of the vectors of words and hashed pairs of words, and one linear layer."""
+    """A linear layer on the mean embedding of words and hashed word pairs."""
     array, vocabulary, buckets = Arrays(), 20_000, 50_000
     params = {"input": array(vocabulary + buckets, 64, scale=1 / 64), "output": array(64, 50, scale=0.01)}
 
@@ -239,7 +240,7 @@ def fast_text() -> Family:
         tokens, label = example
         pairs = vocabulary + (tokens[:-1] * 116_049_371 + tokens[1:]) % buckets
         features = jnp.concatenate([tokens, pairs])
-        is_word = (features >= vocabulary) | (features > 0)  # token 0 pads
+        is_word = (features >= vocabulary) | (features > 0)  # token 0 is padding
         rows = jnp.take(params["input"], features, axis=0) * is_word[:, None]
         return cross_entropy((rows.sum(0) / jnp.maximum(is_word.sum(), 1)) @ params["output"], label)
 

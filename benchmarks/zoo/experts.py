@@ -1,4 +1,4 @@
-"""Language models with experts, or with linear attention."""
+"""Language models with mixtures of experts or with linear attention."""
 
 import equinox as eqx
 import haiku as hk
@@ -8,14 +8,15 @@ import numpy as np
 from flax import linen as nn
 
 from benchmarks.cost.families import Family
-from benchmarks.zoo.decoders import next_token
-from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, model, of_equinox, of_haiku, of_linen
+from benchmarks.zoo.data import next_token
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen
+from benchmarks.zoo.layers import Arrays, attention, causal_mask, cross_entropy, haiku_layer_norm, rms_norm
 
 _VOCABULARY, _WIDTH, _LENGTH = 2048, 192, 64
 
 
 class _SparseFeedForward(nn.Module):
-    """Every token goes to the best of the experts, as far as that has places left: products with one-hot arrays."""
+    """Routes each token to its best expert, up to that expert's capacity, by products with one-hot arrays."""
 
     experts: int = 4
     hidden: int = 512
@@ -59,25 +60,14 @@ def switch() -> Family:
     return of_linen(_Switch(), loss, *next_token(_VOCABULARY, 4, _LENGTH))
 
 
-def _normed(x, gain):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
-
-
-def _causal(q, k, v):
-    """Softmax attention of ``[T, heads, d]``."""
-    scores = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -jnp.inf)
-    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v)
-
-
 def _ragged_dot(rows, weights, sizes):
-    """``ragged_dot`` has no rule for ``vmap`` with weights that all examples share: so they come to depend on each."""
+    """``ragged_dot`` whose weights formally depend on the example: ``vmap`` has no rule for shared weights."""
     return jax.lax.ragged_dot(rows, weights + 0 * rows[0, 0], sizes)
 
 
 @model("Mixtral, ragged_dot", "jax", "mistralai/mistral-inference")
 def mixtral() -> Family:
-    """Each token goes to two of the experts; tokens are sorted by expert, and multiplied by ``ragged_dot``."""
+    """Routes each token to two experts: tokens are sorted by expert and multiplied by ``ragged_dot``."""
     array, experts, hidden, heads = Arrays(), 4, 384, 4
 
     def block():
@@ -112,17 +102,17 @@ def mixtral() -> Family:
         inputs, targets = example
         x = params["table"][inputs]
         for p in params["blocks"]:
-            q, k, v = jnp.split((_normed(x, p["norms"][0]) @ p["qkv"]).reshape(_LENGTH, heads, -1), 3, -1)
-            x = x + _causal(q, k, v).reshape(_LENGTH, -1) @ p["o"]
-            x = x + mixture(p, _normed(x, p["norms"][1]))
-        return cross_entropy(_normed(x, params["norm"]) @ params["output"], targets)
+            q, k, v = jnp.split((rms_norm(x, p["norms"][0]) @ p["qkv"]).reshape(_LENGTH, heads, -1), 3, -1)
+            x = x + attention(q, k, v, causal_mask(_LENGTH)).reshape(_LENGTH, -1) @ p["o"]
+            x = x + mixture(p, rms_norm(x, p["norms"][1]))
+        return cross_entropy(rms_norm(x, params["norm"]) @ params["output"], targets)
 
     return Family(loss, params, next_token(_VOCABULARY, 4, _LENGTH))
 
 
 @model("RWKV-4", "haiku", "BlinkDL/RWKV-LM")
 def rwkv() -> Family:
-    """A sum over the past whose weights decay at a rate that each channel learns; kept in logarithms, by a scan."""
+    """A weighted sum over the past, by a scan in log space; each channel learns its rate of decay."""
 
     def vector(name, value):
         return hk.get_parameter(name, (_WIDTH,), init=hk.initializers.Constant(value))
@@ -168,17 +158,17 @@ def rwkv() -> Family:
 
     def loss(example):
         inputs, targets = example
-        x = hk.LayerNorm(-1, True, True)(hk.Embed(_VOCABULARY, _WIDTH)(inputs))
+        x = haiku_layer_norm(hk.Embed(_VOCABULARY, _WIDTH)(inputs))
         for _ in range(3):
-            x = x + _Time()(hk.LayerNorm(-1, True, True)(x))
-            x = x + _Channel()(hk.LayerNorm(-1, True, True)(x))
-        return cross_entropy(linear("head", hk.LayerNorm(-1, True, True)(x), _VOCABULARY), targets)
+            x = x + _Time()(haiku_layer_norm(x))
+            x = x + _Channel()(haiku_layer_norm(x))
+        return cross_entropy(linear("head", haiku_layer_norm(x), _VOCABULARY), targets)
 
     return of_haiku(loss, next_token(_VOCABULARY, 4, _LENGTH))
 
 
 class _Retention(eqx.Module):
-    """Linear attention whose weights decay with the distance, at one rate for each head."""
+    """Linear attention whose weights decay with distance, at one rate per head."""
 
     qkvg: eqx.nn.Linear
     out: eqx.nn.Linear
@@ -234,7 +224,7 @@ def retnet() -> Family:
 
 @model("Performer", "jax", "google-research/google-research: performer")
 def performer() -> Family:
-    """Attention through random features of a softmax kernel, summed over the past; layers are stacked and scanned."""
+    """Causal linear attention with random features of the softmax kernel; layers are stacked and scanned."""
     array, heads, depth, features = Arrays(), 4, 3, 32
     size = _WIDTH // heads
     params = {
@@ -257,17 +247,17 @@ def performer() -> Family:
         return jnp.exp(logs - jax.lax.stop_gradient(jnp.max(logs))) + 1e-4
 
     def layer(x, p):
-        q, k, v = jnp.split((_normed(x, p["norms"][0]) @ p["qkv"]).reshape(_LENGTH, heads, -1), 3, -1)
+        q, k, v = jnp.split((rms_norm(x, p["norms"][0]) @ p["qkv"]).reshape(_LENGTH, heads, -1), 3, -1)
         q, k = kernel(q), kernel(k)
         past = jnp.cumsum(jnp.einsum("thf,thd->thfd", k, v), 0)
         y = jnp.einsum("thf,thfd->thd", q, past)
         y = y / jnp.einsum("thf,thf->th", q, jnp.cumsum(k, 0))[..., None]
         x = x + y.reshape(_LENGTH, -1) @ p["o"]
-        return x + jax.nn.gelu(_normed(x, p["norms"][1]) @ p["up"]) @ p["down"], None
+        return x + jax.nn.gelu(rms_norm(x, p["norms"][1]) @ p["up"]) @ p["down"], None
 
     def loss(params, example):
         x = params["table"][example[0]] + params["positions"]
         x, _ = jax.lax.scan(layer, x, params["layers"])
-        return cross_entropy(_normed(x, params["norm"]) @ params["table"].T, example[1])
+        return cross_entropy(rms_norm(x, params["norm"]) @ params["table"].T, example[1])
 
     return Family(loss, params, next_token(_VOCABULARY, 4, _LENGTH))

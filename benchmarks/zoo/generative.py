@@ -1,4 +1,4 @@
-"""Models that make images: autoencoders, diffusion, a discriminator, autoregressive models and flows."""
+"""Generative models of images (autoencoders, diffusion, a discriminator, autoregressive models, flows) and a U-Net."""
 
 import itertools
 
@@ -10,22 +10,10 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.entries import (
-    KEY,
-    Arrays,
-    binary_cross_entropy,
-    cross_entropy,
-    images,
-    labels,
-    model,
-    of_equinox,
-    of_haiku,
-    of_linen,
-    of_nnx,
-    squared_error,
-    uniform,
-)
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import images, labels, normal, uniform
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen, of_nnx
+from benchmarks.zoo.layers import Arrays, binary_cross_entropy, conv2d, cross_entropy, squared_error
 
 
 class _VAE(nn.Module):
@@ -46,11 +34,11 @@ def vae() -> Family:
         return 784 * binary_cross_entropy(logits, x) + divergence
 
     x = uniform(64, 784)
-    return of_linen(_VAE(), loss, (x, jnp.asarray(normal(64, 20))), x)
+    return of_linen(_VAE(), loss, (x, normal(64, 20)), x)
 
 
 class _ConvAutoencoder(nnx.Module):
-    """Strided convolutions down, transposed ones up."""
+    """Strided convolutions down, transposed convolutions up."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         widths = (3, 32, 64, 128)
@@ -80,7 +68,7 @@ def autoencoder() -> Family:
 
 
 class _TimedBlock(nn.Module):
-    """Two convolutions; between them the time is added."""
+    """A residual block of two convolutions; the time embedding is added between them."""
 
     features: int
 
@@ -131,7 +119,7 @@ class _DiffusionUNet(nn.Module):
 
 @model("DDPM U-Net", "linen", "hojonathanho/diffusion")
 def ddpm() -> Family:
-    noise = jnp.asarray(np.random.default_rng(5).normal(size=(4, 16, 16, 3)), jnp.float32)
+    noise = normal(4, 16, 16, 3, seed=5)
     time = jnp.asarray([10.0, 200.0, 500.0, 900.0])
     signal = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))[time.astype(int)][:, None, None, None]
     x = jnp.sqrt(signal) * images(4, 16) + jnp.sqrt(1 - signal) * noise
@@ -153,7 +141,7 @@ def dcgan() -> Family:
 
 @model("RealNVP", "haiku", "senya-ashukha/real-nvp-pytorch")
 def real_nvp() -> Family:
-    """Half of the numbers scale and shift the other half, in turns."""
+    """Coupling layers: half of the coordinates scale and shift the other half, alternately."""
     size, width = 64, 256
 
     def loss(x):
@@ -167,16 +155,16 @@ def real_nvp() -> Family:
             total = total + jnp.sum(scale)
         return 0.5 * jnp.sum(x * x) + 0.5 * size * jnp.log(2 * jnp.pi) - total
 
-    return of_haiku(loss, jnp.asarray(normal(64, size)))
+    return of_haiku(loss, normal(64, size))
 
 
 @model("MADE", "jax", "karpathy/pytorch-made")
 def made() -> Family:
-    """Masked weights: each output sees the inputs before it."""
+    """An autoencoder with masked weights: each output depends only on the inputs before it."""
     array, rng, sizes = Arrays(), np.random.default_rng(4), (784, 500, 500, 784)
     order = [np.arange(784), *(rng.integers(0, 783, n) for n in sizes[1:-1]), np.arange(784)]
     masks = [order[i][:, None] <= order[i + 1][None] for i in range(2)] + [order[2][:, None] < order[3][None]]
-    params = [{"w": array(i, o), "b": jnp.zeros(o)} for i, o in itertools.pairwise(sizes)]
+    params = array.mlp(sizes)
 
     def loss(params, x):
         h = x
@@ -189,7 +177,7 @@ def made() -> Family:
 
 
 class _MaskedConv(nn.Module):
-    """Pixels above, and to the left; the first layer leaves out the pixel itself."""
+    """Convolution over the pixels above and to the left, and over the pixel itself except in the first layer."""
 
     features: int
     size: int
@@ -203,8 +191,7 @@ class _MaskedConv(nn.Module):
         mask[middle, middle + self.includes_itself :] = 0
         mask[middle + 1 :] = 0
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, kernel * mask, (1, 1), "SAME", dimension_numbers=numbers) + bias
+        return conv2d(x, kernel * mask) + bias
 
 
 class _PixelCNN(nn.Module):
@@ -227,7 +214,7 @@ def pixel_cnn() -> Family:
 
 
 class _UNet(nnx.Module):
-    """A label for every pixel: down, up again by transposed convolutions, and across."""
+    """Segmentation: convolutions down, transposed convolutions up, and skip connections across."""
 
     def __init__(self, classes: int, width: int = 24, *, rngs: nnx.Rngs):
         def double(inputs, outputs):

@@ -1,6 +1,4 @@
-"""Graph networks: an example is a graph of a fixed number of nodes and edges."""
-
-import itertools
+"""Graph networks. An example is a graph with a fixed number of nodes and edges."""
 
 import equinox as eqx
 import haiku as hk
@@ -9,28 +7,33 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, labels, model, of_equinox, of_haiku, of_linen
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import labels, normal
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen
+from benchmarks.zoo.layers import Arrays, cross_entropy
 
 _NODES, _EDGES = 64, 256
 
 
 def _graphs(count: int, features: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Features of nodes, and the nodes that edges come from and lead to."""
+    """Node features, and the sender and receiver of each edge."""
     ends = np.random.default_rng(6).integers(0, _NODES, (2, count, _EDGES)).astype(np.int32)
-    return jnp.asarray(normal(count, _NODES, features)), jnp.asarray(ends[0]), jnp.asarray(ends[1])
+    return normal(count, _NODES, features), jnp.asarray(ends[0]), jnp.asarray(ends[1])
+
+
+def _with_self_loops(senders: jax.Array, receivers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loops = jnp.arange(_NODES)
+    return jnp.concatenate([senders, loops]), jnp.concatenate([receivers, loops])
 
 
 @model("GCN", "jax", "tkipf/gcn")
 def gcn() -> Family:
-    """Every node of the graph is classified; neighbours count by the roots of their degrees."""
-    array, widths = Arrays(), (128, 256, 256, 7)
-    params = [{"w": array(i, o), "b": jnp.zeros(o)} for i, o in itertools.pairwise(widths)]
+    """Classifies every node; neighbours are weighted by the inverse square roots of both degrees."""
+    params = Arrays().mlp((128, 256, 256, 7))
 
     def loss(params, example):
         (x, senders, receivers), targets = example
-        loops = jnp.arange(_NODES)
-        senders, receivers = jnp.concatenate([senders, loops]), jnp.concatenate([receivers, loops])
+        senders, receivers = _with_self_loops(senders, receivers)
         degrees = jax.ops.segment_sum(jnp.ones(len(receivers)), receivers, _NODES)
         weights = jax.lax.rsqrt(degrees)[senders] * jax.lax.rsqrt(degrees)[receivers]
         for i, p in enumerate(params):
@@ -42,7 +45,7 @@ def gcn() -> Family:
 
 
 class _GATLayer(eqx.Module):
-    """Each node weighs its neighbours, by several heads."""
+    """Each node attends to its neighbours, with several heads."""
 
     linear: eqx.nn.Linear
     sender: jax.Array
@@ -75,15 +78,14 @@ def gat() -> Family:
 
     def loss(net, example):
         (x, senders, receivers), targets = example
-        loops = jnp.arange(_NODES)
-        senders, receivers = jnp.concatenate([senders, loops]), jnp.concatenate([receivers, loops])
+        senders, receivers = _with_self_loops(senders, receivers)
         return cross_entropy(net[1](jax.nn.elu(net[0](x, senders, receivers)), senders, receivers), targets)
 
     return of_equinox(net, loss, (_graphs(16, 128), labels(7, 16, _NODES)))
 
 
 class _GIN(nn.Module):
-    """Sums of neighbours through small networks; all layers are read out."""
+    """A small network on each node's sum over its neighbours; every layer contributes to the output."""
 
     width: int = 128
 
@@ -107,9 +109,9 @@ def gin() -> Family:
 
 @model("Message passing network of molecules", "haiku", "google-deepmind/jraph: examples/ogbg_molpcba")
 def message_passing() -> Family:
-    """Edges and nodes are updated in turns, by what they touch."""
+    """Updates edges, nodes and the whole graph in turn, each from its neighbourhood."""
     x, senders, receivers = _graphs(8, 16)
-    edges = jnp.asarray(normal(8, _EDGES, 8))
+    edges = normal(8, _EDGES, 8)
     targets = labels(2, 8, 32).astype(jnp.float32)
 
     def update(width):
@@ -133,7 +135,7 @@ def message_passing() -> Family:
 
 
 class _SchNet(eqx.Module):
-    """Filters that depend on the distance of two atoms; the energy is a sum over atoms."""
+    """Filters depend on the distance between two atoms; the energy is a sum over atoms."""
 
     atoms: eqx.nn.Embedding
     filters: list[eqx.nn.MLP]
@@ -166,7 +168,7 @@ class _SchNet(eqx.Module):
 
 @model("SchNet, energies and forces", "equinox", "atomistic-machine-learning/schnetpack")
 def schnet() -> Family:
-    """Forces are the energy's gradient: the loss holds a derivative."""
+    """Forces are the negative gradient of the energy, so the loss contains a derivative."""
 
     def loss(net, example):
         kinds, positions, energy, forces = example
@@ -174,5 +176,5 @@ def schnet() -> Family:
         return 0.01 * (found - energy) ** 2 + jnp.mean((slope + forces) ** 2)
 
     kinds = labels(20, 8, 16)
-    batch = (kinds, jnp.asarray(1.5 * normal(8, 16, 3)), jnp.asarray(normal(8)), jnp.asarray(normal(8, 16, 3)))
+    batch = (kinds, 1.5 * normal(8, 16, 3), normal(8), normal(8, 16, 3))
     return of_equinox(_SchNet(96, 2, key=KEY), loss, batch)

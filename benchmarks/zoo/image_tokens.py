@@ -1,4 +1,4 @@
-"""Images and points as sets of tokens: transformers, mixers, PointNet."""
+"""Models that treat images and point clouds as sets of tokens: transformers, mixers, PointNet."""
 
 import itertools
 
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, images, labels, model, of_equinox, of_linen
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import images, labels, normal
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_linen
+from benchmarks.zoo.layers import Arrays, attention, cross_entropy, layer_norm
 
 
 class _Block(eqx.Module):
@@ -72,7 +74,7 @@ class _MlpBlock(nn.Module):
 
 
 class _Mixer(nn.Module):
-    """Dense layers across patches, then across channels."""
+    """Dense layers across patches, then across channels, in turn."""
 
     width: int = 256
     depth: int = 4
@@ -94,27 +96,28 @@ def mixer() -> Family:
 
 
 def _windows(x, size):
-    """``[B, H, W, C]`` to ``[B, windows, size * size, C]``."""
+    """Splits ``[B, H, W, C]`` into ``[B, windows, size * size, C]``."""
     b, h, w, c = x.shape
     x = x.reshape(b, h // size, size, w // size, size, c)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, -1, size * size, c)
 
 
 def _unwindowed(x, size, h, w):
+    """Puts the windows back together as ``[B, H, W, C]``."""
     b, _, _, c = x.shape
     x = x.reshape(b, h // size, w // size, size, size, c)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, h, w, c)
 
 
 def _relative_index(size):
-    """For each pair of pixels of a window, the row of the bias table of their offset."""
+    """The row of the bias table for each pair of pixels in a window, by their offset."""
     points = np.stack(np.meshgrid(np.arange(size), np.arange(size), indexing="ij"), -1).reshape(-1, 2)
     offsets = points[:, None] - points[None] + size - 1
     return offsets[..., 0] * (2 * size - 1) + offsets[..., 1]
 
 
 def _shift_mask(h, w, size, shift):
-    """0 where two pixels of a shifted window were neighbours before the shift, else -100."""
+    """0 where two pixels of a shifted window were in the same region before the shift, else -100."""
     regions = np.zeros((1, h, w, 1))
     cuts = (slice(0, -size), slice(-size, -shift), slice(-shift, None))
     for i, rows in enumerate(cuts):
@@ -175,7 +178,7 @@ def swin() -> Family:
 
 
 class _SharedMLP(eqx.Module):
-    """The same dense layers at every point."""
+    """The same dense layers for every point."""
 
     layers: list[eqx.nn.Linear]
     norms: list[eqx.nn.LayerNorm]
@@ -193,7 +196,7 @@ class _SharedMLP(eqx.Module):
 
 
 class _PointNet(eqx.Module):
-    """A learned 3 x 3 transform of the points, shared layers, the maximum over all points."""
+    """A learned 3 x 3 transform of the points, shared layers, then the maximum over all points."""
 
     align: _SharedMLP
     turn: eqx.nn.MLP
@@ -222,39 +225,35 @@ def pointnet() -> Family:
         logits, matrix = net(points)
         return cross_entropy(logits, label) + 1e-3 * jnp.sum((matrix @ matrix.T - jnp.eye(3)) ** 2)
 
-    return of_equinox(_PointNet(key=KEY), loss, (jnp.asarray(normal(8, 512, 3)), labels(40, 8)))
+    return of_equinox(_PointNet(key=KEY), loss, (normal(8, 512, 3), labels(40, 8)))
 
 
 @model("Perceiver", "jax", "lucidrains/perceiver-pytorch")
 def perceiver() -> Family:
-    """Latents read the pixels several times, by the same weights each time."""
+    """Latents attend to the pixels several times, with the same weights each time."""
     array, width, pixels, heads = Arrays(), 128, 3 + 4 * 6, 4
 
-    def attention(inputs):
+    def projections(inputs):
         return {"q": array(width, width), "kv": array(inputs, 2 * width), "o": array(width, width)}
 
-    def mlp():
+    def feed_forward():
         return {"up": array(width, 2 * 4 * width), "down": array(4 * width, width)}
 
     params = {
         "latents": array(64, width, scale=0.02),
-        "cross": attention(pixels) | mlp(),
-        "layers": [attention(width) | mlp() for _ in range(2)],
+        "cross": projections(pixels) | feed_forward(),
+        "layers": [projections(width) | feed_forward() for _ in range(2)],
         "head": array(width, 10),
     }
     grid = np.stack(np.meshgrid(*2 * [np.linspace(-1, 1, 16)]), -1).reshape(256, 2)
     angles = grid[..., None] * np.pi * 2.0 ** np.arange(6)
     fourier = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], -1).reshape(256, -1), jnp.float32)
 
-    def normed(x):
-        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
-
     def layer(p, x, context):
-        q = (normed(x) @ p["q"]).reshape(len(x), heads, -1)
-        k, v = jnp.split((normed(context) @ p["kv"]).reshape(len(context), heads, -1), 2, -1)
-        weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5)
-        x = x + jnp.einsum("hqk,khd->qhd", weights, v).reshape(len(x), -1) @ p["o"]
-        gate, value = jnp.split(normed(x) @ p["up"], 2, -1)
+        q = (layer_norm(x) @ p["q"]).reshape(len(x), heads, -1)
+        k, v = jnp.split((layer_norm(context) @ p["kv"]).reshape(len(context), heads, -1), 2, -1)
+        x = x + attention(q, k, v).reshape(len(x), -1) @ p["o"]
+        gate, value = jnp.split(layer_norm(x) @ p["up"], 2, -1)
         return x + (jax.nn.gelu(gate) * value) @ p["down"]
 
     def loss(params, example):
@@ -265,6 +264,6 @@ def perceiver() -> Family:
             x = layer(params["cross"], x, context)
             for p in params["layers"]:
                 x = layer(p, x, x)
-        return cross_entropy(normed(x.mean(0)) @ params["head"], label)
+        return cross_entropy(layer_norm(x.mean(0)) @ params["head"], label)
 
     return Family(loss, params, (images(8, 16), labels(10, 8)))

@@ -1,4 +1,4 @@
-"""Long sequences: convolutions as long as the sequence, and dilated ones."""
+"""Convolutional models of long sequences: filters as long as the sequence, and dilated filters."""
 
 import haiku as hk
 import jax
@@ -7,21 +7,14 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.decoders import next_token
-from benchmarks.zoo.entries import (
-    Arrays,
-    cross_entropy,
-    labels,
-    model,
-    of_haiku,
-    of_linen,
-    words,
-)
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import labels, next_token, normal
+from benchmarks.zoo.entries import model, of_haiku, of_linen
+from benchmarks.zoo.layers import Arrays, cross_entropy, layer_norm
 
 
 def fft_convolved(x, filters):
-    """Causal convolution of ``[T, channels]`` by filters as long as the sequence."""
+    """Causal convolution of ``[T, channels]`` with filters as long as the sequence."""
     length = x.shape[0]
     spectrum = jnp.fft.rfft(x, 2 * length, axis=0) * jnp.fft.rfft(filters, 2 * length, axis=0)
     return jnp.fft.irfft(spectrum, 2 * length, axis=0)[:length]
@@ -29,7 +22,7 @@ def fft_convolved(x, filters):
 
 @model("Hyena", "jax", "HazyResearch/safari")
 def hyena() -> Family:
-    """Gated convolutions as long as the sequence, whose filters a small network of the position gives."""
+    """Gated convolutions as long as the sequence; a small network of the position generates their filters."""
     array, width, length, depth, order, vocabulary = Arrays(), 128, 256, 2, 2, 2048
 
     def block():
@@ -49,9 +42,6 @@ def hyena() -> Family:
     features = jnp.asarray(np.concatenate([times, np.cos(angles), np.sin(angles)], -1), jnp.float32)
     window = jnp.asarray(np.exp(-times * np.linspace(3, 15, order * width)), jnp.float32)
 
-    def normed(x):
-        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
-
     def mixed(p, x):
         z = x @ p["in"]
         padded = jnp.pad(z, ((2, 0), (0, 0)))
@@ -68,15 +58,15 @@ def hyena() -> Family:
     def loss(params, example):
         x = params["table"][example[0]]
         for p in params["blocks"]:
-            x = x + mixed(p, normed(x))
-            x = x + jax.nn.gelu(normed(x) @ p["up"]) @ p["down"]
-        return cross_entropy(normed(x) @ params["table"].T, example[1])
+            x = x + mixed(p, layer_norm(x))
+            x = x + jax.nn.gelu(layer_norm(x) @ p["up"]) @ p["down"]
+        return cross_entropy(layer_norm(x) @ params["table"].T, example[1])
 
     return Family(loss, params, next_token(vocabulary, 4, length))
 
 
 class _WaveNet(nn.Module):
-    """Dilated causal convolutions with gates; the outputs of all layers are added up."""
+    """Gated, dilated causal convolutions; the outputs of all layers are summed."""
 
     residual: int = 64
     skip: int = 128
@@ -96,13 +86,12 @@ class _WaveNet(nn.Module):
 
 @model("WaveNet", "linen", "ibab/tensorflow-wavenet")
 def wavenet() -> Family:
-    sound = words(256, 4, 257)
-    return of_linen(_WaveNet(), cross_entropy, sound[:, :-1], sound[:, 1:])
+    return of_linen(_WaveNet(), cross_entropy, *next_token(256, 4, 256))
 
 
 @model("TCN, weight normalised", "haiku", "locuslab/TCN")
 def tcn() -> Family:
-    """Residual blocks of dilated causal convolutions, whose filters are a direction and a length."""
+    """Residual blocks of dilated causal convolutions with weight normalisation."""
 
     class _Conv(hk.Module):
         def __init__(self, dilation):
@@ -126,4 +115,4 @@ def tcn() -> Family:
             x = jax.nn.relu(y + (x if x.shape == y.shape else hk.Linear(96)(x)))
         return cross_entropy(hk.Linear(10)(x[-1]), example[1])
 
-    return of_haiku(loss, (jnp.asarray(normal(8, 256, 4)), labels(10, 8)))
+    return of_haiku(loss, (normal(8, 256, 4), labels(10, 8)))

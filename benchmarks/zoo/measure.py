@@ -1,4 +1,4 @@
-"""One model: its clipped gradient is checked, and then timed and weighed beside the ordinary one."""
+"""Checks one model's clipped gradient, and measures its time and memory against the ordinary gradient's."""
 
 import contextlib
 import io
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 import dpopt
 from benchmarks.cost import gradients, memory, speed, timing
+from benchmarks.cost.checked import Checked, call
 from benchmarks.cost.families import Family
-from benchmarks.zoo.entries import Entry
+from benchmarks.zoo.entries import Entry, first
 from dpopt.engines import fallback
 
 WAYS = ("ordinary", "auto", "ghost", "vmap")
@@ -20,8 +21,8 @@ FELL_BACK = "vmap, fallen back"
 
 
 @contextlib.contextmanager
-def said() -> Iterator[list[str]]:
-    """What dpopt warns of inside, though it may have done so before in this process."""
+def dpopt_warnings() -> Iterator[list[str]]:
+    """Collects dpopt's warnings, including those that it gives only once per process."""
     fallback._warned.clear()
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -31,12 +32,11 @@ def said() -> Iterator[list[str]]:
 
 
 def chosen(family: Family) -> dict[str, Any]:
-    """What ``auto`` takes, and what the planner expects of time and memory, in units of the ordinary gradient's."""
-    example = jax.tree.map(lambda x: x[0], family.batch)
+    """The way that ``auto`` takes, and the planner's predictions of time and memory over the ordinary gradient's."""
     size = gradients.batch_size(family)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            explanation = dpopt.explain(family.loss_fn, family.params, example, batch_size=size)
+            explanation = dpopt.explain(family.loss_fn, family.params, first(family.batch), batch_size=size)
     except dpopt.ghost.CannotFollow as error:
         return {"taken": FELL_BACK, "reason": str(error), "predicted": {}, "predicted_memory": {}}
     plan, bytes_ = explanation.plan, explanation.memory
@@ -54,9 +54,8 @@ def chosen(family: Family) -> dict[str, Any]:
 
 
 def rounding(family: Family) -> float:
-    """That of bfloat16 if the loss computes in it: sums that one engine takes in bfloat16 another takes in float32."""
-    example = jax.tree.map(lambda x: x[0], family.batch)
-    program = str(jax.make_jaxpr(family.loss_fn)(family.params, example))
+    """The rounding error of bfloat16 if the loss uses it, else 0: engines may sum in different precisions."""
+    program = str(jax.make_jaxpr(family.loss_fn)(family.params, first(family.batch)))
     return float(jnp.finfo(jnp.bfloat16).eps) if "bf16[" in program else 0.0
 
 
@@ -65,18 +64,18 @@ def _over_ordinary(figures: dict[str, float]) -> dict[str, float]:
 
 
 def measure(name: str, entry: Entry, budget_s: float) -> dict[str, Any]:
-    """Seconds, seconds to compile and compiled memory of the ordinary gradient and of dpopt's engines, and ratios."""
-    with said() as messages:
+    """Measures time, compile time and memory of the ordinary gradient and of dpopt's engines, and their ratios."""
+    with dpopt_warnings() as messages:
         family = entry.build()
         args = (family.params, family.batch, gradients.diagonal(family))
         clip = speed.clip_norm(family)
         again = speed.in_microbatches(family, clip)
         ways: dict[str, Callable] = {n: gradients.by_name(family, n, clip) for n in WAYS}
-        checked = speed.Checked(name, args, {"vmap": ways["vmap"]}, again, rounding(family))
-        calls = {n: _call(checked.add(n, ways[n]), args) for n in WAYS}
+        checked = Checked(name, args, {"vmap": ways["vmap"]}, again, rounding(family))
+        calls = {n: call(checked.add(n, ways[n]), args) for n in WAYS}
         seconds = timing.with_few_slow(calls, checked.once, budget_s)
         choice = chosen(family)
-    if any("Falling back" in m for m in messages):  # also one that only shows where the engine runs
+    if any("Falling back" in m for m in messages):  # some fallbacks show only when the engine runs
         choice["taken"] = FELL_BACK
     given = memory.given_bytes(family)
     bytes_ = {n: memory.as_planned(given, checked.memory[n])["compiled_bytes"] for n in WAYS}
@@ -100,9 +99,5 @@ def measure(name: str, entry: Entry, budget_s: float) -> dict[str, Any]:
 
 
 def about(name: str, entry: Entry) -> dict[str, Any]:
-    """Which model a row is of."""
+    """The model that a row describes."""
     return {"model": name, "framework": entry.framework, "source": entry.source}
-
-
-def _call(fn: Callable, args: tuple) -> timing.Call:
-    return lambda: jax.block_until_ready(fn(*args))

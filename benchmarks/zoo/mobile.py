@@ -1,4 +1,4 @@
-"""Convolutional classifiers that save operations: depthwise filters, squeezes, early exits."""
+"""Efficient convolutional classifiers: depthwise filters, squeeze and excitation, early exits."""
 
 import equinox as eqx
 import haiku as hk
@@ -7,20 +7,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from benchmarks.cost.families import Family
-from benchmarks.zoo.entries import (
-    KEY,
-    cross_entropy,
-    images,
-    labels,
-    model,
-    of_equinox,
-    of_haiku,
-    of_linen,
-)
+from benchmarks.zoo.data import images, labels
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen
+from benchmarks.zoo.layers import cross_entropy
 
 
 class _ConvNeXtBlock(nn.Module):
-    """Depthwise 7 x 7, LayerNorm, two dense layers, and a scale for each channel."""
+    """Depthwise 7 x 7 convolution, LayerNorm, two dense layers, and a scale per channel."""
 
     @nn.compact
     def __call__(self, x):
@@ -52,7 +45,7 @@ def convnext() -> Family:
 
 
 class _InvertedResidual(eqx.Module):
-    """Expand 1 x 1, depthwise 3 x 3, project 1 x 1."""
+    """1 x 1 expansion, depthwise 3 x 3 convolution, 1 x 1 projection."""
 
     layers: list
     shortcut: bool = eqx.field(static=True)
@@ -112,11 +105,11 @@ def _swish_backward(x, cotangent):
     return (cotangent * (s * (1 + x * (1 - s))),)
 
 
-_swish.defvjp(lambda x: (_swish(x), x), _swish_backward)  # keeps its input alone
+_swish.defvjp(lambda x: (_swish(x), x), _swish_backward)  # saves only its input
 
 
 class _MBConv(nn.Module):
-    """An inverted residual with squeeze and excitation."""
+    """Inverted residual with squeeze and excitation."""
 
     features: int
     stride: int
@@ -161,7 +154,7 @@ def efficientnet() -> Family:
 
 @model("BranchyNet", "haiku", "kunglab/branchynet")
 def branchynet() -> Family:
-    """An example whose first exit is sure takes it; the deeper layers run for the others."""
+    """Examples with low entropy take the early exit; the deeper layers run only for the others."""
 
     def block(x, features, stride):
         y = hk.Conv2D(features, 3, stride)(x[None])[0]
@@ -179,7 +172,7 @@ def branchynet() -> Family:
                 x = block(x, features, stride)
             return hk.Linear(10)(jnp.mean(x, (0, 1)))
 
-        if hk.running_init():  # the branches of a cond must make the same parameters
+        if hk.running_init():  # both branches of a cond must create the same parameters
             logits = deeper(x)
         else:
             logits = hk.cond(entropy < 2.2, lambda x: exit_logits, deeper, x)

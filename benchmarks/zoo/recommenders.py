@@ -1,4 +1,4 @@
-"""Recommenders, and models of tables."""
+"""Recommenders and models of tabular data."""
 
 import equinox as eqx
 import haiku as hk
@@ -8,30 +8,21 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.entries import (
-    KEY,
-    binary_cross_entropy,
-    cross_entropy,
-    labels,
-    model,
-    of_equinox,
-    of_haiku,
-    of_linen,
-    of_nnx,
-    words,
-)
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import labels, normal, words
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen, of_nnx
+from benchmarks.zoo.layers import binary_cross_entropy, cross_entropy, haiku_layer_norm
 
 _FIELDS, _ROWS = 26, 2_000
 
 
 def _clicks(count: int) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """13 numbers and 26 categories, as Criteo's; and whether it was clicked."""
-    return (jnp.asarray(normal(count, 13)), words(_ROWS, count, _FIELDS)), labels(2, count).astype(jnp.float32)
+    """13 numbers and 26 categories, as in Criteo's data, and whether the user clicked."""
+    return (normal(count, 13), words(_ROWS, count, _FIELDS)), labels(2, count).astype(jnp.float32)
 
 
 class _DLRM(nn.Module):
-    """Every category's vector meets every other's, and the numbers'."""
+    """Dot products between the embeddings of all categories and of the numbers, then an MLP."""
 
     width: int = 32
 
@@ -55,7 +46,7 @@ def dlrm() -> Family:
 
 
 class _DeepFM(nnx.Module):
-    """A factorisation machine and a deep network share one table of all fields."""
+    """A factorisation machine and a deep network that share the embeddings of all fields."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.offsets = tuple(range(0, _FIELDS * _ROWS, _ROWS))
@@ -121,7 +112,7 @@ class _FTLayer(eqx.Module):
 
 
 class _FTTransformer(eqx.Module):
-    """Each column is a token: a vector times the number, or a row of the table of all categories."""
+    """Each column is a token: a vector times the number, or the embedding of the category."""
 
     weight: jax.Array
     bias: jax.Array
@@ -155,7 +146,7 @@ def ft_transformer() -> Family:
 
 
 class _TwoTower(nn.Module):
-    """What a user has seen, and an item beside items that were drawn for the example."""
+    """Scores of a user against one item and sampled negatives, by cosine similarity of two embeddings."""
 
     items: int = 20_000
     width: int = 64
@@ -180,7 +171,7 @@ def two_tower() -> Family:
 
 @model("SASRec", "haiku", "kang205/SASRec")
 def sasrec() -> Family:
-    """The next item against one that was drawn at random, at every place of a user's history."""
+    """Scores the next item against a random one, at every position of a user's history."""
     items, width, length = 5_000, 128, 50
 
     def loss(example):
@@ -189,11 +180,11 @@ def sasrec() -> Family:
         x = table(history) * width**0.5 + hk.get_parameter("positions", (length, width), init=jnp.zeros)
         causal = jnp.tril(jnp.ones((1, length, length), bool))
         for _ in range(2):
-            h = hk.LayerNorm(-1, True, True)(x)
+            h = haiku_layer_norm(x)
             x = h + hk.MultiHeadAttention(2, width // 2, model_size=width, w_init_scale=1.0)(h, x, x, causal)
-            h = hk.LayerNorm(-1, True, True)(x)
+            h = haiku_layer_norm(x)
             x = h + hk.Conv1D(width, 1)(jax.nn.relu(hk.Conv1D(width, 1)(h)))
-        x = hk.LayerNorm(-1, True, True)(x)
+        x = haiku_layer_norm(x)
         liked, other = jnp.sum(x * table(following), -1), jnp.sum(x * table(others), -1)
         return jnp.mean(jax.nn.softplus(-liked) + jax.nn.softplus(other))
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.entries import KEY, Arrays, cross_entropy, labels, model, of_equinox, of_haiku, of_linen, words
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import labels, next_token, normal, words
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen
+from benchmarks.zoo.layers import Arrays, cross_entropy, squared_error
 
 
 class _LanguageLSTM(nn.Module):
@@ -24,13 +26,12 @@ class _LanguageLSTM(nn.Module):
 
 @model("LSTM language model", "linen", "pytorch/examples: word_language_model")
 def lstm() -> Family:
-    text = words(4096, 8, 36)
-    return of_linen(_LanguageLSTM(), cross_entropy, text[:, :-1], text[:, 1:])
+    return of_linen(_LanguageLSTM(), cross_entropy, *next_token(4096, 8, 35))
 
 
 @model("LSTM tagger, both ways", "linen", "guillaumegenthial/sequence_tagging")
 def tagger() -> Family:
-    """Every word's class, from a state that comes from the left and one from the right."""
+    """Classifies every word with a bidirectional LSTM."""
 
     class Tagger(nn.Module):
         @nn.compact
@@ -73,7 +74,7 @@ class _GRU(eqx.Module):
 
 @model("GRU of a time series", "equinox", "patrick-kidger/equinox: examples/train_rnn")
 def gru_series() -> Family:
-    batch = (jnp.asarray(normal(32, 128, 8)), labels(2, 32).astype(jnp.float32))
+    batch = (normal(32, 128, 8), labels(2, 32).astype(jnp.float32))
 
     def loss(net, example):
         return jnp.logaddexp(0.0, (1 - 2 * example[1]) * net(example[0]))
@@ -83,20 +84,20 @@ def gru_series() -> Family:
 
 @model("ConvLSTM", "haiku", "ndrplz/ConvLSTM_pytorch")
 def conv_lstm() -> Family:
-    """The next frame of a film."""
+    """Predicts the next frame of a video."""
 
     def loss(frames):
         core = hk.Conv2DLSTM((16, 16), 32, 3)
         outputs, _ = hk.dynamic_unroll(core, frames[:-1, None], core.initial_state(1))
         predicted = hk.Conv2D(1, 1)(outputs[:, 0])
-        return jnp.mean((predicted - frames[1:]) ** 2)
+        return squared_error(predicted, frames[1:])
 
-    return of_haiku(loss, jnp.asarray(normal(4, 7, 16, 16, 1)))
+    return of_haiku(loss, normal(4, 7, 16, 16, 1))
 
 
 @model("Sequence to sequence with attention", "jax", "pytorch/tutorials: seq2seq_translation")
 def sequence_to_sequence() -> Family:
-    """A GRU reads, another writes and looks back by additive attention at every word."""
+    """A GRU encoder, and a GRU decoder with additive attention to every source word."""
     array, width, vocabulary = Arrays(), 128, 2048
 
     def cell(inputs):

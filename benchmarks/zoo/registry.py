@@ -1,13 +1,11 @@
-"""All models of the zoo, in the order of its tables."""
+"""Imports all models of the zoo, in the order of its tables."""
 
 import importlib
 
 try:
     from benchmarks.zoo.entries import ZOO as ZOO
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"the zoo needs {error.name}: install the extra of its name, pip install -e '.[zoo]'", name=error.name
-    ) from error
+    raise ModuleNotFoundError(f"the zoo needs {error.name}: pip install -e '.[zoo]'", name=error.name) from error
 
 _MODULES = (
     "convnets", "mobile", "image_tokens", "decoders", "encoders", "experts", "recurrent", "long_convolutions",

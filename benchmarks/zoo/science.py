@@ -1,4 +1,4 @@
-"""Models of fields, equations and scenes."""
+"""Models of fields, differential equations and scenes."""
 
 import itertools
 
@@ -9,21 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.entries import KEY, Arrays, images, model, of_equinox, of_haiku, of_linen, squared_error, uniform
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import images, normal, uniform
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen
+from benchmarks.zoo.layers import Arrays, mlp, squared_error
 
 
 @model("Physics-informed network, Burgers", "jax", "maziarraissi/PINNs")
 def pinn() -> Family:
-    """The loss of a point holds first and second derivatives of the network there."""
-    array, widths = Arrays(), (2, 128, 128, 128, 128, 1)
-    params = [{"w": array(i, o), "b": jnp.zeros(o)} for i, o in itertools.pairwise(widths)]
+    """The loss contains first and second derivatives of the network at each point."""
+    params = Arrays().mlp((2, 128, 128, 128, 128, 1))
 
     def network(params, t, x):
-        h = jnp.stack([t, x])
-        for p in params[:-1]:
-            h = jnp.tanh(h @ p["w"] + p["b"])
-        return (h @ params[-1]["w"] + params[-1]["b"])[0]
+        return mlp(params, jnp.stack([t, x]), jnp.tanh)[0]
 
     def residual(params, t, x):
         u = network(params, t, x)
@@ -32,7 +30,7 @@ def pinn() -> Family:
         return u_t + u * u_x - (0.01 / jnp.pi) * u_xx
 
     def loss(params, example):
-        """One example: 16 points inside, and one at the start."""
+        """An example is 16 points inside the domain and one at time 0."""
         points, x = example
         inside = jnp.mean(jax.vmap(lambda p: residual(params, p[0], p[1]))(points) ** 2)
         return inside + (network(params, 0.0, x) + jnp.sin(jnp.pi * x)) ** 2
@@ -42,7 +40,7 @@ def pinn() -> Family:
 
 
 class _SpectralConv(nn.Module):
-    """The lowest frequencies are multiplied by complex matrices, one for each frequency."""
+    """Multiplies the lowest frequencies by complex matrices, one per frequency."""
 
     modes: int = 8
 
@@ -81,11 +79,11 @@ def fno() -> Family:
     def relative_error(found, wanted):
         return jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)
 
-    return of_linen(_FNO(), relative_error, images(4, 32, 1), jnp.asarray(normal(8, 32, 32, 1)[4:]))
+    return of_linen(_FNO(), relative_error, images(4, 32, 1), normal(8, 32, 32, 1)[4:])
 
 
 class _NeRF(eqx.Module):
-    """Colour and density at a point, seen from a direction."""
+    """Colour and density at a point, viewed from a direction."""
 
     trunk: list[eqx.nn.Linear]
     density: eqx.nn.Linear
@@ -116,7 +114,7 @@ class _NeRF(eqx.Module):
 
 @model("NeRF", "equinox", "bmild/nerf")
 def nerf() -> Family:
-    """An example is a ray: points along it are rendered into one colour."""
+    """An example is a ray: the points along it are rendered into one colour."""
     depths = jnp.linspace(2.0, 6.0, 48)
 
     def loss(net, example):
@@ -124,16 +122,16 @@ def nerf() -> Family:
         colours, density = jax.vmap(net, (0, None))(origin + depths[:, None] * direction, direction)
         opacity = 1 - jnp.exp(-density * (depths[1] - depths[0]))
         clear = jnp.concatenate([jnp.ones(1), jnp.cumprod(1 - opacity[:-1] + 1e-10)])
-        return jnp.mean((jnp.sum((opacity * clear)[:, None] * colours, 0) - wanted) ** 2)
+        return squared_error(jnp.sum((opacity * clear)[:, None] * colours, 0), wanted)
 
-    directions = jnp.asarray(normal(32, 3))
+    directions = normal(32, 3)
     directions = directions / jnp.linalg.norm(directions, axis=-1, keepdims=True)
     return of_equinox(_NeRF(128, key=KEY), loss, (uniform(32, 3), directions, uniform(32, 3, seed=3)))
 
 
 @model("DeepONet", "haiku", "lululxvi/deepxde")
 def deeponet() -> Family:
-    """A function is read at fixed places by one network, the places asked for by another; their product answers."""
+    """One network reads a function at fixed points, another reads the query points; their product is the output."""
 
     def loss(example):
         function, places, values = example
@@ -142,12 +140,12 @@ def deeponet() -> Family:
         bias = hk.get_parameter("bias", (), init=jnp.zeros)
         return squared_error(trunk @ branch + bias, values)
 
-    return of_haiku(loss, (jnp.asarray(normal(32, 100)), uniform(32, 20, 1), jnp.asarray(normal(64, 20)[32:])))
+    return of_haiku(loss, (normal(32, 100), uniform(32, 20, 1), normal(64, 20)[32:]))
 
 
 @model("Neural ODE", "equinox", "patrick-kidger/diffrax: examples/neural_ode")
 def neural_ode() -> Family:
-    """A trajectory by steps of Runge and Kutta's fourth order, the network's weights at every step the same."""
+    """A trajectory by fourth-order Runge-Kutta steps, with the same weights at every step."""
     net, step = eqx.nn.MLP(4, 4, 256, 2, jax.nn.softplus, key=KEY), 0.1
 
     def loss(net, series):
@@ -162,12 +160,12 @@ def neural_ode() -> Family:
         _, found = jax.lax.scan(advance, series[0], length=len(series) - 1)
         return squared_error(found, series[1:])
 
-    return of_equinox(net, loss, jnp.asarray(normal(32, 24, 4)))
+    return of_equinox(net, loss, normal(32, 24, 4))
 
 
 @model("SIREN", "jax", "vsitzmann/siren")
 def siren() -> Family:
-    """An image as a function of the place, by sines; fitted to its gradients too."""
+    """An image as a function of position, with sine activations; also fitted to the image's gradients."""
     rng, widths = np.random.default_rng(0), (2, 256, 256, 256, 1)
     params = []
     for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
@@ -176,15 +174,12 @@ def siren() -> Family:
         params.append({"w": jnp.asarray(w, jnp.float32), "b": jnp.asarray(b, jnp.float32)})
 
     def network(params, place):
-        h = place
-        for p in params[:-1]:
-            h = jnp.sin(30 * (h @ p["w"] + p["b"]))
-        return (h @ params[-1]["w"] + params[-1]["b"])[0]
+        return mlp(params, place, lambda h: jnp.sin(30 * h))[0]
 
     def loss(params, example):
-        """One example: a patch of 16 pixels."""
+        """An example is a patch of 16 pixels."""
         places, values, slopes = example
         found, slope = jax.vmap(jax.value_and_grad(network, argnums=1), (None, 0))(params, places)
         return squared_error(found, values) + 1e-2 * squared_error(slope, slopes)
 
-    return Family(loss, params, (2 * uniform(32, 16, 2) - 1, uniform(32, 16, seed=3), jnp.asarray(normal(32, 16, 2))))
+    return Family(loss, params, (2 * uniform(32, 16, 2) - 1, uniform(32, 16, seed=3), normal(32, 16, 2)))

@@ -1,4 +1,4 @@
-"""Sets, agents, and networks that make or adapt other networks."""
+"""Models of sets, reinforcement learning, and networks that generate or adapt other networks."""
 
 import equinox as eqx
 import haiku as hk
@@ -7,23 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.entries import (
-    KEY,
-    Arrays,
-    cross_entropy,
-    images,
-    labels,
-    model,
-    of_equinox,
-    of_haiku,
-    of_linen,
-    squared_error,
-)
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import images, labels, normal
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen
+from benchmarks.zoo.layers import Arrays, conv2d, cross_entropy, haiku_layer_norm, mlp, squared_error
 
 
 class _DeepSets(nn.Module):
-    """Layers that leave out what all points have in common."""
+    """Layers that subtract a projection of the maximum over all points."""
 
     width: int = 256
 
@@ -38,11 +29,11 @@ class _DeepSets(nn.Module):
 
 @model("Deep Sets", "linen", "manzilzaheer/DeepSets")
 def deep_sets() -> Family:
-    return of_linen(_DeepSets(), cross_entropy, jnp.asarray(normal(16, 100, 3)), labels(40, 16))
+    return of_linen(_DeepSets(), cross_entropy, normal(16, 100, 3), labels(40, 16))
 
 
 class _MAB(eqx.Module):
-    """A set attends to another."""
+    """One set attends to another."""
 
     q: eqx.nn.Linear
     k: eqx.nn.Linear
@@ -69,7 +60,7 @@ class _MAB(eqx.Module):
 
 
 class _SetTransformer(eqx.Module):
-    """Points attend to each other through a few that are learned."""
+    """Points attend to each other through a few learned inducing points."""
 
     inducing: list[jax.Array]
     into: list[_MAB]
@@ -94,63 +85,60 @@ class _SetTransformer(eqx.Module):
 
 @model("Set Transformer", "equinox", "juho-lee/set_transformer")
 def set_transformer() -> Family:
-    batch = (jnp.asarray(normal(16, 100, 3)), labels(40, 16))
+    batch = (normal(16, 100, 3), labels(40, 16))
     return of_equinox(_SetTransformer(128, key=KEY), lambda net, e: cross_entropy(net(e[0]), e[1]), batch)
 
 
 @model("Decision Transformer", "haiku", "kzl/decision-transformer")
 def decision_transformer() -> Family:
-    """Returns, states and actions, in turns; the action is read off at the state."""
+    """A sequence of returns, states and actions; each action is predicted from its state's token."""
     width, steps = 128, 20
 
     def loss(example):
         returns, states, actions, times = example
         when = hk.Embed(1000, width)(times)
         tokens = [hk.Linear(width)(z) + when for z in (returns[:, None], states, actions)]
-        x = hk.LayerNorm(-1, True, True)(jnp.stack(tokens, 1).reshape(3 * steps, width))
+        x = haiku_layer_norm(jnp.stack(tokens, 1).reshape(3 * steps, width))
         causal = jnp.tril(jnp.ones((1, 3 * steps, 3 * steps), bool))
         for _ in range(3):
-            h = hk.LayerNorm(-1, True, True)(x)
+            h = haiku_layer_norm(x)
             x = x + hk.MultiHeadAttention(4, width // 4, model_size=width, w_init_scale=1.0)(h, h, h, causal)
-            x = x + hk.nets.MLP([4 * width, width], activation=jax.nn.gelu)(hk.LayerNorm(-1, True, True)(x))
-        x = hk.LayerNorm(-1, True, True)(x).reshape(steps, 3, width)
+            x = x + hk.nets.MLP([4 * width, width], activation=jax.nn.gelu)(haiku_layer_norm(x))
+        x = haiku_layer_norm(x).reshape(steps, 3, width)
         return squared_error(jnp.tanh(hk.Linear(6)(x[:, 1])), actions)
 
     rng = np.random.default_rng(0)
     times = jnp.asarray(rng.integers(0, 900, (16, 1)) + np.arange(steps), jnp.int32)
-    actions = jnp.tanh(jnp.asarray(normal(16, steps, 6)))
-    return of_haiku(loss, (jnp.asarray(normal(16, steps)), jnp.asarray(normal(16, steps, 17)), actions, times))
+    actions = jnp.tanh(normal(16, steps, 6))
+    return of_haiku(loss, (normal(16, steps), normal(16, steps, 17), actions, times))
 
 
 @model("Hypernetwork", "jax", "Ha, Dai, Le: HyperNetworks (arXiv:1609.09106)")
 def hypernetwork() -> Family:
-    """The filters of all layers are made by one small network, from a vector for each layer."""
+    """One small network generates the filters of all layers, from a learned vector per layer."""
     array, width, code, depth = Arrays(), 32, 64, 4
     params = {
         "codes": array(depth, code, scale=1.0),
-        "hidden": {"w": array(code, 64), "b": jnp.zeros(64)},
+        "hidden": array.dense(code, 64),
         "filters": {"w": array(64, 3 * 3 * width * width, scale=0.01), "b": array(3 * 3 * width * width, scale=0.05)},
         "first": array.conv(3, 3, 3, width),
         "head": array(width, 10),
     }
 
-    def convolved(x, w):
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
     def loss(params, example):
         image, label = example
-        x = convolved(image[None], params["first"])
+        x = conv2d(image[None], params["first"])
         for code in params["codes"]:
             h = jax.nn.relu(code @ params["hidden"]["w"] + params["hidden"]["b"])
             filters = (h @ params["filters"]["w"] + params["filters"]["b"]).reshape(3, 3, width, width)
-            x = x + jax.nn.relu(convolved(x, filters))
+            x = x + jax.nn.relu(conv2d(x, filters))
         return cross_entropy(x.mean((0, 1, 2)) @ params["head"], label)
 
     return Family(loss, params, (images(8, 24), labels(10, 8)))
 
 
 class _AtariQ(nn.Module):
-    """Four frames of a game; what each action is worth, as a value and advantages."""
+    """The value of each action given four frames of a game, as a state value plus advantages."""
 
     actions: int = 6
 
@@ -176,14 +164,14 @@ def atari() -> Family:
         error = jnp.abs(found - wanted)
         return jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5))
 
-    return of_linen(_AtariQ(), loss, frames, (labels(6, 16), jnp.asarray(normal(16))))
+    return of_linen(_AtariQ(), loss, frames, (labels(6, 16), normal(16)))
 
 
 @model("MAML, one inner step", "haiku", "cbfinn/maml")
 def maml() -> Family:
-    """An example is a task: the loss holds a step of descent on the task's own examples."""
+    """An example is a task: the loss contains a gradient step on the task's own examples."""
     network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([256, 256, 1])(x)))
-    x, slope = jnp.asarray(normal(32, 20, 1)), jnp.asarray(normal(32, 1, 1))
+    x, slope = normal(32, 20, 1), normal(32, 1, 1)
     params = network.init(KEY, x[0])
 
     def loss(params, task):
@@ -201,30 +189,24 @@ def maml() -> Family:
 
 @model("Recurrent world model", "jax", "danijar/dreamer")
 def world_model() -> Family:
-    """A GRU and a latent that is drawn at every step; pictures are explained, latents compared with a prior's."""
+    """A GRU with a sampled latent at every step; the loss reconstructs images and rewards and matches the prior."""
     array, width, latent, size = Arrays(), 200, 30, 256
 
-    def dense(inputs, outputs):
-        return {"w": array(inputs, outputs), "b": jnp.zeros(outputs)}
-
     params = {
-        "encoder": [dense(size, width), dense(width, width)],
-        "inputs": dense(latent + 4, width),
-        "gru": dense(2 * width, 3 * width),
-        "prior": [dense(width, width), dense(width, 2 * latent)],
-        "posterior": [dense(2 * width, width), dense(width, 2 * latent)],
-        "decoder": [dense(width + latent, width), dense(width, size)],
-        "reward": [dense(width + latent, width), dense(width, 1)],
+        "encoder": array.mlp((size, width, width)),
+        "inputs": array.dense(latent + 4, width),
+        "gru": array.dense(2 * width, 3 * width),
+        "prior": array.mlp((width, width, 2 * latent)),
+        "posterior": array.mlp((2 * width, width, 2 * latent)),
+        "decoder": array.mlp((width + latent, width, size)),
+        "reward": array.mlp((width + latent, width, 1)),
     }
 
-    def mlp(layers, x):
-        for i, p in enumerate(layers):
-            x = x @ p["w"] + p["b"]
-            x = jax.nn.elu(x) if i < len(layers) - 1 else x
-        return x
+    def network(layers, x):
+        return mlp(layers, x, jax.nn.elu)
 
     def gaussian(layers, x):
-        mean, spread = jnp.split(mlp(layers, x), 2)
+        mean, spread = jnp.split(network(layers, x), 2)
         return mean, jax.nn.softplus(spread) + 0.1
 
     def loss(params, example):
@@ -232,8 +214,8 @@ def world_model() -> Family:
 
         def step(state, inputs):
             (h, z), (seen, action, noise) = state, inputs
-            x = jax.nn.elu(mlp([params["inputs"]], jnp.concatenate([z, action])))
-            gates = mlp([params["gru"]], jnp.concatenate([x, h]))
+            x = jax.nn.elu(network([params["inputs"]], jnp.concatenate([z, action])))
+            gates = network([params["gru"]], jnp.concatenate([x, h]))
             reset, new, update = jnp.split(gates, 3)
             update = jax.nn.sigmoid(update - 1)
             h = update * jnp.tanh(jax.nn.sigmoid(reset) * new) + (1 - update) * h
@@ -243,13 +225,11 @@ def world_model() -> Family:
             divergence = jnp.sum(jnp.log(s2 / s1) + (s1**2 + (m1 - m2) ** 2) / (2 * s2**2) - 0.5)
             return (h, z), (jnp.concatenate([h, z]), divergence)
 
-        seen = jax.nn.elu(mlp(params["encoder"], pictures))
+        seen = jax.nn.elu(network(params["encoder"], pictures))
         _, (states, divergences) = jax.lax.scan(step, (jnp.zeros(width), jnp.zeros(latent)), (seen, actions, noise))
-        explained = squared_error(mlp(params["decoder"], states), pictures) * size
-        return explained + squared_error(mlp(params["reward"], states)[:, 0], rewards) + jnp.mean(divergences)
+        explained = squared_error(network(params["decoder"], states), pictures) * size
+        return explained + squared_error(network(params["reward"], states)[:, 0], rewards) + jnp.mean(divergences)
 
-    numbers = (
-        jnp.asarray(np.random.default_rng(i).normal(size=(16, 16, n)), jnp.float32) for i, n in ((0, size), (1, 4))
-    )
-    noise, rewards = jnp.asarray(normal(16, 16, latent)), jnp.asarray(normal(16, 16))
-    return Family(loss, params, (*numbers, rewards, noise))
+    pictures, actions = normal(16, 16, size), normal(16, 16, 4, seed=1)
+    rewards, noise = normal(16, 16), normal(16, 16, latent)
+    return Family(loss, params, (pictures, actions, rewards, noise))

@@ -1,4 +1,4 @@
-"""Long sequences: state space models."""
+"""State space models of long sequences."""
 
 import equinox as eqx
 import haiku as hk
@@ -9,23 +9,15 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from benchmarks.cost.families import Family, normal
-from benchmarks.zoo.decoders import next_token
-from benchmarks.zoo.entries import (
-    KEY,
-    cross_entropy,
-    labels,
-    model,
-    of_equinox,
-    of_haiku,
-    of_linen,
-    of_nnx,
-)
+from benchmarks.cost.families import Family
+from benchmarks.zoo.data import labels, next_token, normal
+from benchmarks.zoo.entries import KEY, model, of_equinox, of_haiku, of_linen, of_nnx
+from benchmarks.zoo.layers import cross_entropy, haiku_layer_norm
 from benchmarks.zoo.long_convolutions import fft_convolved
 
 
 class _S4DLayer(nn.Module):
-    """Diagonal complex states; the whole sequence is convolved with their response."""
+    """Diagonal complex states; the sequence is convolved with their impulse response."""
 
     states: int = 32
 
@@ -63,11 +55,11 @@ class _S4D(nn.Module):
 
 @model("S4D", "linen", "state-spaces/s4")
 def s4d() -> Family:
-    return of_linen(_S4D(), cross_entropy, jnp.asarray(normal(8, 256, 1)), labels(10, 8))
+    return of_linen(_S4D(), cross_entropy, normal(8, 256, 1), labels(10, 8))
 
 
 def _scan_states(decay, inputs):
-    """States ``h_t = decay_t h_(t-1) + inputs_t``, all times at once."""
+    """States ``h_t = decay_t h_(t-1) + inputs_t``, by a parallel scan over time."""
 
     def combine(left, right):
         return left[0] * right[0], right[0] * left[1] + right[1]
@@ -76,7 +68,7 @@ def _scan_states(decay, inputs):
 
 
 class _S5Layer(eqx.Module):
-    """One system of many inputs: complex diagonal states, an associative scan."""
+    """One system with many inputs: diagonal complex states, computed by an associative scan."""
 
     spectrum: jax.Array
     b: jax.Array
@@ -122,12 +114,12 @@ def s5() -> Family:
             x = layer(x)
         return cross_entropy(decoder(x.mean(0)), example[1])
 
-    return of_equinox(net, loss, (jnp.asarray(normal(8, 256, 2)), labels(10, 8)))
+    return of_equinox(net, loss, (normal(8, 256, 2), labels(10, 8)))
 
 
 @model("LRU", "haiku", "NicolasZucchet/minimal-LRU")
 def lru() -> Family:
-    """Linear recurrent units: eigenvalues inside the unit circle, by modulus and phase."""
+    """Linear recurrent units; the eigenvalues are moduli and phases inside the unit circle."""
     width, states = 96, 96
 
     class _Layer(hk.Module):
@@ -149,15 +141,15 @@ def lru() -> Family:
     def loss(example):
         x = hk.Linear(width)(example[0])
         for _ in range(2):
-            y = jax.nn.gelu(_Layer()(hk.LayerNorm(-1, True, True)(x)))
+            y = jax.nn.gelu(_Layer()(haiku_layer_norm(x)))
             x = x + hk.Linear(width)(y) * jax.nn.sigmoid(hk.Linear(width)(y))
         return cross_entropy(hk.Linear(10)(x.mean(0)), example[1])
 
-    return of_haiku(loss, (jnp.asarray(normal(8, 256, 2)), labels(10, 8)))
+    return of_haiku(loss, (normal(8, 256, 2), labels(10, 8)))
 
 
 class _MambaBlock(nnx.Module):
-    """A scan whose steps, inputs and outputs all depend on the input."""
+    """A scan whose step sizes, input matrices and output matrices depend on the input."""
 
     def __init__(self, width: int, states: int = 16, rank: int = 8, *, rngs: nnx.Rngs):
         inner = 2 * width

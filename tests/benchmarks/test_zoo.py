@@ -1,4 +1,4 @@
-"""The zoo's models: the engines agree on them, and the command records what it finds."""
+"""The zoo: the engines agree on every model, and the command records its measurements."""
 
 import json
 
@@ -13,13 +13,14 @@ pytest.importorskip("haiku")
 
 import dpopt
 from benchmarks.cost import gradients, speed
+from benchmarks.cost.checked import Checked
 from benchmarks.cost.families import Family
 from benchmarks.report import command as report
 from benchmarks.zoo import command, entries, measure, summary
 from benchmarks.zoo.entries import Entry
 from benchmarks.zoo.registry import ZOO
 
-# One for each framework, and one of convolutions.
+# One for each framework, and a convolutional network.
 TRACED = (
     "VAE (linen)",
     "DeepFM (nnx)",
@@ -32,11 +33,11 @@ TRACED = (
 
 @pytest.fixture(autouse=True)
 def _as_users_run_it():
-    with jax.numpy_rank_promotion("allow"):  # public models add a bias to whatever it is
+    with jax.numpy_rank_promotion("allow"):  # public code broadcasts biases across ranks
         yield
 
 
-def test_the_zoo_is_large_and_says_whom_it_follows():
+def test_the_zoo_is_large_and_every_model_names_its_source():
     assert len(ZOO) >= 44
     assert {e.framework for e in ZOO.values()} == {"linen", "nnx", "equinox", "haiku", "jax"}
     for name, entry in ZOO.items():
@@ -44,8 +45,8 @@ def test_the_zoo_is_large_and_says_whom_it_follows():
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_models_are_followed_without_a_warning(name, monkeypatch):
-    """Nothing is computed, not even parameters."""
+def test_the_ghost_engine_supports_models_without_a_warning(name, monkeypatch):
+    """Shapes only: neither parameters nor gradients are computed."""
     monkeypatch.setattr(entries, "initial", lambda init: init(entries.KEY))
 
     def sums():
@@ -53,7 +54,7 @@ def test_models_are_followed_without_a_warning(name, monkeypatch):
         promise = dpopt.per_example_grads(family.loss_fn, engine="ghost")(family.params, family.batch, mask=None)
         return promise.clipped_sum(dpopt.FlatClip(1.0)).sum, family.params
 
-    with measure.said() as messages:
+    with measure.dpopt_warnings() as messages:
         found, params = jax.eval_shape(sums)
     assert messages == []
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params)
@@ -62,14 +63,14 @@ def test_models_are_followed_without_a_warning(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_engines_agree_on_every_model(name):
-    with measure.said():
+    with measure.dpopt_warnings():
         family = ZOO[name].build()
         family = family._replace(batch=jax.tree.map(lambda x: x[:2], family.batch))
         clip = speed.clip_norm(family)
         again = speed.in_microbatches(family, clip)
         args = (family.params, family.batch, None)
         ways = {n: gradients.by_name(family, n, clip) for n in ("vmap", "auto", "ghost")}
-        checked = speed.Checked(name, args, {"vmap": ways.pop("vmap")}, again, measure.rounding(family))
+        checked = Checked(name, args, {"vmap": ways.pop("vmap")}, again, measure.rounding(family))
         for way, fn in ways.items():
             checked.add(way, fn)
 
@@ -79,8 +80,8 @@ def _tiny() -> Family:
     return Family(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), jnp.ones((3, 2)), x)
 
 
-def _unfollowed() -> Family:
-    """The ghost engine follows no mutable references."""
+def _unsupported() -> Family:
+    """A loss with a mutable reference, which the ghost engine does not support."""
 
     def loss(w, x):
         kept = jax.new_ref(jnp.zeros(2))
@@ -95,8 +96,8 @@ def _broken() -> Family:
 
 
 @pytest.mark.slow
-def test_the_command_measures_records_and_goes_on(monkeypatch, tmp_path):
-    zoo = {n: Entry("a/b", "jax", build) for n, build in (("tiny", _tiny), ("broken", _broken), ("refs", _unfollowed))}
+def test_the_command_records_every_model_and_continues_after_a_failure(monkeypatch, tmp_path):
+    zoo = {n: Entry("a/b", "jax", build) for n, build in (("tiny", _tiny), ("broken", _broken), ("refs", _unsupported))}
     monkeypatch.setattr(command, "ZOO", zoo)
     with pytest.raises(SystemExit, match="1 of 3 models failed: broken"):
         command.main(tmp_path, None, 0.01)
@@ -110,9 +111,9 @@ def test_the_command_measures_records_and_goes_on(monkeypatch, tmp_path):
     assert set(tiny["seconds"]) == set(tiny["compile_ratio"]) == set(tiny["memory_ratio"]) == set(measure.WAYS)
     assert tiny["ratio"]["ordinary"] == tiny["memory_ratio"]["ordinary"] == 1.0
     assert broken == {"model": "broken", "framework": "jax", "source": "a/b", "error": "ValueError: no such model"}
-    said = summary.markdown(content)
-    assert said.startswith("3 of 3 models")
-    assert "- broken failed: ValueError: no such model" in said and "| a/b |" in said
+    section = summary.markdown(content)
+    assert section.startswith("3 of 3 models")
+    assert "- broken failed: ValueError: no such model" in section and "| a/b |" in section
     report.write(tmp_path, tmp_path / "written")
     assert "## Models of all kinds" in (tmp_path / "written" / "RESULTS.md").read_text()
 
