@@ -1,1 +1,1 @@
-"""Time and memory of a clipped gradient, beside the ordinary one and other libraries."""
+"""Time and memory of a clipped gradient, compared with the ordinary gradient and with other libraries."""

@@ -1,4 +1,4 @@
-"""Ways to compute a gradient, compiled, called and compared before they are timed."""
+"""Compiles, calls and compares different ways to compute a gradient, before they are timed."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ def call(fn: Callable, args: tuple) -> timing.Call:
 
 
 def compiled(fn: Callable, args: tuple) -> tuple[float, Any]:
-    """The seconds to trace and compile, and the memory that the program needs."""
+    """The seconds to trace and compile, and the memory that the compiled program plans."""
     t = time.perf_counter()
     program = fn.lower(*args).compile()
     return time.perf_counter() - t, program.memory_analysis()
@@ -31,12 +31,12 @@ class Checked:
     """The ways for one family, each compiled, called and compared before it may be timed.
 
     Args:
-        family: its name.
-        args: parameters, batch and diagonal.
-        vmap: the vmap engine, plain and perhaps with a diagonal: the other ways are compared with it.
-        again: the plain result, computed in another way.
-        rounding: the least difference that is allowed in any case.
-        programs: results of `compiled` for ways that have been called already.
+        family: the family's name.
+        args: the parameters, batch and diagonal.
+        vmap: the vmap engine, plain and optionally with a diagonal; the other ways are compared with it.
+        again: the plain result, computed in a different way; their difference is the rounding error.
+        rounding: the smallest rounding error to assume.
+        programs: results of `compiled`, for ways that have already been called.
     """
 
     def __init__(
@@ -52,12 +52,18 @@ class Checked:
             self.compile_s[name], self.memory[name] = compiled(fn, args)
         results = [fn(*args) for fn in vmap.values()]
         self._plain, self._scaled = results[0], results[-1]
-        self._mean: Any = None  # the ordinary gradient, once it is added
-        # Exactness is tested in float64. In float32, a deep network's gradient differs even between equivalent
-        # programs, such as the vmap engine with and without microbatches; other ways may differ twice as much.
+        self._mean: Any = None  # the ordinary gradient, once added
+        # The package's tests check exactness in float64. In float32, a deep network's gradient differs even between
+        # equivalent programs, such as the vmap engine with and without microbatches. Other ways may differ by twice as
+        # much.
         self.rounding = max(rounding, relative_error(again, self._plain))
 
     def add(self, name: str, fn: Callable) -> Callable:
+        """Compiles, calls and checks a way, and returns it.
+
+        Raises:
+            AssertionError: if its result differs from the vmap engine's by more than rounding explains.
+        """
         if name not in self.compile_s:
             self.compile_s[name], self.memory[name] = compiled(fn, self._args)
         result = jax.block_until_ready(fn(*self._args))

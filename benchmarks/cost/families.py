@@ -1,4 +1,4 @@
-"""The models whose clipped gradient is timed: a loss of one example, parameters, a batch."""
+"""The models whose clipped gradients are timed, each as a per-example loss, parameters and a batch."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,12 +29,12 @@ def _classifier(model: nn.Module, x: np.ndarray, classes: int) -> Family:
 
 
 def normal(*shape: int) -> np.ndarray:
-    """Standard normal numbers, the same at every call."""
+    """Standard normal numbers, the same on every call."""
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def tokens(vocabulary: int, *shape: int) -> np.ndarray:
-    """Zipf-distributed token numbers, since the words of a text repeat."""
+    """Zipf-distributed token ids, because the words of a text repeat."""
     draws = np.random.default_rng(0).zipf(1.3, size=shape)
     return np.minimum(draws - 1, vocabulary - 1).astype(np.int32)
 

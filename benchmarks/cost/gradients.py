@@ -1,7 +1,7 @@
-"""The ways to compute a gradient that are compared, each a function of parameters, batch and diagonal.
+"""The ways to compute a gradient that are compared, each a compiled function of parameters, batch and diagonal.
 
-All of them take the diagonal, though only the *scaled* ones read it: in training it is optimizer state, and a constant
-would be folded into the program.
+All take the diagonal, although only the *scaled* ones use it. It is an argument because in training it is optimizer
+state, and XLA would fold a constant into the program.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def batch_size(family: Family) -> int:
 
 
 def diagonal(family: Family) -> Any:
-    """One factor for every parameter, as a preconditioner has before the clip."""
+    """One factor per parameter, as a preconditioner applies before the clip."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda p: jnp.asarray(rng.uniform(0.5, 2.0, p.shape), jnp.float32), family.params)
 
@@ -40,7 +40,7 @@ def ordinary(family: Family) -> Callable:
 
 
 def ordinary_in_parts(family: Family) -> Callable:
-    """The same, accumulated over as many parts as dpopt splits the batch into."""
+    """The mean gradient, accumulated over as many parts as dpopt splits the batch into."""
     gradient, parts = jax.grad(mean_loss(family)), dpopt.ghost.plan_clipped_sum(*family).parts
 
     def run(params, batch, diagonal):
@@ -90,7 +90,7 @@ def jax_privacy_clipped(family: Family, scaled: bool, l2_clip_norm: float, micro
 
 
 def optax_contrib(family: Family, scaled: bool, l2_clip_norm: float) -> Callable:
-    """Optax's differentially private aggregation of ``vmap(grad)``, without noise; its mean is turned into a sum."""
+    """Optax's differentially private aggregate of ``vmap(grad)``, without noise; its mean is scaled to a sum."""
     aggregate = optax.contrib.differentially_private_aggregate(l2_clip_norm, 0.0, KEY)
 
     def run(params, batch, diagonal):
@@ -103,14 +103,14 @@ def optax_contrib(family: Family, scaled: bool, l2_clip_norm: float) -> Callable
     return jax.jit(run)
 
 
-WHOLE = "ghost whole"  # the batch is not split, as the engine would otherwise decide
+WHOLE = "ghost whole"  # the batch is not split, whatever the planner decides
 IN_PARTS = "ordinary in parts"
-# The ways that hold no per-example gradients where it can be avoided.
+# The ways that avoid holding per-example gradients where possible.
 LIGHT = ("ordinary", "ghost", "ghost, diagonal", WHOLE, "auto")
 
 
 def by_name(family: Family, name: str, l2_clip_norm: float) -> Callable:
-    """The way with this name in the tables.
+    """The way that has this name in the tables.
 
     Names are ``ordinary`` (``in parts``), an engine, ``ghost whole``, ``optax contrib``, or ``jax_privacy m=8``, where
     ``m=B`` is the whole batch; ``, diagonal`` may follow.
@@ -129,6 +129,6 @@ def by_name(family: Family, name: str, l2_clip_norm: float) -> Callable:
 
 
 def microbatch_sizes(family: Family, sizes: tuple[int, ...] = (1, 8, 32)) -> list[int]:
-    """The microbatch sizes tried for jax_privacy: those that divide the batch, and the batch itself."""
+    """The microbatch sizes to try for jax_privacy: those that divide the batch size, and the batch size itself."""
     whole = batch_size(family)
     return [m for m in sizes if m < whole and whole % m == 0] + [whole]

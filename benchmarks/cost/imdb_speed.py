@@ -1,4 +1,4 @@
-"""The time of a full private run on IMDB: by the closed form, and by dpopt's engines on dense rows."""
+"""Times a full private run on IMDB, by the closed form and by dpopt's engines on dense rows."""
 
 import argparse
 import dataclasses
@@ -17,21 +17,21 @@ from benchmarks.utility.suites import papers
 
 CLOSED = "closed form"
 ENGINES = (CLOSED, "auto", "vmap")
-TOLERANCE = 1e-4  # relative to the largest parameter: float32 sums in another order
+TOLERANCE = 1e-4  # relative to the largest parameter; float32 sums depend on their order
 
 
 def setting(engine: str, steps: int) -> runs.Setting:
-    """DP-SGD of DP2's Table 1 with one of `ENGINES`."""
+    """DP-SGD as in DP2's Table 1, with one of `ENGINES`."""
     full = papers.dp2_imdb()[0].setting
     options = {} if engine == CLOSED else {"engine": engine}
     return dataclasses.replace(full, label=engine, task_options=options, steps=steps)
 
 
 def check(steps: int, where: Path | None) -> dict[str, float]:
-    """The largest difference of each engine's final parameters from the closed form's, over the largest of those.
+    """Each engine's largest difference in final parameters from the closed form, over the largest parameter.
 
     Raises:
-        AssertionError: if it is not small: it would make no sense to compare their times.
+        AssertionError: if a difference is not small, because comparing times would then make no sense.
     """
     trained = {}
     for engine in ENGINES:
@@ -70,12 +70,12 @@ def markdown(content: dict[str, Any]) -> str:
     """The section of RESULTS.md."""
     device, first = content["environment"], content["runs"][0]
     lines = [
-        f"DP-SGD of DP2's Table 1: {first['full_run_steps']:,} steps of 64 reviews on average, 100 epochs. On "
+        f"DP-SGD as in DP2's Table 1: {first['full_run_steps']:,} steps of 64 reviews on average, 100 epochs. On "
         f"{device['device']}, {device['cores']} cores, without compilation and scoring. After "
-        f"{content['checked_steps']} steps the parameters differ from the closed form's by at most "
-        f"{max(content['differences'].values()):.0e} of the largest. The engines get dense rows of 10,000.",
+        f"{content['checked_steps']} steps, parameters differ from the closed form's by at most "
+        f"{max(content['differences'].values()):.0e} of the largest parameter. The engines get dense rows of 10,000.",
         "",
-        "| gradients by | steps taken | ms / step | s / full run | times the closed form |",
+        "| gradients by | steps timed | ms / step | s / full run | over the closed form |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for run in content["runs"]:
@@ -84,14 +84,14 @@ def markdown(content: dict[str, Any]) -> str:
             f"| {run['engine']} | {run['steps']:,} | {1e3 * run['seconds_per_step']:.2f} | "
             f"{run['full_run_seconds']:.1f}{scaled} | {run['seconds_per_step'] / first['seconds_per_step']:.1f} |"
         )
-    drawing = f"Drawing the batches of those {first['steps']:,} steps took {first['sampling_seconds']:.1f} s more"
-    return "\n".join(lines) + f"\n\n{drawing}, once for all engines."
+    sampling = f"Sampling the batches of those {first['steps']:,} steps took another {first['sampling_seconds']:.1f} s"
+    return "\n".join(lines) + f"\n\n{sampling}; the engines sample in the same way."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.count(parser, "--steps", 39_000, "of the closed form (default 39000: 100 epochs)")
-    arguments.count(parser, "--engine-steps", 2_000, "of dpopt's engines (default 2000, scaled up)")
-    arguments.count(parser, "--checked-steps", 200, "after which all must agree (default 200)")
+    arguments.count(parser, "--steps", 39_000, "steps of the closed form (default 39000, which is 100 epochs)")
+    arguments.count(parser, "--engine-steps", 2_000, "steps of dpopt's engines (default 2000; times are scaled up)")
+    arguments.count(parser, "--checked-steps", 200, "steps after which all must agree (default 200)")
     arguments.data(parser)
     arguments.out(parser)
 
@@ -104,7 +104,7 @@ def main(out: Path, steps: int, engine_steps: int, checked_steps: int, where: Pa
     """Checks that all engines agree, times them, and writes ``imdb-speed.json``."""
     console = Console()
     differences = check(checked_steps, where)
-    console.print(f"after {checked_steps} steps all agree: {differences}")
+    console.print(f"After {checked_steps} steps, all agree: {differences}")
     found: Sequence[dict[str, Any]] = [timed(e, steps if e == CLOSED else engine_steps, where) for e in ENGINES]
     content = {"environment": records.environment(), "checked_steps": checked_steps, "differences": differences}
     content = json.loads(json.dumps(content | {"runs": found}))

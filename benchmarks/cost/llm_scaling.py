@@ -1,9 +1,9 @@
-"""Memory and collectives of a clipped gradient of language models, sharded over many devices: compiled, not run.
+"""Memory and collectives of a language model's clipped gradient, sharded over many devices: compiled, not run.
 
-Compiling needs neither the parameters nor the devices, so a CPU can tell what each of 256 devices would hold. The model
-has the shape of Llama: scanned layers, rematerialised, with tied input and output embeddings. Parameters are fully
-sharded, and each device has two examples. Every row has its own process, since the number of devices is fixed when a
-process starts.
+Compiling needs neither the parameters nor the devices, so a CPU can tell how much memory each of 256 devices would
+need. The model has the shape of Llama: scanned, rematerialised layers, and tied input and output embeddings. Parameters
+are fully sharded, and each device has two examples. Every row is compiled in its own process, because the number of
+devices is fixed when a process starts.
 """
 
 import collections
@@ -26,11 +26,11 @@ import dpopt
 from benchmarks import records
 from dpopt.run import sharding
 
-HEAD, LENGTH, VOCABULARY, EACH = 128, 1024, 32_000, 2  # head width, tokens, vocabulary, examples a device
+HEAD, LENGTH, VOCABULARY, EACH = 128, 1024, 32_000, 2  # head width, tokens, vocabulary, examples per device
 # Layers and width by number of parameters in billions.
 SIZES = {"1.7": (24, 2048), "7": (26, 4096), "30": (42, 6656)}
 DEVICES = (8, 64, 256)
-TIMEOUT = 900  # seconds for one row
+TIMEOUT = 900  # seconds per row
 _COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
@@ -66,13 +66,13 @@ def _layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
 
 
 def logits(params: Any, tokens: jax.Array) -> jax.Array:
-    """Logits ``(length, vocabulary)`` of the next token at each position of one example ``(length,)``."""
+    """Logits ``(length, vocabulary)`` of the next token at each position of an example ``(length,)``."""
     x, _ = jax.lax.scan(jax.checkpoint(_layer), params["embedding"][tokens], params["layers"])
     return _normalized(x, params["last"]) @ params["embedding"].T
 
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    """The mean cross entropy of one example, ``(LENGTH + 1,)``."""
+    """The mean cross entropy of an example ``(LENGTH + 1,)``."""
     log_probs = jax.nn.log_softmax(logits(params, tokens[:-1]))
     return -jnp.mean(jnp.take_along_axis(log_probs, tokens[1:, None], axis=1))
 
@@ -93,14 +93,14 @@ WAYS = {
 
 
 def compiled(size: str, devices: int) -> dict[str, Any]:
-    """Compiles every way for one size on the devices of this process."""
+    """Compiles every way for one model size on the devices of this process."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     shapes = parameters(*SIZES[size])
 
     def place(x):
         if x.size < 1 << 20:  # gains are replicated
             return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        layers = x.ndim - 2  # the layer axis is not sharded: the scan reads one layer at a time
+        layers = x.ndim - 2  # the layer axis is not sharded, because the scan reads one layer at a time
         inner = sharding.fully_sharded(jax.ShapeDtypeStruct(x.shape[layers:], x.dtype), mesh)
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * layers, *inner.spec))
 
@@ -123,14 +123,14 @@ def compiled(size: str, devices: int) -> dict[str, Any]:
 
 
 def _elsewhere(size: str, devices: int) -> dict[str, Any]:
-    """`compiled` in a process with this number of simulated devices."""
+    """`compiled`, in a new process with this number of simulated devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     command = [sys.executable, "-m", "benchmarks.cost.llm_scaling", size, str(devices)]
     env = {**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return {"size": size, "devices": devices, "failed": f"not compiled in {TIMEOUT} s"}
+        return {"size": size, "devices": devices, "failed": f"not compiled within {TIMEOUT} s"}
     if done.returncode:
         return {"size": size, "devices": devices, "failed": (done.stderr.strip().splitlines() or ["killed"])[-1][:200]}
     return json.loads(done.stdout.splitlines()[-1])
@@ -151,7 +151,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 _HEADER = [
-    "parameters", "devices", "ordinary, a device", "flat clip", "layerwise clip", "collectives", "compiled in, s",
+    "parameters", "devices", "ordinary, per device", "flat clip", "layerwise clip", "collectives", "compile time, s",
 ]  # fmt: skip
 
 
@@ -160,13 +160,13 @@ def markdown(content: dict[str, Any]) -> str:
     lines = [_HEADER, ["---"] * len(_HEADER), *map(_cells, content["runs"])]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
-        "Temporary memory of a clipped gradient over the ordinary one's; collectives in the program, and seconds to "
-        f"compile, for the ordinary, flat and layerwise gradients. Compiled, not run.\n\n{table}"
+        "Temporary memory of a clipped gradient over the ordinary one's. Collectives in the program and seconds to "
+        f"compile are for the ordinary, flat and layerwise gradients. Compiled, not run.\n\n{table}"
     )
 
 
 def main(out: Path, sizes: list[str], devices: list[int]) -> None:
-    """Writes ``scaling-llm.json``; its rows of other sizes and numbers of devices stay."""
+    """Compiles and writes ``scaling-llm.json``, keeping its rows for other sizes and numbers of devices."""
     path, console = out / "scaling-llm.json", Console()
     rows = json.loads(path.read_text())["runs"] if path.exists() else []
     for size in sizes:
@@ -176,7 +176,7 @@ def main(out: Path, sizes: list[str], devices: list[int]) -> None:
             rows = sorted([*kept, row], key=lambda r: (float(r["size"]), r["devices"]))
             records.write_json(path, {"environment": records.environment(), "runs": rows})
             console.print(*_cells(row), sep="  ")
-    view = Table(*_HEADER, title="A clipped gradient of a language model, fully sharded")
+    view = Table(*_HEADER, title="Clipped gradient of a language model, fully sharded")
     for row in rows:
         view.add_row(*_cells(row))
     console.print(view)

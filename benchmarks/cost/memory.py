@@ -1,13 +1,13 @@
-"""The peak memory of a clipped gradient over the ordinary mean gradient's, each in a process of its own.
+"""Peak memory of a clipped gradient over the ordinary mean gradient's, each measured in its own process.
 
-There are two figures. Both are for one call with its arguments and result, and exclude compilation:
+There are two figures. Both cover one call with its arguments and result, without compilation:
 
 - ``peak_bytes``, measured: the bytes of parameters and batch, plus the rise in the resident memory of the process while
-  the compiled program ran. It counts every page touched, by whatever part of JAX.
-- ``compiled_bytes``, from the program itself: parameters, batch, result, and the scratch memory that XLA plans.
-  Libraries called by the program (convolutions, large products) may take more, which is not counted.
+  the compiled program ran. It counts every page that any part of JAX touched.
+- ``compiled_bytes``, from the compiled program: parameters, batch, result, and the scratch memory that XLA plans.
+  Libraries that the program calls (convolutions, large matrix products) may use more, which is not counted.
 
-The diagonal is not counted, like all other optimizer state: it is there before the gradient is computed.
+Like all other optimizer state, the diagonal is not counted: it exists before the gradient is computed.
 """
 
 import argparse
@@ -36,32 +36,32 @@ BOUND = 1.25  # dpopt's own ways should stay below this many times the ordinary 
 OWN = ("ghost", "ghost, diagonal")
 WAYS = ("ordinary", *OWN, gradients.WHOLE, "vmap")
 OTHERS = ("optax contrib", "jax_privacy m=1", "jax_privacy m=8", "jax_privacy m=B")
-# The median counts: the kernel's page count of a process varies by about 0.2 MB between readings. Programs that run for
+# The median is reported, because the kernel's page count varies by about 0.2 MB between readings. Programs that run for
 # longer than a second need so much memory that one reading is enough.
 READINGS = 3
-# Makes the C library map pages for every larger block and unmap them when freed. Otherwise it would reuse pages that
-# compilation touched and freed, and the rise would not show.
+# Makes the C library map new pages for every larger block, and unmap them when it is freed. Otherwise it would reuse
+# pages that compilation touched and freed, and resident memory would not rise.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class Unmeasurable(Exception):
-    """The peak of a running program cannot be measured here; the message gives the reason."""
+    """The peak memory of a running program cannot be measured here; the message gives the reason."""
 
 
 def _resident_peak(reset: bool = False) -> int:
-    """The largest resident memory of this process since the last reset, in bytes."""
+    """The peak resident memory of this process since the last reset, in bytes."""
     try:
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError, ValueError) as error:
-        # getrusage has a peak as well, but it cannot be reset and would include compilation.
+        # getrusage also reports a peak, but it cannot be reset, so it would include compilation.
         raise Unmeasurable("no high-water mark that can be reset (/proc/self/clear_refs, VmHWM)") from error
 
 
-def _give_back() -> None:
-    """Returns freed pages to the system."""
+def _release_pages() -> None:
+    """Returns freed pages to the operating system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -69,17 +69,17 @@ def _give_back() -> None:
 
 
 def rise(program: Any, args: tuple) -> int:
-    """The bytes by which resident memory rises while the program runs: scratch and result.
+    """The bytes by which resident memory rises while the program runs, for scratch memory and the result.
 
-    The first run is not measured: it loads code and starts threads.
+    The first run is not measured, because it loads code and starts threads.
     """
     if jax.devices()[0].platform != "cpu":
-        raise Unmeasurable("only the processor's own memory is measured")
+        raise Unmeasurable("resident memory is measured on CPUs only")
     jax.block_until_ready(program(*args))
     readings = []
     began = time.perf_counter()
     while not readings or (len(readings) < READINGS and time.perf_counter() - began < 1.0):
-        _give_back()
+        _release_pages()
         before = _resident_peak(reset=True)
         result = jax.block_until_ready(program(*args))
         readings.append(_resident_peak() - before)
@@ -88,7 +88,7 @@ def rise(program: Any, args: tuple) -> int:
 
 
 def as_planned(given: int, program: Any) -> dict[str, int]:
-    """The bytes that a compiled program plans (``memory_analysis()``); ``given`` are those of parameters and batch."""
+    """The bytes that a compiled program plans (``memory_analysis()``); ``given`` is for parameters and batch."""
     output, scratch = program.output_size_in_bytes, program.temp_size_in_bytes
     return {
         "argument_bytes": given,
@@ -99,12 +99,12 @@ def as_planned(given: int, program: Any) -> dict[str, int]:
 
 
 def given_bytes(family: Family) -> int:
-    """The bytes of parameters and batch."""
+    """The bytes of the parameters and the batch."""
     return sum(x.nbytes for x in jax.tree.leaves((family.params, family.batch)))
 
 
 def measure(family: Family, name: str) -> dict[str, Any]:
-    """Measures one way for one family, in this process, which must not have run another before."""
+    """Measures one way for one family, in this process, which must not have measured another before."""
     args = (family.params, family.batch, gradients.diagonal(family))
     given = given_bytes(family)
     program = gradients.by_name(family, name, 1.0).lower(*args).compile()
@@ -116,13 +116,13 @@ def measure(family: Family, name: str) -> dict[str, Any]:
 
 
 def in_new_process(family: str, name: str) -> dict[str, Any]:
-    """`measure` in a fresh interpreter; if the system kills it, the record has that instead of figures."""
+    """`measure` in a new process; if the system kills it, the record says so in place of figures."""
     command = [sys.executable, "-m", "benchmarks.cost.memory", family, name]
     done = subprocess.run(
         command, cwd=records.ROOT, env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False
     )
     if done.returncode < 0:
-        return {"peak_bytes": None, "not_measured": f"ended by signal {-done.returncode}"}
+        return {"peak_bytes": None, "not_measured": f"killed by signal {-done.returncode}"}
     if done.returncode > 0:
         raise RuntimeError(f"{family}, {name}: {done.stderr[-2_000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -136,12 +136,12 @@ def ratios(row: dict[str, Any], what: str) -> dict[str, float]:
 
 
 def labels(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """All ways with which any family was measured, except the ordinary one."""
+    """All ways that were measured for any family, except the ordinary one."""
     return [n for n in (*WAYS[1:], *OTHERS) if any(n in r["ways"] for r in rows)]
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The table: a line for each family, with the ordinary gradient's peak and ratios as measured (and as compiled)."""
+    """The table: the ordinary gradient's peak and the ratios of each family, as measured (and as compiled)."""
     columns = labels(rows)
     lines = [["family", "ordinary (MB)", *columns]]
     for r in rows:
@@ -154,12 +154,12 @@ def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _both(measured: float | None, planned: float | None, unit: float, form: str) -> str:
-    said = [format(x / unit, form) if x is not None else "?" for x in (measured, planned)]
-    return f"{said[0]} ({said[1]})"
+    shown = [format(x / unit, form) if x is not None else "?" for x in (measured, planned)]
+    return f"{shown[0]} ({shown[1]})"
 
 
 def above(rows: Sequence[dict[str, Any]]) -> str:
-    """A sentence on which of dpopt's ways take more than `BOUND`."""
+    """A sentence on which of dpopt's ways exceed `BOUND`."""
     over = [
         f"{r['family']}, {n} {ratio:.2f}"
         for r in rows
@@ -174,7 +174,7 @@ def above(rows: Sequence[dict[str, Any]]) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table for the terminal."""
     head, *lines = cells(rows)
-    view = Table(title="Peak memory over the ordinary mean gradient's: measured (as compiled)")
+    view = Table(title="Peak memory over the ordinary mean gradient's, measured (as compiled)")
     for i, column in enumerate(head):
         view.add_column(column, justify="right" if i else "left")
     for line in lines:
@@ -192,20 +192,22 @@ def markdown(content: dict[str, Any]) -> str:
     """The table for RESULTS.md."""
     device, lines = content["environment"], cells(content["runs"])
     lines.insert(1, ["---"] + ["---:"] * (len(lines[0]) - 1))
-    said = (
-        f"On {device['device']}, {device['usable_cores']} of {device['cores']} cores. Peak memory of one call over "
-        "that of the ordinary mean gradient: parameters, batch, result and scratch memory, by the rise in resident "
-        "memory; in brackets as planned by the compiled program, including loops that seldom run. Like all optimizer "
-        f"state, the diagonal is not counted. {above(content['runs'])}"
+    intro = (
+        "Peak memory of one call over the ordinary mean gradient's, on "
+        f"{device['device']}, {device['usable_cores']} of {device['cores']} cores. It counts parameters, batch, result "
+        "and scratch memory, by the rise in resident memory; in brackets is what the compiled program plans, including "
+        f"loops that seldom run. Like all optimizer state, the diagonal is not counted. {above(content['runs'])}"
     )
-    return said + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return intro + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", help="part of a family's name")
-    parser.add_argument("--others", action="store_true", help="also optax.contrib and jax_privacy, if installed")
-    parser.add_argument("--resume", action="store_true", help="only what the JSON in the folder does not have yet")
-    arguments.out(parser, "folder for JSON and plot")
+    parser.add_argument("--only", help="measure only families whose name contains this text")
+    parser.add_argument(
+        "--others", action="store_true", help="also measure optax.contrib and jax_privacy (if installed)"
+    )
+    parser.add_argument("--resume", action="store_true", help="measure only what the JSON in the folder lacks")
+    arguments.out(parser, "folder for the JSON and the plot")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -226,7 +228,7 @@ def main(out: Path, only: str | None, others: bool, resume: bool) -> None:
     environment = records.environment() | {"usable_cores": len(getattr(os, "sched_getaffinity", lambda _: [0])(0))}
     before = json.loads(path.read_text()) if path.exists() else {"environment": None, "runs": []}
     found = {r["family"]: r for r in before["runs"] if before["environment"] == environment}
-    # For all families the ways that matter most first, in case the run is cut short.
+    # The most important ways come first, for all families, in case the run is interrupted.
     work = [(family, n) for n in (WAYS + OTHERS if others else WAYS) for family in chosen]
     for family, n in track(work, "measuring", console=console):
         row = found.setdefault(family, {"family": family, "ways": {}})

@@ -1,4 +1,4 @@
-"""Models of the benchmarks, in Flax."""
+"""Flax models for the benchmarks."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from flax import nnx
 
 
 class SmallCNN(nnx.Module):
-    """Two convolutions and a dense layer for 8 x 8 images; tanh, which suits clipped gradients better than relu."""
+    """Two convolutions and a dense layer for 8 x 8 images, with tanh, which trains better than relu under clipping."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 16, (3, 3), rngs=rngs)
@@ -23,7 +23,7 @@ class SmallCNN(nnx.Module):
 
 
 class MLP(nn.Module):
-    """Dense layers with relu; no hidden widths makes it a logistic regression."""
+    """Dense layers with relu; without hidden layers it is a logistic regression."""
 
     widths: Sequence[int]
     outputs: int
@@ -48,7 +48,7 @@ class CNN(nn.Module):
 
 
 class StandardizedConv(nn.Module):
-    """A 3 x 3 (or other) convolution whose filters are brought to mean 0 and variance 1 before use."""
+    """Convolution with weight standardisation: filters are scaled to mean 0 and variance 1 over the fan-in."""
 
     features: int
     size: int = 3
@@ -67,7 +67,7 @@ class StandardizedConv(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Wide-ResNet with GroupNorm(16) and weight standardisation, as private image models use it."""
+    """Wide-ResNet with GroupNorm(16) and weight standardisation, as is usual for private image models."""
 
     depth: int = 16
     width: int = 4
@@ -92,7 +92,7 @@ class WideResNet(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small encoder over tokens, mean pooled."""
+    """A small encoder over tokens, with mean pooling."""
 
     vocabulary: int = 5_000
     width: int = 128
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
 
 
 class LSTMClassifier(nn.Module):
-    """An LSTM over embedded tokens; the last state is classified. 673,154 parameters at the default sizes."""
+    """Classifies the last state of an LSTM over embedded tokens. 673,154 parameters at the default sizes."""
 
     vocabulary: int = 10_000
     embedding: int = 64
@@ -148,11 +148,11 @@ def within(bound: float) -> nn.initializers.Initializer:
 
 
 class TwoLayerLSTM(nn.Module):
-    """Two LSTM layers over embedded tokens; the last state is classified. 706,690 parameters at the default sizes.
+    """Classifies the last state of two LSTM layers over embedded tokens. 706,690 parameters at the default sizes.
 
-    As in PyTorch, and in the paper that counts them, every layer has two bias vectors, one for the input and one for
-    the state; parameters start as PyTorch's do (embeddings of variance 1, kernels uniform within 1 / sqrt(hidden)), but
-    for the biases, which start at 0.
+    As in PyTorch, and in the paper's parameter count, every layer has two bias vectors, one for the input and one for
+    the state. The initialisation is PyTorch's (embeddings of variance 1, kernels uniform within 1 / sqrt(hidden)),
+    except that biases start at 0.
     """
 
     vocabulary: int = 10_000
@@ -174,7 +174,7 @@ class TwoLayerLSTM(nn.Module):
                 self.param(f"{name}_bias_{layer}", nn.initializers.zeros, (4 * size,)) for name in ("input", "state")
             ]
             bias = sum(biases).reshape((1,) * (x.ndim - 1) + (-1,))
-            gates = x @ kernels[0] + bias  # the inputs of all times at once
+            gates = x @ kernels[0] + bias  # the inputs of all time steps at once
 
             def step(state, inputs, kernel=kernels[1]):
                 h, c = state
@@ -190,7 +190,7 @@ class TwoLayerLSTM(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Dense layers down to a code and back up, for images in [0, 1]; returns logits of the pixels."""
+    """Dense layers down to a code and back up, for images in [0, 1]; returns the logits of the pixels."""
 
     widths: Sequence[int] = (256, 64)
     code: int = 32
@@ -207,7 +207,7 @@ class Autoencoder(nn.Module):
 
 
 class FiveLayerCNN(nn.Module):
-    """Three convolutions and two dense layers, tanh: the size of network that DP-AdamBC's image runs use."""
+    """Three convolutions and two dense layers with tanh, the size of network in DP-AdamBC's image experiments."""
 
     channels: Sequence[int] = (16, 32, 32)
     width: int = 64

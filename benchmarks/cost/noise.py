@@ -1,6 +1,6 @@
-"""The cost of a noise draw beside `jax.random.normal`: time per number, and compile time for many leaves.
+"""The cost of drawing noise compared with `jax.random.normal`: time per number, and compile time for many leaves.
 
-Also what noise that is correlated over steps adds to a whole step of a language model of 50 million parameters.
+Also the time that noise correlated over steps adds to a step of a language model with 50 million parameters.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TREES = {
 }
 
 BANDS, STEPS = 4, 1_000
-MODEL, EXAMPLES, TOKENS = (8, 512), 8, 64  # layers and width; examples a step; tokens of each
+MODEL, EXAMPLES, TOKENS = (8, 512), 8, 64  # layers and width; examples per step; tokens per example
 
 
 def draws_of_jax(key: jax.Array, tree: list[jax.Array]) -> list[jax.Array]:
@@ -33,7 +33,7 @@ def draws_of_jax(key: jax.Array, tree: list[jax.Array]) -> list[jax.Array]:
 
 
 def measure(shapes: list[tuple[int, ...]], budget_s: float = 3.0) -> dict[str, Any]:
-    """Times adding noise to a tree of these shapes, as a step does, by either draw."""
+    """Times adding noise to a tree of these shapes, as a step does, with either generator."""
     args = jax.random.key(0), [jnp.zeros(shape) for shape in shapes]
     compile_s, calls = {}, {}
     for name, draw in {"jax.random.normal": draws_of_jax, "dpopt": dpopt.noise.standard_normal_like}.items():
@@ -51,7 +51,7 @@ def measure(shapes: list[tuple[int, ...]], budget_s: float = 3.0) -> dict[str, A
 
 
 def steps(budget_s: float = 60.0) -> dict[str, Any]:
-    """Times a step of DP-SGD with independent and with correlated noise; states are donated, as in a loop."""
+    """Times a DP-SGD step with independent and with correlated noise; states are donated, as in a training loop."""
     keys = jax.random.split(jax.random.key(0), 2)
     shapes = llm_scaling.parameters(*MODEL)
     batch = jax.random.randint(keys[1], (EXAMPLES, TOKENS + 1), 0, llm_scaling.VOCABULARY)
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(out: Path) -> None:
-    """Measures every tree and the steps, and writes ``noise.json``."""
+    """Measures draws for every tree and whole steps, and writes ``noise.json``."""
     runs = [{"tree": name, **measure(shapes)} for name, shapes in TREES.items()]
     whole = steps()
     records.write_json(out / "noise.json", {"environment": records.environment(), "runs": runs, "steps": whole})

@@ -1,4 +1,4 @@
-"""Torch models of the same shapes as those in ``families.py``, for the comparison with Opacus."""
+"""Torch models with the shapes of those in ``families.py``, for the comparison with Opacus."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 
 class TorchFamily(NamedTuple):
-    """One model at one batch size; ``twin`` is the same function in layers that Opacus supports."""
+    """One model at one batch size; ``twin`` is the same function, built from layers that Opacus supports."""
 
     model: nn.Module
     twin: nn.Module
-    names: list[str]  # of the model's parameters, in the order of the twin's
+    names: list[str]  # the model's parameters, in the order of the twin's
     x: torch.Tensor
     y: torch.Tensor
 
@@ -43,7 +43,7 @@ class Positions(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two dense layers, each after a layer norm, in layers that Opacus's ghost clipping supports."""
+    """A pre-norm transformer block, built from layers that Opacus's ghost clipping supports."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class LSTMClassifier(nn.Module):
-    """An LSTM (torch's, or Opacus's) over embedded tokens; the last state is classified."""
+    """Classifies the last state of an LSTM (torch's or Opacus's) over embedded tokens."""
 
     def __init__(self, lstm: Callable[..., nn.Module], vocabulary: int = 10_000, size: int = 64, outputs: int = 2):
         super().__init__()
@@ -73,7 +73,7 @@ class LSTMClassifier(nn.Module):
 
 
 def _tokens(vocabulary: int, *shape: int) -> torch.Tensor:
-    # Zipf-distributed, since the words of a text repeat.
+    # Zipf-distributed, because the words of a text repeat.
     weights = 1 / torch.arange(1, vocabulary + 1) ** 1.3
     return torch.multinomial(weights.repeat(shape[0], 1), shape[1], replacement=True)
 
@@ -100,7 +100,7 @@ def transformer(length: int) -> TorchFamily:
 
 
 def lstm(length: int = 128, batch: int = 64) -> TorchFamily:
-    """Torch's own LSTM is one library call; Opacus needs its own, which is a Python loop."""
+    """An LSTM classifier. Torch's LSTM is one library call; Opacus needs its own, which is a Python loop."""
     model, twin = LSTMClassifier(nn.LSTM), LSTMClassifier(DPLSTM)
     inside = [f"lstm.{kind}_{part}_l0" for part in ("ih", "hh") for kind in ("weight", "bias")]
     names = ["embedding.weight", *inside, "head.weight", "head.bias"]

@@ -1,6 +1,6 @@
-"""The time of Opacus's clipped gradient over torch's ordinary gradient in the same process.
+"""Times Opacus's clipped gradient against torch's ordinary gradient, in the same process.
 
-Needs torch and Opacus, but neither JAX nor dpopt: ratios can be compared between libraries, seconds cannot.
+Needs torch and Opacus, but neither JAX nor dpopt. Ratios can be compared between libraries; seconds cannot.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def ordinary(family: Any) -> Callable[[], list]:
 
 
 def hooks(family: Any, l2_clip_norm: float, diagonal: Sequence[Any] | None = None) -> Callable[[], list]:
-    """The clipped sum of per-example gradients, which hooks store at the parameters; optionally scaled first."""
+    """The clipped sum of per-example gradients that hooks store on the parameters; a diagonal scales them first."""
     import torch
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
@@ -74,7 +74,7 @@ def hooks(family: Any, l2_clip_norm: float, diagonal: Sequence[Any] | None = Non
 
 
 def ghost(family: Any, l2_clip_norm: float) -> Callable[[], list]:
-    """The clipped sum by two backward passes: norms (without gradients for linear layers and embeddings), then sum."""
+    """The clipped sum by two backward passes: norms (for linear layers and embeddings without gradients), then sum."""
     import torch
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -113,9 +113,9 @@ def _norms(family: Any) -> Any:
 
 
 def measure(name: str, family: Any, budget_s: float) -> dict[str, Any]:
-    """Times one model: torch's ordinary gradient, Opacus with hooks (also with a diagonal), and its ghost clipping.
+    """Times one model: torch's ordinary gradient, Opacus's hooks (with and without a diagonal) and its ghost clipping.
 
-    Opacus has no ghost clipping with a diagonal: it computes norms of unscaled gradients.
+    Opacus's ghost clipping supports no diagonal: it computes the norms of unscaled gradients.
     """
     import torch
 
@@ -127,7 +127,7 @@ def measure(name: str, family: Any, budget_s: float) -> dict[str, Any]:
         "Opacus hooks, diagonal": hooks(family, clip, diagonal),
         "Opacus ghost": ghost(family, clip),
     }
-    # With nothing clipped, the sum is the batch size times the mean gradient: this checks that both models are equal.
+    # Without clipping, the sum is the batch size times the mean gradient. This checks that both models are equal.
     mean = [len(family.x) * g for g in calls["ordinary"]()]
     errors = {
         "Opacus hooks, no clip": relative_error(hooks(family, 1e9)(), mean),
@@ -147,7 +147,7 @@ def measure(name: str, family: Any, budget_s: float) -> dict[str, Any]:
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The table: a line for each model, with torch's ordinary gradient in ms and ratios to it."""
+    """The table: torch's ordinary gradient in ms, and ratios to it, for each model."""
     columns = [n for n in rows[0]["ratio"] if n != "ordinary"]
     body = [
         [r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *(f"{r['ratio'][n]:.2f}" for n in columns)] for r in rows
@@ -160,18 +160,20 @@ def markdown(content: dict[str, Any]) -> str:
     device, lines = content["environment"], cells(content["runs"])
     versions = device["versions"]
     lines.insert(1, ["---"] + ["---:"] * (len(lines[0]) - 1))
-    said = (
-        f"On {device['device']}, {device['threads']} of {device['cores']} cores, torch {versions['torch']}, Opacus "
-        f"{versions['opacus']}: time over that of torch's own ordinary gradient of the same model. Of the layers here, "
+    intro = (
+        f"Time over torch's ordinary gradient of the same model, on {device['device']}, {device['threads']} of "
+        f"{device['cores']} cores, with torch {versions['torch']} and Opacus {versions['opacus']}. Of the layers here, "
         "Opacus's ghost clipping covers linear layers and embeddings, without a diagonal; for the others, it forms "
-        "per-example gradients one layer at a time. Its LSTM is a loop, torch's own is not."
+        "per-example gradients one layer at a time. Opacus's LSTM is a Python loop, torch's is not."
     )
-    return said + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return intro + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", help="part of a model's name")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time to spend on each model (default 20)")
+    parser.add_argument("--only", help="measure only models whose name contains this text")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="seconds to spend on timing each model (default 20)"
+    )
     arguments.out(parser)
 
 
@@ -187,7 +189,7 @@ def main(out: Path, only: str | None, budget_s: float) -> None:
 
     from benchmarks.cost.opacus_models import MODELS
 
-    warnings.filterwarnings("ignore", "Full backward hook is firing")  # raised where a model's input needs no gradient
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # given where a model's input needs no gradient
     names = [n for n in MODELS if only is None or only.lower() in n.lower()]
     if not names:
         raise SystemExit(f"no model matches {only!r}; there are: {'; '.join(MODELS)}")

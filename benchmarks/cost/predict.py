@@ -1,7 +1,7 @@
-"""Predicts the cost of a private run: an ordinary gradient is timed, and the planner gives the rest.
+"""Predicts the cost of a private run from the time of an ordinary gradient and the planner's ratios.
 
-python -m benchmarks.cost.predict            # predictions beside the recorded times of the speed table's families
-python -m benchmarks.cost.predict --measure  # also for one microbatch of the CIFAR-10 recipe, timed here (minutes)
+python -m benchmarks.cost.predict            # compares predictions with the recorded times of the speed table
+python -m benchmarks.cost.predict --measure  # also times one microbatch of the CIFAR-10 recipe (minutes)
 """
 
 import argparse
@@ -27,17 +27,17 @@ MEASURED = records.RESULTS / "predictions.json"
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of a run that processes ``microbatches`` of one size in every step, one after the other.
+    """The cost of a run whose every step processes ``microbatches`` of one size, one after the other.
 
-    What happens once a step (noise, the update) or once a run (compilation, tests) is left out: it is small beside many
-    microbatches.
+    Costs per step (noise, the update) and per run (compilation, evaluation) are left out: they are small compared with
+    many microbatches.
     """
 
     ordinary_seconds: float  # of an ordinary gradient of a microbatch, measured
     time_ratio: float  # of a clipped gradient, predicted
-    ordinary_bytes: float  # of an ordinary gradient beside parameters and data, as compiled
-    memory_ratio: float
-    microbatches: float  # a step
+    ordinary_bytes: float  # of an ordinary gradient, without parameters and data, as compiled
+    memory_ratio: float  # of a clipped gradient, predicted
+    microbatches: float  # per step
     steps: int
 
     @property
@@ -64,7 +64,7 @@ class Cost:
 
 
 def duration(seconds: float) -> str:
-    """A time in words.
+    """A time in a readable unit.
 
     >>> duration(0.25), duration(90), duration(7_200), duration(200_000)
     ('0.25 s', '90 s', '2 h', '2.31 days')
@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def ratios(explanation: dpopt.ghost.Explanation) -> tuple[float, float]:
-    """Predicted time and memory of ``engine='auto'``, over an ordinary gradient of the same batch."""
+    """Predicted time and memory of ``engine='auto'`` over an ordinary gradient of the same batch."""
     plan, way, memory = explanation.plan, explanation.way, explanation.memory
     if way.plan is None:
         operations, size = plan.vmap_cost, memory.vmap
@@ -90,7 +90,7 @@ def ratios(explanation: dpopt.ghost.Explanation) -> tuple[float, float]:
 
 
 def explained(loss_fn: Callable, params: Any, batch: Any, *, may_split: bool) -> dpopt.ghost.Explanation:
-    """`dpopt.explain` of a batch, without the table. A microbatch of a requested size is not split further."""
+    """`dpopt.explain` for a batch, without printing. Unless it may split, the batch stays one microbatch."""
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     with contextlib.redirect_stdout(io.StringIO()):
         found = dpopt.explain(loss_fn, params, example, batch_size=len(jax.tree.leaves(batch)[0]))
@@ -101,13 +101,13 @@ def explained(loss_fn: Callable, params: Any, batch: Any, *, may_split: bool) ->
 
 
 def ordinary(loss_fn: Callable, params: Any, batch: Any) -> Compiled:
-    """The mean gradient over a batch."""
+    """The compiled mean gradient of a batch."""
     mean = jax.grad(lambda params, batch: jnp.mean(jax.vmap(loss_fn, (None, 0))(params, batch)))
     return jax.jit(mean).lower(params, batch).compile()
 
 
 def private(loss_fn: Callable, params: Any, batch: Any) -> Compiled:
-    """The clipped sum over a batch as one microbatch."""
+    """The compiled clipped sum of a batch, as one microbatch."""
     size = len(jax.tree.leaves(batch)[0])
     grads = dpopt.per_example_grads(loss_fn, microbatch_size=size)
     return (
@@ -125,7 +125,7 @@ def cost(loss_fn: Callable, params: Any, batch: Any, *, microbatches: float, ste
 
 
 def against_speed_table(only: str = "") -> list[dict[str, Any]]:
-    """Planned and recorded ratios of times, for the families whose names contain ``only``."""
+    """Planned and recorded time ratios of the families whose names contain ``only``."""
     from benchmarks.cost.families import FAMILIES
 
     rows = [row for row in json.loads(SPEED.read_text())["runs"] if only in row["family"]]
@@ -139,18 +139,18 @@ def against_speed_table(only: str = "") -> list[dict[str, Any]]:
 
 
 def measured(microbatch: int) -> dict[str, Any]:
-    """One microbatch of the CIFAR-10 recipe, on noise: the prediction, and both ways timed in turns."""
+    """Predicts one microbatch of the CIFAR-10 recipe, on random images, and times both gradients in turns."""
     from benchmarks import cifar10_recipe
 
     loss_fn, params = cifar10_recipe.loss_and_params()
     batch = cifar10_recipe.noise_batch(microbatch)
-    said = cost(loss_fn, params, batch, microbatches=1, steps=1)
+    predicted = cost(loss_fn, params, batch, microbatches=1, steps=1)
     ways = {"ordinary": ordinary(loss_fn, params, batch), "private": private(loss_fn, params, batch)}
     calls = {name: lambda way=way: jax.block_until_ready(way(params, batch)) for name, way in ways.items()}
     return {
         "microbatch": microbatch,
         "multiplicity": cifar10_recipe.MULTIPLICITY,
-        "planned": {"time": said.time_ratio, "memory": said.memory_ratio},
+        "planned": {"time": predicted.time_ratio, "memory": predicted.memory_ratio},
         "seconds": timing.interleaved(calls, 20.0),
         "bytes": {name: way.memory_analysis().temp_size_in_bytes for name, way in ways.items()},
     }
@@ -159,8 +159,10 @@ def measured(microbatch: int) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="also time one microbatch of the CIFAR-10 recipe")
-    parser.add_argument("--microbatch", type=int, default=2, help="of how many images, 16 variants each (default 2)")
-    parser.add_argument("--out", type=Path, default=MEASURED, help="where --measure writes")
+    parser.add_argument(
+        "--microbatch", type=int, default=2, help="images in the microbatch, with 16 augmentations each (default 2)"
+    )
+    parser.add_argument("--out", type=Path, default=MEASURED, help="the JSON file that --measure writes")
     options = parser.parse_args(argv)
     for row in against_speed_table():
         recorded = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["recorded"].items())

@@ -1,4 +1,4 @@
-"""How the time and the memory of a private step grow with batch, parameters, sequence length and devices."""
+"""How time and memory of a private step grow with batch size, parameters, sequence length and devices."""
 
 import argparse
 import time
@@ -29,7 +29,7 @@ def _normal(batch: int, size: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(batch, size)).astype(np.float32)
 
 
-# By what grows: the model's name, the sizes, and the model and input at each size.
+# For each axis: the model's name, the sizes, and the model and input at each size.
 AXES: dict[str, tuple[str, Sequence[int], Callable[[int], tuple[Any, np.ndarray]]]] = {
     "batch": ("MLP 256-512-10", (32, 64, 128, 256, 512), lambda n: (models.MLP((512,), 10), _normal(n, 256))),
     "parameters": (
@@ -46,14 +46,14 @@ AXES: dict[str, tuple[str, Sequence[int], Callable[[int], tuple[Any, np.ndarray]
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """The slope of log y over log x, by least squares: y grows like x to this power."""
+    """The least-squares slope of log y over log x: y grows like x to this power."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 def measure(
     model: Any, x: np.ndarray, repeats: int, place: Callable[[Any], Any] = lambda batch: batch
 ) -> dict[str, float]:
-    """One private step (DP-Adam): median seconds, and the bytes of scratch memory that the compiled step needs."""
+    """Measures a DP-Adam step: median seconds, and the bytes of scratch memory that the compiled step plans."""
     params = model.init(jax.random.key(0), x[:1])["params"]
     loss = linen_loss(model, optax.softmax_cross_entropy_with_integer_labels)
     optimizer = dpopt.dp_adam(
@@ -77,7 +77,7 @@ def measure(
 
 
 def growth(repeats: int = 15) -> list[dict[str, Any]]:
-    """Every axis, with fitted exponents."""
+    """Measures every axis and fits exponents."""
     rows = []
     for axis, (model_name, sizes, make) in AXES.items():
         points = [{"size": n} | measure(*make(n), repeats) for n in track(sizes, axis, console=Console(stderr=True))]
@@ -91,7 +91,7 @@ def growth(repeats: int = 15) -> list[dict[str, Any]]:
 
 
 def devices(repeats: int = 15) -> list[dict[str, Any]]:
-    """The same step with its batch sharded over 1, 2, 4... devices, up to those available; memory is per device."""
+    """Measures a step whose batch is sharded over 1, 2, 4... available devices; memory is per device."""
     available = jax.devices()
     model, x = models.MLP((512,), 10), _normal(512, 256)
     points = []
@@ -106,7 +106,7 @@ def devices(repeats: int = 15) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Exponents for the terminal."""
+    """The table for the terminal."""
     view = Table(title="A private step grows like (size)^exponent")
     for column in ("what grows", "model", "sizes", "time", "scratch memory"):
         view.add_column(column)
@@ -134,9 +134,11 @@ def markdown(content: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, help="only the growth with devices, up to so many (simulated)")
-    parser.add_argument("--llm", action="store_true", help="language models on many devices, compiled and not run")
-    parser.add_argument("--size", action="append", help="with --llm: only 1.7, 7 or 30 billion parameters (repeatable)")
+    parser.add_argument("--devices", type=int, help="measure only the growth with devices, up to this many (simulated)")
+    parser.add_argument("--llm", action="store_true", help="compile (but do not run) language models on many devices")
+    parser.add_argument(
+        "--size", action="append", help="with --llm: compile only 1.7, 7 or 30 billion parameters (repeatable)"
+    )
     arguments.out(parser)
 
 
@@ -155,8 +157,8 @@ def run(options: argparse.Namespace) -> None:
 def main(out: Path, num_devices: int | None) -> None:
     """Measures and writes ``scaling.json``, or ``scaling-devices.json`` if a number of devices is given.
 
-    Where there are fewer devices, JAX simulates that many on the processor. This shows the memory of each device and
-    the cost of communication, but no gain in speed.
+    On a CPU, JAX simulates that many devices. This shows the memory per device and the cost of communication, but no
+    speed-up.
     """
     if num_devices is not None:
         jax.config.update("jax_num_cpu_devices", num_devices)

@@ -1,4 +1,4 @@
-"""The time of a clipped gradient over the ordinary mean gradient of the same model in the same process."""
+"""Times a clipped gradient against the ordinary mean gradient of the same model, in the same process."""
 
 import argparse
 import json
@@ -25,8 +25,8 @@ from benchmarks.report import plots
 REST = ("noise", "update (Adam)")  # the other parts of a step
 _OTHERS = ("optax", "jax_privacy")
 STEP = "whole step"  # over the ordinary one
-COMPILE = "compile"  # tracing and compiling the clipped gradient, over the ordinary one
-_OF_ALL = {STEP: "step_ratio", COMPILE: "compile_ratio"}
+COMPILE = "compile"  # time to trace and compile the clipped gradient, over the ordinary one
+_COLUMNS = {STEP: "step_ratio", COMPILE: "compile_ratio"}
 
 
 def interleaved(functions: dict[str, Callable], args: tuple, budget_s: float) -> dict[str, float]:
@@ -35,14 +35,14 @@ def interleaved(functions: dict[str, Callable], args: tuple, budget_s: float) ->
 
 
 def clip_norm(family: Family) -> float:
-    """The median norm: half of the examples are clipped."""
+    """The median per-example gradient norm, so that half of the examples are clipped."""
     grads = dpopt.per_example_grads(family.loss_fn)(family.params, family.batch, mask=None)
     grads.clipped_sum(dpopt.FlatClip(1.0))
     return float(np.median(grads.sensitive.norms))
 
 
 def in_microbatches(family: Family, l2_clip_norm: float) -> Any:
-    """The clipped sum by the vmap engine, in microbatches."""
+    """The clipped sum by the vmap engine in microbatches."""
     size = max(1, min(8, gradients.batch_size(family) // 2))
     grads_fn = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=size)
     return grads_fn(family.params, family.batch, mask=None).clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum
@@ -51,15 +51,15 @@ def in_microbatches(family: Family, l2_clip_norm: float) -> Any:
 def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> dict[str, Any]:
     """Times one family: ordinary gradient, dpopt's engines with and without a diagonal, and other libraries.
 
-    Without ``slow``, ways that take many times an ordinary gradient are run once, as a check, and not timed.
+    Without ``slow``, ways that take many times as long as an ordinary gradient are checked once but not timed.
     """
     family = FAMILIES[name]()
     args = (family.params, family.batch, gradients.diagonal(family))
     clip = clip_norm(family)
     ways = {n: gradients.by_name(family, n, clip) for n in (*gradients.LIGHT, "vmap", "vmap, diagonal")}
-    programs = {n: compiled(ways[n], args) for n in gradients.LIGHT}  # otherwise the first call would compile them
-    # Timed before the ways that hold every gradient: after those, memory that was freed is slow to get again, and which
-    # way pays for that depends on what was freed before. (Nothing is kept of these times if the results differ.)
+    programs = {n: compiled(ways[n], args) for n in gradients.LIGHT}  # otherwise the first call would compile
+    # Timed before the ways that hold every per-example gradient: memory that those free is slow to allocate again, and
+    # which way pays for that depends on what was freed before. (If the results differ, these times are discarded.)
     seconds = interleaved({n: ways[n] for n in gradients.LIGHT}, args, budget_s)
     vmap = {n: ways[n] for n in ("vmap", "vmap, diagonal")}
     checked = Checked(name, args, vmap, in_microbatches(family, clip), programs=programs)
@@ -67,7 +67,7 @@ def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> d
         checked.add(n, ways[n])
     heavy = {n: checked.add(n, vmap[n]) for n in (vmap if others else ["vmap"])}
     found: dict[str, Any] = {"parts": dpopt.ghost.plan_clipped_sum(*family).parts}
-    if found["parts"] > 1:  # what splitting does to an ordinary gradient (in a loop, where XLA may be slow)
+    if found["parts"] > 1:  # the same split of an ordinary gradient (in a loop, where XLA may be slow)
         heavy[gradients.IN_PARTS] = checked.add(gradients.IN_PARTS, gradients.by_name(family, gradients.IN_PARTS, clip))
     if others:
         rivals, found["jax_privacy_microbatch"] = _others(family, clip, checked)
@@ -93,7 +93,7 @@ def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> d
 
 
 def _others(family: Family, clip: float, checked: Checked) -> tuple[dict[str, Callable], dict[str, Any]]:
-    """Optax and jax_privacy, plain and scaled; jax_privacy at the microbatch size with the fastest single call."""
+    """Optax and jax_privacy, with and without a diagonal; jax_privacy at the microbatch size of its fastest call."""
 
     def add(name: str) -> Callable:
         return checked.add(name, gradients.by_name(family, name, clip))
@@ -124,7 +124,7 @@ def noise_and_update(family: Family) -> dict[str, float]:
 
 
 def whole_steps(family: Family, l2_clip_norm: float, budget_s: float) -> dict[str, float]:
-    """Times a step of DP-Adam, with its metrics, and one of Adam, with its loss."""
+    """Times a DP-Adam step with its metrics, and an Adam step with its loss."""
     count, adam = gradients.batch_size(family), optax.adam(1e-3)
     private = dpopt.dp_adam(
         1e-3, l2_clip_norm=l2_clip_norm, noise_multiplier=1.0, expected_batch_size=count, key=gradients.KEY
@@ -148,34 +148,34 @@ def whole_steps(family: Family, l2_clip_norm: float, budget_s: float) -> dict[st
 
 
 def labels(rows: list[dict[str, Any]]) -> list[str]:
-    """All ways with which any family was timed, except the ordinary one."""
+    """All ways that were timed for any family, except the ordinary one."""
     found = dict.fromkeys(label for r in rows for label in r["ratio"])
     return [label for label in found if label not in ("ordinary", *REST)]
 
 
 def _rest(rows: list[dict[str, Any]]) -> list[str]:
-    return [*REST, *(label for label, key in _OF_ALL.items() if any(key in r for r in rows))]
+    return [*REST, *(label for label, key in _COLUMNS.items() if any(key in r for r in rows))]
 
 
 def cells(row: dict[str, Any], columns: list[str]) -> list[str]:
-    """One family's ratios; jax_privacy's has its best microbatch size, ghost's the number of parts."""
-    said = {label: f"{ratio:.2f}" for label, ratio in row["ratio"].items()}
+    """One family's ratios; jax_privacy's shows its best microbatch size, and ghost's the number of parts."""
+    shown = {label: f"{ratio:.2f}" for label, ratio in row["ratio"].items()}
     if row["parts"] > 1:
-        said["ghost"] += f" ({row['parts']} parts)"
-    for label, key in _OF_ALL.items():
+        shown["ghost"] += f" ({row['parts']} parts)"
+    for label, key in _COLUMNS.items():
         if key in row:
-            said[label] = f"{row[key]:.2f}"
+            shown[label] = f"{row[key]:.2f}"
     if "jax_privacy_microbatch" in row:
-        said["jax_privacy"] += f" (m={row['jax_privacy_microbatch']['best']})"
-    return [said.get(label, "") for label in columns]
+        shown["jax_privacy"] += f" (m={row['jax_privacy_microbatch']['best']})"
+    return [shown.get(label, "") for label in columns]
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Ratios to the ordinary gradient: dpopt's, and other libraries' where they were timed."""
+    """Ratios to the ordinary gradient: dpopt's, and other libraries' if they were timed."""
     foreign = [label for label in labels(rows) if label.startswith(_OTHERS)]
     views = []
     for columns in ([*(label for label in labels(rows) if label not in foreign), *_rest(rows)], foreign):
-        view = Table(title="Clipped gradient: time over the ordinary mean gradient's")
+        view = Table(title="Time of a clipped gradient over the ordinary mean gradient's")
         view.add_column("family")
         for label in ["ordinary (ms)", *columns]:
             view.add_column(label, justify="right")
@@ -198,25 +198,29 @@ def markdown(content: dict[str, Any]) -> str:
     body = [[r["family"], f"{1e3 * r['seconds']['ordinary']:.1f}", *cells(r, columns)] for r in rows]
     lines = [["family", "ordinary (ms)", *columns], ["---"] + ["---:"] * (len(columns) + 1), *body]
     tables = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    last = f"; `{STEP}` is one of DP-Adam, including noise and metrics, over one of Adam" if STEP in columns else ""
+    intro = f"Time over the ordinary mean gradient's, on {device['device']}, {device['cores']} cores. "
+    if STEP in columns:
+        intro += f"`{STEP}` is a DP-Adam step, with noise and metrics, over an Adam step. "
     if COMPILE in columns:
-        last += f", and `{COMPILE}` the time to trace and compile `ghost`, over the ordinary gradient's"
-    said = (
-        f"On {device['device']}, {device['cores']} cores: time over the ordinary mean gradient's{last}. On CPUs the "
-        "fast engine splits a large batch into parts that reuse memory; `ghost whole` does not, and `ordinary in "
-        "parts` is the ordinary gradient accumulated over as many parts in a loop, where XLA's convolutions are slow."
+        intro += f"`{COMPILE}` is the time to trace and compile `ghost`, over the ordinary gradient's. "
+    intro += (
+        "On CPUs the ghost engine splits a large batch into parts that reuse memory. `ghost whole` does not split it, "
+        "and `ordinary in parts` accumulates the ordinary gradient over as many parts in a loop, where XLA's "
+        "convolutions are slow."
     )
-    return f"{said}\n\n{tables}"
+    return f"{intro}\n\n{tables}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", help="part of a family's name")
+    parser.add_argument("--only", help="measure only families whose name contains this text")
     parser.add_argument(
         "--others", action="store_true", help="also time optax.contrib and jax_privacy (and Opacus, if installed)"
     )
-    parser.add_argument("--quick", action="store_true", help="do not time vmap; what the JSON has of it stays")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time to spend on each family (default 20)")
-    arguments.out(parser, "folder for JSON and plot")
+    parser.add_argument("--quick", action="store_true", help="do not time vmap; keep its earlier times from the JSON")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="seconds to spend on timing each family (default 20)"
+    )
+    arguments.out(parser, "folder for the JSON and the plot")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -245,7 +249,7 @@ def main(out: Path, only: str | None, others: bool, slow: bool, budget_s: float)
 
 
 def _with_slow(row: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The row, with the earlier ratios of slow ways that were left out now."""
+    """The row, with earlier ratios for the slow ways that were not timed now."""
     kept = {"ratio": {n: row["ratio"].get(n, r) for n, r in (before.get("ratio", {}) | row["ratio"]).items()}}
     if "jax_privacy_microbatch" in before:
         kept["jax_privacy_microbatch"] = row.get("jax_privacy_microbatch", before["jax_privacy_microbatch"])
@@ -253,7 +257,7 @@ def _with_slow(row: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_opacus(out: Path, only: str | None, budget_s: float) -> None:
-    """Measures Opacus in a process of its own: torch's threads and JAX's would disturb each other."""
+    """Measures Opacus in a separate process, because torch's threads and JAX's would slow each other down."""
     if not opacus_speed.installed():
         print(f"Not compared with Opacus: {opacus_speed.MISSING}")
         return

@@ -1,14 +1,14 @@
-"""Times functions against each other, whatever library they are from."""
+"""Timing of functions against each other, independent of any library."""
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-SLOW_S = 2.0  # slower calls are timed only a few times, without a rehearsal before each
+SLOW_S = 2.0  # slower calls are timed only a few times, without rehearsals
 FEW = 3
 
-Call = Callable[[], Any]  # returns when the work is done, not when it is queued
+Call = Callable[[], Any]  # returns when the work is done, not when it is dispatched
 
 
 def seconds_of(call: Call) -> float:
@@ -21,10 +21,10 @@ def seconds_of(call: Call) -> float:
 def interleaved(
     calls: Mapping[str, Call], budget_s: float, *, at_least: int = 5, rehearse: bool = True
 ) -> dict[str, float]:
-    """Median seconds of each call. They take turns, so that a busy moment of the machine affects all alike.
+    """Median seconds of each call. The calls take turns, so that other load on the machine affects all alike.
 
-    With ``rehearse``, an untimed call comes before every timed one: freeing the memory of the previous function is not
-    part of its cost.
+    With ``rehearse``, an untimed call precedes every timed one, so that freeing the previous function's memory is not
+    timed.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     if not times:
@@ -41,7 +41,7 @@ def interleaved(
 
 
 def with_few_slow(calls: Mapping[str, Call], once: Mapping[str, float], budget_s: float) -> dict[str, float]:
-    """`interleaved` for calls that may be slow; ``once`` has the seconds of one call of each."""
+    """`interleaved`, for calls that may be slow; ``once`` has the seconds of a single call of each."""
     slow = {n for n in calls if once[n] > SLOW_S}
     seconds = interleaved({n: c for n, c in calls.items() if n not in slow}, budget_s, at_least=FEW)
     seconds |= interleaved({n: c for n, c in calls.items() if n in slow}, 0.0, at_least=FEW, rehearse=False)
