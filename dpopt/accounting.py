@@ -223,7 +223,7 @@ def steps_affordable(
 
     def largest(accountant: Accountant, low: int, tolerance: float) -> int:
         """Searches upwards in growing strides, then alternates secant steps with bisection, so that it ends."""
-        over_low, stride = -math.inf, max(1, low // 4)
+        high, over, over_low, stride = most, math.inf, -math.inf, max(1, low // 4)
         while low < most and (over := excess(high := min(most, low + stride), accountant)) <= 0:
             low, over_low, stride = high, over, 4 * stride
         if low == most:

@@ -132,11 +132,11 @@ class QuantileClip:
         count_noise = add_gaussian_noise(drawn_stddev, jax.random.fold_in(key, _COUNT_KEY))
         core = core_at(*unit_clip.factors(self._initial()))
 
-        def init_fn(params):
+        def init_fn(params: optax.Params):
             noise_state = cast(AddGaussianNoiseState, count_noise.init(params))
             return QuantileClipState(self._initial(), noise_state, core.init(params))
 
-        def run(updates, state, params=None, **extra_args):
+        def run(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
             grads, (total, clip) = as_promise(updates, params), unit_clip.factors(state.clip_norms)
             mean, core_state, noise_stddev = core_at(total, clip).run(grads, state.core, params, **extra_args)
             counts = flow.bounded(_centred_counts(grads.latest, clip.l2_clip_norms))

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpopt.common import trees, validate
-from dpopt.common.averages import at_step
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.gradients import SensitiveAux
 
@@ -53,8 +52,8 @@ def sgdm_learning_rate_schedule(
     given: dict[str, Any] = {"learning_rate": learning_rate, "noise_stddev": noise_stddev}
     validate.positive(**{name: value for name, value in given.items() if not callable(value)})
 
-    def schedule(step):
-        eta, s = at_step(learning_rate, step), at_step(noise_stddev, step)
+    def schedule(step: int | jax.Array) -> jax.Array:
+        eta, s = (x(step) if callable(x) else x for x in (learning_rate, noise_stddev))
         return eta * (1 - b1) / ((1 - b1 ** (jnp.asarray(step) + 1)) * s)
 
     return schedule
@@ -98,7 +97,7 @@ def second_moment_error_bound(
     on_host = all(isinstance(x, (int, float)) for x in (noise_stddev, step, b2, failure_prob))
     xp = np if on_host else jnp
 
-    def gathered(decay, t):  # 1 - decay ** t without the cancellation
+    def gathered(decay: float, t: int | jax.Array) -> Any:  # 1 - decay ** t without the cancellation
         return -xp.expm1(t * (math.log(decay) if decay > 0 else -math.inf))
 
     b = 4 * noise_stddev**2
@@ -205,7 +204,7 @@ class SensitiveMomentRecorder:
         """Moments after a step. ``noise_stddev``, of the private mean, is a number or a pytree (prefix allowed)."""
         noise = trees.broadcast_prefix(noise_stddev, moments.noise_v, "noise_stddev")
 
-        def average(decay, order):
+        def average(decay: float, order: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
             return lambda old, new: decay * old + (1 - decay) * jnp.asarray(new, old.dtype) ** order
 
         m, v = average(self.b1, 1), average(self.b2, 2)

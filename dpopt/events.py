@@ -205,7 +205,8 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             return _unless_trivial(query, lambda e: step_events.with_noise(event, step_events.noise(e)))
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
             return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
-    return event
+        case _:
+            return event
 
 
 def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
@@ -283,6 +284,8 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
             if parts:
                 runs = dp.ComposedDpEvent(cast(Any, tuple(parts)))  # hashable, as a list is not
                 steps[dp.dp_event.RepeatAndSelectDpEvent(runs, mean, shape)] += count
+        case _:
+            pass
 
 
 def _unless_trivial(inner: dp.DpEvent, wrap: Callable[[dp.DpEvent], dp.DpEvent]) -> dp.DpEvent:

@@ -14,7 +14,7 @@ import optax
 from flax import errors, linen, nnx
 
 from dpopt.common import validate
-from dpopt.common.types import Batch, LossFn, PyTree
+from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.constants import with_constants
 from dpopt.engines import batches
 from dpopt.flax_layers import check as check
@@ -46,7 +46,7 @@ def example_loss(batch_loss: Callable[..., jax.Array]) -> LossFn:
     if not callable(batch_loss):
         raise TypeError(f"batch_loss must be a function of (params, batch); got {batch_loss!r}.")
 
-    def loss_fn(params, example):
+    def loss_fn(params: PyTree, example: Example) -> jax.Array:
         return batch_loss(params, jax.tree.map(lambda x: jnp.asarray(x)[None], example))
 
     return loss_fn
@@ -55,7 +55,7 @@ def example_loss(batch_loss: Callable[..., jax.Array]) -> LossFn:
 def _random_example_loss(batch_loss: Callable[..., jax.Array]) -> LossFn:
     """`example_loss` of ``batch_loss(params, batch, key)``, for examples with or without a key."""
 
-    def loss_fn(params, example):
+    def loss_fn(params: PyTree, example: Example) -> jax.Array:
         example, key = batches.example_and_key(example)
         return example_loss(lambda params, batch: batch_loss(params, batch, key))(params, example)
 
@@ -106,7 +106,7 @@ def linen_loss(
     >>> loss_fn(params, (jnp.ones(2), jnp.array(1))).shape
     ()
     """
-    if not isinstance(model, linen.Module):
+    if not isinstance(model, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
         raise TypeError(f"model must be a flax.linen module; got {type(model).__name__}. For NNX see nnx_loss.")
 
     if apply_kwargs.get("mutable"):
@@ -116,7 +116,7 @@ def linen_loss(
         )
     rngs = [rngs] if isinstance(rngs, str) else list(rngs)
 
-    def batch_loss(params, batch, key=None):
+    def batch_loss(params: PyTree, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         x, y = batch
         streams = {} if key is None else {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
         found: list[str] = []
@@ -160,14 +160,14 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., jax.Array], *, wrt: Any = nn
     >>> loss_fn(params, (jnp.ones(2), jnp.array(1))).shape
     ()
     """
-    if not isinstance(model, nnx.Module):
+    if not isinstance(model, nnx.Module):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
         raise TypeError(f"model must be an flax.nnx module; got {type(model).__name__}. For linen see linen_loss.")
     check(model)
     graphdef, params, keys, counts, frozen, rest = nnx.split(model, wrt, nnx.RngKey, nnx.RngCount, _is_floating, ...)
     if not jax.tree.leaves(params):
         raise ValueError(f"the filter {wrt!r} selects no parameters of {type(model).__name__}.")
 
-    def batch_loss(frozen, params, batch, key=None):
+    def batch_loss(frozen: PyTree, params: PyTree, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         own = keys if key is None else _streams(keys, key)
         merged = nnx.merge(graphdef, params, own, counts, frozen, rest, copy=True)
         value = loss(merged, batch)
@@ -178,7 +178,7 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., jax.Array], *, wrt: Any = nn
     takes_key = draws(model)
     of_example = _random_example_loss if takes_key else example_loss
 
-    def loss_of(params, example, frozen):
+    def loss_of(params: PyTree, example: Example, frozen: PyTree) -> jax.Array:
         return of_example(functools.partial(batch_loss, frozen))(params, example)
 
     cast(Any, loss_of).takes_key = takes_key
@@ -240,7 +240,7 @@ def _has_drawn(model: nnx.Module, counts: PyTree) -> bool:
     return any(a is not b for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(counts), strict=True))
 
 
-class NNXOptimizer(nnx.Optimizer):
+class NNXOptimizer(nnx.Optimizer[nnx.Module]):
     """An ``nnx.Optimizer`` whose ``update`` also accepts a promise of per-example gradients.
 
     ``nnx.Optimizer`` filters gradients as an NNX state, which a promise is not. Everything else is inherited.

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import linen, nnx
+from flax.linen.module import InterceptorContext
 
 _INSTEAD = (
     "Batch normalisation mixes the examples of a batch, so that there are no per-example gradients; on one example its "
@@ -39,7 +40,7 @@ def check(model: nnx.Module | linen.Module, *args: Any, **kwargs: Any) -> None:
     """
     if isinstance(model, nnx.Module):
         refuse(model, [f"{path} (BatchNorm)" for path, layer in _batch_norms(model) if not layer.use_running_average])
-    elif isinstance(model, linen.Module):
+    elif isinstance(model, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
         found: list[str] = []
         with linen.intercept_methods(watch(found)):
             jax.eval_shape(functools.partial(model.init, **kwargs), _any_key(), *args)
@@ -68,7 +69,9 @@ def watch(found: list[str]) -> Callable[..., Any]:
     ['BatchNorm (BatchNorm)']
     """
 
-    def interceptor(call: Callable, args: tuple, kwargs: dict, context: linen.module.InterceptorContext) -> Any:
+    def interceptor(
+        call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: InterceptorContext
+    ) -> Any:
         layer = context.module
         if isinstance(layer, linen.BatchNorm) and context.method_name == "__call__":
             given = kwargs.get("use_running_average", args[1] if len(args) > 1 else None)
@@ -98,7 +101,7 @@ def replace_batch_norm(model: nnx.Module, *, groups: int = 32) -> nnx.Module:
     >>> type(replace_batch_norm(model).layers[1]).__name__, replace_batch_norm(model, groups=4).layers[1].num_groups
     ('GroupNorm', 3)
     """
-    if not isinstance(model, nnx.Module):
+    if not isinstance(model, nnx.Module):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
         raise TypeError(f"model must be a flax.nnx module; got {type(model).__name__}.")
     if isinstance(model, nnx.BatchNorm):
         return _as_group_norm(model, groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -123,7 +123,7 @@ class UserBatches:
 
 
 def group(
-    user_ids: npt.ArrayLike,
+    user_ids: Sequence[int | str] | np.ndarray,
     *,
     max_examples: int,
     how: Literal["first", "sample", "resample"] = "first",

@@ -62,7 +62,7 @@ def privacy_of(optimizer: Any, params: optax.Params | None = None) -> Privacy:
         params = _trained.get(optimizer.update, jax.ShapeDtypeStruct((), jnp.float32))
     update = optax.with_extra_args_support(optimizer).update
 
-    def with_public_gradients(grads, state, params):  # for optimizers that need them
+    def with_public_gradients(grads: PyTree, state: PyTree, params: PyTree):  # for optimizers that need them
         return update(grads, state, params, public_grads=params)
 
     try:
@@ -97,8 +97,8 @@ def inspect_optimizer(
 
 
 # For each update function that was inspected: the structures of its arguments, and the shapes of its parameters.
-_inspected: weakref.WeakKeyDictionary[Callable, set] = weakref.WeakKeyDictionary()
-_trained: weakref.WeakKeyDictionary[Callable, PyTree] = weakref.WeakKeyDictionary()
+_inspected: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
+_trained: weakref.WeakKeyDictionary[Callable[..., Any], PyTree] = weakref.WeakKeyDictionary()
 
 
 def inspect_once(
@@ -142,7 +142,7 @@ def inspect_update(
     """
     found: list[Privacy] = []
 
-    def run(state, params):
+    def run(state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         mask = flow.private(jnp.ones((stand_in.ROWS,), bool), "the batch")
         grads = PerExampleGrads(stand_in.StandIn(params if like is None else like, unit, mask), mask)
         reports: list[_stages.Stage | Privacy] = []

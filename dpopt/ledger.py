@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import ClassVar
 
 from dpopt import events
 from dpopt.accounting import Accountant, epsilon_of_event
@@ -40,7 +39,7 @@ class Ledger:
             ValueError: if ``count`` is below 1, or a number in the event is out of range.
         """
         validate.positive_int(count=count)
-        if not isinstance(event, dp_accounting.DpEvent):
+        if not isinstance(event, dp_accounting.DpEvent):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
             raise TypeError(f"a ledger records events of dp_accounting; got {event!r} of type {type(event).__name__}.")
         count = int(count)
         # Copied, since a composed event holds a list that the caller could change.
@@ -102,8 +101,6 @@ class Ledger:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self._entries == other._entries
-
-    __hash__: ClassVar[None] = None  # mutable
 
     def __repr__(self) -> str:
         return f"Ledger({self.to_json()})"

@@ -113,11 +113,11 @@ class SparseRows:
             key=jax.random.fold_in(key, _TOUCH_KEY),
         )
 
-        def init_fn(params):
+        def init_fn(params: optax.Params):
             zeros = [jnp.zeros(t.shape[0]) for t in _tables(self.tables, params)[1]]
             return SparseRowsState(touches.init(zeros), core.init(params))
 
-        def run(updates, state, params=None, **extra_args):
+        def run(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
             grads = as_promise(updates, params)
             places, found = _tables(self.tables, grads.like)
             zeros = [jnp.zeros(t.shape[0]) for t in found]

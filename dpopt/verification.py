@@ -87,7 +87,7 @@ def verify(
     validate.positive_int(examples=examples)
     options: dict[str, Any] = {"engine": engine, "microbatch_size": microbatch_size, "has_aux": has_aux}
     promise = per_example_grads(loss_fn, **options)(params, batch, mask=None)  # checks its arguments as in training
-    promise = promise if scale is None else promise.scale(scale)
+    whole_scale = None if scale is None else trees.broadcast_prefix(scale, promise.like, "scale")
     params, batch = explicit_axes.with_automatic_types(jax.tree.map(jnp.asarray, (params, batch)))
     constants = explicit_axes.with_automatic_types(constants_of(loss_fn))
     if not all(x.is_fully_addressable for x in jax.tree.leaves((params, batch))):
@@ -100,10 +100,10 @@ def verify(
     tolerance = _tolerance(loss_fn, constants, params, batch)
 
     @jax.jit
-    def run(params, batch, mask, constants):
+    def run(params: PyTree, batch: Batch, mask: jax.Array, constants: PyTree) -> tuple[PyTree, PyTree]:
         own = given(loss_fn, constants)
         source = promises.Loss(own, params, batch, size, engine, microbatch_size, has_aux)
-        ran = source.run(mask, promise._scale, None, FlatClip(clip_norm))
+        ran = source.run(mask, whole_scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 
     def difference(params: optax.Params, plain: _Plain) -> _Difference | None:
@@ -137,7 +137,7 @@ def _moved(params: PyTree, seed: int) -> PyTree:
     return jax.tree.map(move, params)
 
 
-_verified: weakref.WeakKeyDictionary[Callable, set[str]] = weakref.WeakKeyDictionary()
+_verified: weakref.WeakKeyDictionary[Callable[..., Any], set[str]] = weakref.WeakKeyDictionary()
 
 
 def verify_once(loss_fn: LossFn, params: optax.Params, batch: Batch, **options: Any) -> None:
