@@ -21,7 +21,7 @@ from dpopt.ghost.rows import bounded
 from dpopt.ghost.values import aval, is_narrow
 
 
-def channels_last(function: Callable) -> Callable:
+def channels_last(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """``function`` of one array with its convolutions rewritten; meant for the transpose of a single primitive."""
 
     def run(x: jax.Array) -> jax.Array:
@@ -29,7 +29,7 @@ def channels_last(function: Callable) -> Callable:
         env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env[closed.jaxpr.invars[0]] = x
 
-        def read(var):
+        def read(var: core.Var | core.Literal) -> jax.Array:
             return var.val if isinstance(var, core.Literal) else env[var]
 
         for eqn in closed.jaxpr.eqns:
@@ -46,7 +46,7 @@ def channels_last(function: Callable) -> Callable:
     return run
 
 
-def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable:
+def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """The equation as a function, channels last in both directions; only the inputs in ``moving`` get gradients.
 
     If both do, every example has its own filter. As one grouped convolution over the batch that would be slow, and XLA
@@ -56,11 +56,11 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable:
     in_turn = jax.custom_batching.sequential_vmap if len(moving) > 1 else lambda function: function
     forward = in_turn(lambda *operands: _convolve(eqn.primitive, *operands, **eqn.params))
 
-    def gradient(i: int) -> Callable:
+    def gradient(i: int) -> Callable[..., jax.Array]:
         """The gradient of operand i, from the other operand and the output's cotangent."""
 
-        def pulled(other, cotangent):
-            def of_one(x):
+        def pulled(other: jax.Array, cotangent: jax.Array) -> jax.Array:
+            def of_one(x: jax.Array) -> jax.Array:
                 return eqn.primitive.bind(*((x, other) if i == 0 else (other, x)), **eqn.params)
 
             transposed = jax.linear_transpose(of_one, eqn.invars[i].aval)
@@ -71,13 +71,13 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable:
     gradients = {i: gradient(i) for i in moving}
 
     @jax.custom_vjp
-    def run(*operands):
+    def run(*operands: jax.Array) -> list[jax.Array]:
         return [forward(*operands)]
 
-    def keep(*operands):  # an operand is kept for the other one's gradient
+    def keep(*operands: jax.Array):  # an operand is kept for the other one's gradient
         return run(*operands), [x if 1 - i in moving else None for i, x in enumerate(operands)]
 
-    def pull(kept, cotangents):
+    def pull(kept: list[jax.Array | None], cotangents: list[jax.Array]):
         return tuple(gradients[i](kept[1 - i], *cotangents) if i in moving else None for i in (0, 1))
 
     run.defvjp(keep, pull)
@@ -114,7 +114,7 @@ def as_gather(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | No
     if any(size not in (1, n) for n, size in zip(table.shape, sizes, strict=True)):
         return None
 
-    def look_up(table, *starts):
+    def look_up(table: jax.Array, *starts: jax.Array) -> jax.Array:
         last = [n - size for n, size in zip(table.shape, sizes, strict=True)]
         at = jnp.stack([bounded(start, n + 1) for start, n in zip(starts, last, strict=True)])
         axes = tuple(range(table.ndim))
@@ -125,7 +125,7 @@ def as_gather(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | No
     return closed.jaxpr, closed.consts
 
 
-def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable:
+def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """The equation as a function that is differentiated by its inputs in ``moving``."""
     return convolution(eqn, moving) if eqn.primitive is CONVOLUTION else binder(eqn)
 
@@ -133,7 +133,7 @@ def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable:
 def binder(eqn: core.JaxprEqn) -> Callable[..., list[jax.Array]]:
     """The equation as a function of its inputs that returns a list of its outputs."""
 
-    def run(*args):
+    def run(*args: jax.Array) -> list[jax.Array]:
         params = eqn.primitive.get_bind_params(eqn.params)
         functions, params = params if isinstance(params, tuple) else ((), params)
         wanted = params.get("preferred_element_type")

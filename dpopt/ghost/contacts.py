@@ -10,7 +10,6 @@ float32 that takes factors, or diagonals, some 1e28 times the clip norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -195,10 +194,11 @@ def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
 
 def along(contact: Contact, direction: jax.Array, x: jax.Array) -> jax.Array:
     """How the contact's output changes with a change of its weight, for one example."""
-    if contact.apply is None:
+    apply = contact.apply
+    if apply is None:
         return direction
     # By jvp: a gather with an index out of range returns a constant, which has no gradient.
-    return jax.jvp(lambda w: cast(Callable, contact.apply)(w, x), (direction,), (direction,))[1]
+    return jax.jvp(lambda w: apply(w, x), (direction,), (direction,))[1]
 
 
 def inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:

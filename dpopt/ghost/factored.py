@@ -53,10 +53,10 @@ def _is_precise(eqn: core.JaxprEqn) -> bool:
     return highest or jax.default_backend() == "cpu"  # accelerators multiply in fewer bits by default
 
 
-def _wide_apply(eqn: core.JaxprEqn, position: int, moving: int, fixed: dict[int, Any]) -> Callable:
+def _wide_apply(eqn: core.JaxprEqn, position: int, moving: int, fixed: dict[int, Any]) -> Callable[..., jax.Array]:
     """The equation as a linear function of its weight, computed in at least float32 and at full precision."""
 
-    def apply(weight, x):
+    def apply(weight: jax.Array, x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(jnp.promote_types(x.dtype, weight.dtype))
             weight = weight.astype(x.dtype)

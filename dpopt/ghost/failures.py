@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 class CannotFollow(Exception):
@@ -16,7 +16,7 @@ class CannotFollow(Exception):
 
 
 @contextlib.contextmanager
-def planning() -> Iterator[None]:
+def planning() -> Generator[None]:
     """Turns every error raised inside into `CannotFollow`: the engine failed, not the loss, and another may succeed."""
     try:
         yield

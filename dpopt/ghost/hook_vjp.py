@@ -33,9 +33,9 @@ def with_hook(
     def forward(hook: _Hook, values: list[jax.Array]) -> tuple[jax.Array, tuple[_Hook, list[jax.Array]]]:
         return run(*values), (hook, values)
 
-    def back(saved: tuple[_Hook, list[jax.Array]], y: jax.Array) -> tuple[_Hook, list]:
+    def back(saved: tuple[_Hook, list[jax.Array]], y: jax.Array) -> tuple[_Hook, list[jax.Array | None]]:
         hook, values = saved
-        cotangents: list = [None] * len(values)
+        cotangents: list[jax.Array | None] = [None] * len(values)
         if at is None:
             return backward(hook, None, y), cotangents
         x = values[at]
@@ -48,7 +48,9 @@ def with_hook(
     return inner(hook, values)
 
 
-def batched(of_one: Callable, of_batch: Callable, is_per_example: PyTree) -> Callable:
+def batched(
+    of_one: Callable[..., PyTree], of_batch: Callable[..., PyTree], is_per_example: PyTree
+) -> Callable[..., PyTree]:
     """``of_one(*rows, shared)``, or ``of_batch`` for all rows at once where the engine maps it over the batch.
 
     ``is_per_example`` is a prefix of the output. Where it is False the output belongs to the whole batch, and the
@@ -56,11 +58,11 @@ def batched(of_one: Callable, of_batch: Callable, is_per_example: PyTree) -> Cal
     """
 
     @jax.custom_batching.custom_vmap
-    def function(rows: tuple, shared: PyTree) -> PyTree:
+    def function(rows: tuple[PyTree, ...], shared: PyTree) -> PyTree:
         return of_one(*rows, shared)
 
     @function.def_vmap
-    def _(size: int, are_mapped: tuple, rows: tuple, shared: PyTree) -> tuple[PyTree, PyTree]:
+    def _(size: int, are_mapped: PyTree, rows: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         def filled(x: jax.Array, is_mapped: bool) -> jax.Array:
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.common.types import PyTree
 from dpopt.engines import sums
 from dpopt.engines.norms import safe_norm, shrink_to
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
@@ -81,7 +82,7 @@ class TwoPassHook:
         del keep
         return dataclasses.replace(self, bounds=slots[0], total=slots[1], coefficient=coefficients[self.group])
 
-    def split(self, is_mapped: bool) -> tuple[TwoPassHook, Callable]:
+    def split(self, is_mapped: bool) -> tuple[TwoPassHook, Callable[[TwoPassHook], TwoPassHook]]:
         """The part of the hook that is sliced for each step of a loop, and a function from a slice to the step's hook.
 
         (Each step has its own weight, ``is_mapped``: otherwise steps have cross terms, and the contact is recorded.)"""
@@ -90,10 +91,12 @@ class TwoPassHook:
             own, adds_up=self.adds_up, coefficient=self.coefficient
         )
 
-    def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
+    def attach(
+        self, contact: Contact, run: Callable[..., jax.Array], values: list[jax.Array], at: int | None
+    ) -> jax.Array:
         """The contact's output, with the hook attached; see `with_hook`."""
 
-        def of_batch(x: jax.Array, y: jax.Array, c: jax.Array, shared: tuple) -> tuple[jax.Array, sums.Sum]:
+        def of_batch(x: jax.Array, y: jax.Array, c: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
             adds_up, diagonal = shared
 
             def added() -> tuple[jax.Array, sums.Sum]:
@@ -105,7 +108,7 @@ class TwoPassHook:
 
             return lax.cond(adds_up, added, bounds)
 
-        def of_one(x: jax.Array, y: jax.Array, c: jax.Array, shared: tuple) -> tuple[jax.Array, sums.Sum]:
+        def of_one(x: jax.Array, y: jax.Array, c: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
             x, y, c = jax.tree.map(lambda z: z[None], (x, y, c))
             bounds, total = of_batch(x, y, c, shared)
             return bounds[0], total
@@ -143,22 +146,22 @@ class ClipHook:
         del coefficients
         return dataclasses.replace(self, bounds=slots[0], total=slots[1], keep=keep)
 
-    def split(self, is_mapped: bool) -> tuple[ClipHook, Callable]:
+    def split(self, is_mapped: bool) -> tuple[ClipHook, Callable[[ClipHook], ClipHook]]:
         del is_mapped  # as for `TwoPassHook`
         return dataclasses.replace(self, keep=None), lambda own: dataclasses.replace(own, keep=self.keep)
 
-    def attach(self, contact: Contact, run: Callable, values: list, at: int | None) -> jax.Array:
+    def attach(
+        self, contact: Contact, run: Callable[..., jax.Array], values: list[jax.Array], at: int | None
+    ) -> jax.Array:
         """The contact's output, with the hook attached; see `with_hook`."""
 
-        def of_batch(x: jax.Array, y: jax.Array, keep: jax.Array, shared: tuple) -> tuple[jax.Array, sums.Sum]:
+        def of_batch(x: jax.Array, y: jax.Array, keep: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
             # A conditional materialises its inputs: norms and sums use the same bits.
-            nothing = (
-                jnp.zeros((len(keep), *self.bounds.shape), self.bounds.dtype),
-                jax.tree.map(jnp.zeros_like, self.total),
-            )
+            bounds = jnp.zeros((len(keep), *self.bounds.shape), self.bounds.dtype)
+            nothing = bounds, jax.tree.map(jnp.zeros_like, self.total)
             return lax.cond(jnp.any(keep > 0), lambda: _clipped(contact, self, (x, y, keep), *shared), lambda: nothing)
 
-        def of_one(x: jax.Array, y: jax.Array, keep: jax.Array, shared: tuple) -> tuple[jax.Array, sums.Sum]:
+        def of_one(x: jax.Array, y: jax.Array, keep: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
             x, y, keep = jax.tree.map(lambda z: z[None], (x, y, keep))
             bounds, total = of_batch(x, y, keep, shared)
             return bounds[0], total
@@ -171,7 +174,7 @@ class ClipHook:
 
 
 def _clipped(
-    contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: jax.Array | None
+    contact: Contact, hook: ClipHook, rows: tuple[jax.Array, ...], limit: jax.Array, diagonal: jax.Array | None
 ) -> tuple[jax.Array, sums.Sum]:
     """Bounds, ``[B, 3]``, and the clipped sum."""
     x, y, keep = rows
@@ -204,7 +207,7 @@ def _gain(hook: ClipHook, contact: Contact, diagonal: jax.Array | None) -> jax.A
 
 
 def _clipped_as_formed(
-    contact: Contact, hook: ClipHook, rows: tuple, limit: jax.Array, diagonal: jax.Array | None
+    contact: Contact, hook: ClipHook, rows: tuple[jax.Array, ...], limit: jax.Array, diagonal: jax.Array | None
 ) -> tuple[jax.Array, sums.Sum]:
     """Bounds, ``[B, 3]``, and the clipped sum, from gradients formed once; for batches that floats can add up.
 
@@ -229,7 +232,7 @@ def _clipped_as_formed(
         bounds, total = of_chunk(*rows)
     else:
 
-        def step(total: jax.Array, rows: tuple) -> tuple[jax.Array, jax.Array]:
+        def step(total: jax.Array, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             bounds, more = of_chunk(*rows)
             return total + more, bounds
 

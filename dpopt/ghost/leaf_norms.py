@@ -119,7 +119,7 @@ def _shared(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Square:
     return jax.vmap(one)([s.x for s in seen], [s.y for s in seen])
 
 
-Parts: TypeAlias = tuple[Callable, Callable, Any]
+Parts: TypeAlias = tuple[Callable[..., tuple[Square, Any]], Callable[..., Square], Any]
 """A function of one example, mapped in chunks; one from its result to the square, mapped at once; the inputs."""
 
 

@@ -8,18 +8,19 @@ Any other equation goes to the body, which is differentiated example by example,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
 from dpopt.engines.programs import equations
+from dpopt.ghost.canonical import binder
 from dpopt.ghost.primitives import HOLDING, ORDINARY, WIDENED
 from dpopt.ghost.values import Value, is_narrow
 
 
-def may_pull_back_sums(eqn: core.JaxprEqn, run: Callable, inputs: Sequence[Value], outputs: Sequence[Value]) -> bool:
+def may_pull_back_sums(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Value]) -> bool:
     """Whether an equation between parameters and contacts may stay in the prologue.
 
     Complex values may not: contacts have to be real for norms to be. Nor may 16-bit operations that cannot run in more
@@ -34,19 +35,19 @@ def may_pull_back_sums(eqn: core.JaxprEqn, run: Callable, inputs: Sequence[Value
         return False
     if eqn.primitive in ORDINARY:
         return True
-    return eqn.primitive in HOLDING and _is_linear(run, inputs)
+    return eqn.primitive in HOLDING and _is_linear(eqn, inputs)
 
 
-def _is_linear(run: Callable, inputs: Sequence[Value]) -> bool:
+def _is_linear(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
     """Whether the derivative of an equation that holds other equations consists of ordinary operations alone."""
     moving = [i for i, v in enumerate(inputs) if v.leaves]
 
-    def push(values, tangents):
-        def function(chosen):
+    def push(values: list[jax.Array], tangents: list[jax.Array]):
+        def function(chosen: list[jax.Array]) -> list[jax.Array]:
             args = list(values)
             for i, x in zip(moving, chosen, strict=True):
                 args[i] = x
-            return [x for x in run(*args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return [x for x in binder(eqn)(*args) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         return jax.jvp(function, ([values[i] for i in moving],), (tangents,))
 

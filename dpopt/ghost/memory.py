@@ -153,7 +153,7 @@ def single_parameters(plan: Plan, limits: Sequence[ArrayLike | None], layer_axes
 def _kept_by_differentiation(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool) -> float:
     """Bytes that an ordinary gradient of one example keeps from its forward pass, without what all examples share."""
 
-    def pulled(params, example):
+    def pulled(params: PyTree, example: Example) -> list[jax.Array]:
         return jax.tree.leaves(jax.vjp(lambda p: loss_fn(p, example), params, has_aux=has_aux)[1])
 
     jaxpr = jax.make_jaxpr(pulled)(params, example).jaxpr

@@ -83,7 +83,7 @@ def over_groups(
     return mapped(one, factors.shape[1])(left, right, scale, inner, *more)
 
 
-def mapped(one: Callable, groups: int) -> Callable:
+def mapped(one: Callable[..., PyTree], groups: int) -> Callable[..., PyTree]:
     """``one`` for every group; a single group is not mapped, so that `_mixed` is mapped over the batch only."""
     if groups > 1:
         return jax.vmap(one)

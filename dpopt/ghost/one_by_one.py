@@ -76,7 +76,7 @@ def _norms(
     gains = run.gains(contacts, leaves)
     offsets = [0.0 if o is None else safe_norm(o.reshape(-1), axis=0) for o in (run.offsets[i] for i in leaves)]
 
-    def one(rows: tuple) -> list[jax.Array]:
+    def one(rows: tuple[list[Seen | Formed], jax.Array, list[jax.Array]]) -> list[jax.Array]:
         records, is_chosen, known = rows
         formed = _formed(contacts, records)
         gradients = _gradient(run, contacts, formed, leaves)
@@ -112,6 +112,6 @@ def _formed(contacts: Sequence[Contact], records: Sequence[Seen | Formed]) -> li
     ]
 
 
-def _gradient(run: Run, contacts: Sequence[Contact], formed: list, leaves: Sequence[int]) -> list[jax.Array]:
+def _gradient(run: Run, contacts: Sequence[Contact], formed: list[jax.Array], leaves: Sequence[int]) -> list[jax.Array]:
     """One example's ``S g + o``."""
     return [run.affine(i, g) for i, g in zip(leaves, run.pull_back(contacts, formed, leaves), strict=True)]

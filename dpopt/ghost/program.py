@@ -127,7 +127,7 @@ class LoopScope(Scope):
         return self.promoted.get(value) or super().promote(value)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, frozen=True)
 class Block:
     """An equation with its own scope; it also reads what that scope reads."""
 
@@ -139,7 +139,7 @@ class Block:
         raise NotImplementedError
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, frozen=True)
 class Remat(Block):
     """``jax.checkpoint``: recorded inputs are outputs, the rest is recomputed under the user's policy."""
 
@@ -150,7 +150,7 @@ class Remat(Block):
         tapped = [c for c in contacts if c in taps]
         reads = [v for v in self.scope.reads() if v in env]
 
-        def body(values, own_taps):
+        def body(values: list[jax.Array], own_taps: list[Any]):
             local, own = dict(zip(reads, values, strict=True)), _own(record)
             self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own)
             return read(local, self.scope.results), _found(own, contacts)
@@ -161,7 +161,7 @@ class Remat(Block):
             record.update(zip(contacts, recorded, strict=True))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, frozen=True)
 class Loop(Block):
     """A ``scan``; the first ``len(carries)`` outputs are carries."""
 
@@ -178,7 +178,7 @@ class Loop(Block):
         count = len(self.carries)
         split = {c: _split(taps[c], c.loops[self.scope.depth][1]) for c in tapped}
 
-        def body(carry, x):
+        def body(carry: list[jax.Array], x: tuple[list[jax.Array], list[Any]]):
             values, own_taps = x
             own_taps = [join(own) for own, (_, join) in zip(own_taps, split.values(), strict=True)]
             local, own = dict(env), _own(record)
@@ -200,11 +200,11 @@ def _own(record: Record | None) -> Record | None:
     return None if record is None else Record(record.outputs)
 
 
-def _found(record: Record | None, contacts: Sequence[Contact]) -> list[tuple]:
+def _found(record: Record | None, contacts: Sequence[Contact]) -> list[tuple[jax.Array | None, ...]]:
     return [(record or {}).get(c, (None, None)) for c in contacts]
 
 
-def _split(given: Any, is_mapped: bool) -> tuple[Any, Callable]:
+def _split(given: Any, is_mapped: bool) -> tuple[Any, Callable[[Any], Any]]:
     """The part of a tap that a loop scans over, and a function that makes one step's tap of its slice."""
     return given.split(is_mapped) if hasattr(given, "split") else (given, lambda own: own)
 
@@ -236,8 +236,8 @@ class Trace:
         return env
 
     def run_body(
-        self, static: dict, example: Sequence[jax.Array], taps: dict[Contact, Any], record: Record | None = None
-    ) -> tuple[jax.Array, list, list[tuple]]:
+        self, static: dict[Value, Any], example: Sequence[jax.Array], taps: dict[Contact, Any], record: Record | None
+    ) -> tuple[jax.Array, list[jax.Array], list[tuple[jax.Array | None, ...]]]:
         """Loss, auxiliary leaves, and for each contact its recorded input and output, for one example.
 
         A tap is an array, added to the contact's output for differentiation, or a hook (hooks.py)."""

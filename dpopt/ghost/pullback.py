@@ -24,7 +24,7 @@ class PullBack:
     def __init__(self, trace: Trace, wide: Sequence[jax.Array]):
         self.trace, self.wide = trace, wide
 
-    def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable:
+    def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable[..., list[jax.Array]]:
         """The contacts' weights as a function of some of the parameters."""
 
         def function(chosen: Sequence[jax.Array]) -> list[jax.Array]:

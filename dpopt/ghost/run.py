@@ -55,8 +55,8 @@ class Run:
         contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
 
-        def one(example: PyTree, keep: jax.Array, coefficients: list[jax.Array]) -> tuple:
-            def loss(taps: list[jax.Array], slots: list) -> tuple:
+        def one(example: PyTree, keep: jax.Array, coefficients: list[jax.Array]) -> tuple[PyTree, ...]:
+            def loss(taps: list[jax.Array], slots: list[PyTree]) -> tuple[jax.Array, PyTree]:
                 given = dict(zip(tapped, taps, strict=True))
                 given |= {c: h.filled(s, keep, coefficients) for (c, h), s in zip(hooks.items(), slots, strict=True)}
                 value, aux, recorded = self.trace.run_body(static, example, given, Record(self.plan.outputs))

@@ -36,7 +36,7 @@ def settled(bad: jax.Array, seen: Mapping[_Key, Any]) -> dict[_Key, Any]:
     """
     arrays, rebuild = distinct_arrays(seen)
 
-    def step(arrays: list) -> list:
+    def step(arrays: list[jax.Array]) -> list[jax.Array]:
         return [jnp.where(per_example(bad, x), _without_infinities(x), x) for x in arrays]
 
     return rebuild(if_any(bad, step, arrays))
@@ -60,7 +60,7 @@ def without_bad_entries(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Arr
     return [cleaned(x) for x in arrays]
 
 
-def distinct_arrays(trees: Mapping[_Key, Any]) -> tuple[list[jax.Array], Callable[[list], dict[_Key, Any]]]:
+def distinct_arrays(trees: Mapping[_Key, Any]) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[_Key, Any]]]:
     """The distinct arrays of some trees, and a function that rebuilds the trees from arrays in their places.
 
     A layer shares its cotangent with its bias, and layers may share an input: a loop would copy arrays held twice."""
@@ -70,7 +70,7 @@ def distinct_arrays(trees: Mapping[_Key, Any]) -> tuple[list[jax.Array], Callabl
         place.setdefault(id(x), len(place))
     arrays = {place[id(x)]: x for x in leaves}
 
-    def rebuild(found: list) -> dict[_Key, Any]:
+    def rebuild(found: list[jax.Array]) -> dict[_Key, Any]:
         return dict(zip(trees, jax.tree.unflatten(structure, [found[place[id(x)]] for x in leaves]), strict=True))
 
     return list(arrays.values()), rebuild

@@ -81,7 +81,7 @@ class Standardized(NamedTuple):
         u = w - mean
         sums = jnp.sum(u, self.axes, keepdims=True), jnp.sum(u * u, self.axes, keepdims=True)
 
-        def affine(first, second):
+        def affine(first: jax.Array, second: jax.Array) -> tuple[jax.Array, ...]:
             v = self._run(mean, first, second, w.shape)
             return tuple(jnp.broadcast_to(jnp.asarray(0 if x is None else x, w.dtype), mean.shape) for x in v)
 
@@ -90,7 +90,7 @@ class Standardized(NamedTuple):
         (slope, level), by_first = jax.jvp(affine, sums, (ones, jnp.zeros_like(ones)))
         _, by_second = jax.jvp(affine, sums, (jnp.zeros_like(ones), ones))
 
-        def fold(x):
+        def fold(x: jax.Array) -> jax.Array:
             return jnp.transpose(x, (*self.axes, *self.filters)).reshape(self.groups, -1)
 
         slopes, levels = ((fold(a), fold(b)) for a, b in zip(by_first, by_second, strict=True))
@@ -103,7 +103,7 @@ class Standardized(NamedTuple):
         env: dict[Value, Any] = {self.source: _Affine(1.0, mean)}
         fixed: set[Value] = set()  # values that do not depend on the parameter
 
-        def read(v):
+        def read(v: Value) -> Any:
             return v.constant if v.constant is not None else env[v]
 
         for op in self.ops:
@@ -219,7 +219,7 @@ class _FilterAlgebra:
         return x
 
     def _spread(self, op: Op, x: jax.Array) -> _Affine:
-        kept, axes = [1] * len(self.shape), cast(dict, op.params)["broadcast_dimensions"]
+        kept, axes = [1] * len(self.shape), cast(dict[str, Any], op.params)["broadcast_dimensions"]
         for size, axis in zip(jnp.shape(x), axes, strict=True):
             kept[axis] = size
         return _Affine(None, self._keep(jnp.reshape(x, kept)))

@@ -110,7 +110,7 @@ class _FirstPass(NamedTuple):
 
 
 def _first_pass(
-    run: Run, hooked: Mapping, seen: Mapping[Contact, Seen], losses: jax.Array, weigh: Weigh, mask: jax.Array
+    run: Run, hooked: dict[Contact, Any], seen: Mapping[Contact, Seen], losses: jax.Array, weigh: Weigh, mask: jax.Array
 ) -> _FirstPass:
     """The norms of all parameters, and coefficients, from the results of `Run.passes`."""
     known, totals, largest = {}, {}, {}
@@ -191,13 +191,13 @@ def _two_passes(
         parts = [to_leaves(run, streamed, coefficients, lambda k, _, i=i: hooked[k][1][i]) for i in range(1 + pairs)]
         streamed_totals = {leaf: Sum(*pair) for leaf, *pair in zip(streamed, *parts, strict=True)}
 
-        def first() -> tuple:
+        def first() -> tuple[list[jax.Array], list[jax.Array], dict[int, Sum]]:
             found = _first_pass(run, hooked, seen, losses, weigh, counts)
             weights = {group: found.weights[leaf] for leaf, group in groups.items()}
             others = {leaf: found.totals[leaf] if leaf in single else nothing[leaf] for leaf in rest}
             return found.norms, [weights[group] for group in range(len(shared))], others
 
-        def second() -> tuple:
+        def second() -> tuple[list[jax.Array], list[jax.Array], dict[int, Sum]]:
             recorded = {leaf: coefficients[groups[leaf]] for leaf in rest if leaf not in single}
             records = {c: s._replace(out=None) for c, s in seen.items()}
             total = _each(_recorded_sum(run, recorded, records)) if recorded else []

@@ -74,7 +74,7 @@ def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool 
     return trace
 
 
-def _sort(jaxpr: core.Jaxpr, consts: Sequence, count: int, trace: Trace) -> None:
+def _sort(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], count: int, trace: Trace) -> None:
     """Sorts the equations of a loss, whose first ``count`` inputs are the parameters, into prologue and body."""
     trace.body = Scope(None, trace)
     for i, var in enumerate(jaxpr.invars):
@@ -93,13 +93,13 @@ def _sort(jaxpr: core.Jaxpr, consts: Sequence, count: int, trace: Trace) -> None
     share_taps(trace.body, trace.results)
 
 
-def _walk(jaxpr: core.Jaxpr, consts: Sequence, args: Sequence[Value], scope: Scope) -> list[Value]:
+def _walk(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], args: Sequence[Value], scope: Scope) -> list[Value]:
     """Adds the equations of a jaxpr to the scope and its prologue, and returns the outputs."""
     env = dict(zip(jaxpr.invars, args, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         env[var] = Value.of(var, constant=const)
 
-    def read(var):
+    def read(var: core.Var | core.Literal) -> Value:
         return Value.of(var, constant=var.val) if isinstance(var, core.Literal) else env[var]
 
     for eqn in jaxpr.eqns:
@@ -154,7 +154,7 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]
 def _belongs_to_body(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], scope: Scope) -> bool:
     """Whether an equation has to be in the body although it does not depend on the example."""
     if any(v.leaves for v in inputs):
-        return not may_pull_back_sums(eqn, binder(eqn), inputs, outputs)
+        return not may_pull_back_sums(eqn, inputs, outputs)
     # Outside the loop, vmap would run it for all steps.
     return isinstance(scope, LoopScope) and draws_otherwise_in_rows(eqn)
 

@@ -120,7 +120,7 @@ class Contact:
     of_step: Contact | None = None  # the same contact within one step
 
 
-class Record(dict[Contact, tuple]):
+class Record(dict[Contact, tuple[jax.Array | None, ...]]):
     """For each contact its input as the body ran, and its output if the contact is among ``outputs``."""
 
     def __init__(self, outputs: Collection[Contact] = ()):
@@ -159,11 +159,11 @@ def tap(value: jax.Array, zero: jax.Array) -> jax.Array:
 
 
 @tap.defjvp
-def _tap_jvp(primals, tangents):
+def _tap_jvp(primals: list[jax.Array], tangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return primals[0], tangents[0] + tangents[1]
 
 
-def read(env: dict[Value, Any], values: Sequence[Value]) -> list:
+def read(env: dict[Value, Any], values: Sequence[Value]) -> list[jax.Array]:
     """The arrays of ``values``."""
     return [env[v] if v.constant is None else v.constant for v in values]
 

@@ -24,7 +24,7 @@ def weighted_sum(
     distinct, groups = grouped(weights)
     contacts = run.contacts_of(list(weights))
 
-    def one_group(rows: tuple) -> list[Array]:
+    def one_group(rows: tuple[list[Array], list[Seen | Formed]]) -> list[Array]:
         coefficients, own = rows[0], dict(zip(contacts, rows[1], strict=True))
 
         def added(contact: Contact, group: int) -> Array:

@@ -44,7 +44,7 @@ class Factors(NamedTuple):
     one_hot: bool = False  # left holds indices of one-hot vectors
     axes: tuple[int, int] | None = None  # weight axes of a and p if each is one axis and K = N = 1
     filters: tuple[int, ...] | None = None  # weight axes that make up N, then p, if there are such
-    inner: Callable[[jax.Array, Callable], jax.Array] | None = None
+    inner: Callable[[jax.Array, Callable[[jax.Array], jax.Array]], jax.Array] | None = None
     """``(x, product) -> sum_k left[k] left[k]'`` [N, T, T], if there is a cheaper way than from ``left``.
 
     ``product`` maps an array z [N, S, a], transposed to [N, a, S], to ``z z'`` [N, S, S]."""
@@ -64,7 +64,7 @@ _RULES: dict[core.Primitive, Rule] = {}
 
 def rule(primitive: core.Primitive) -> Callable[[Rule], Rule]:
     """Registers the decorated function as the rule of a JAX primitive. It returns None for uses it does not cover."""
-    if not isinstance(primitive, core.Primitive):
+    if not isinstance(primitive, core.Primitive):  # pyright: ignore[reportUnnecessaryIsInstance]  whatever a user passes
         raise TypeError(f"rule needs a JAX primitive, such as jax.lax.gather_p; got {primitive!r}.")
 
     def register(function: Rule) -> Rule:
@@ -106,12 +106,12 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
     K, N, a, p = factors.shape
     inner = jax.vmap(factors.split)
 
-    def split(x, y):
+    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         left, right = inner(x, y)  # [L, N, T, ...]
         if mapped:
             return [z.reshape(length * N, *z.shape[2:]) for z in left], right.reshape(length * N, factors.positions, p)
 
-        def merge(z):
+        def merge(z: jax.Array) -> jax.Array:
             z = jnp.swapaxes(z, 0, 1)
             return z.reshape(N, length * factors.positions, *z.shape[3:])
 
@@ -119,8 +119,8 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
 
     squares = None if factors.columns is None else jax.vmap(factors.columns, out_axes=1)
 
-    def columns(x):  # [K, L, N, a]
-        found = cast(Callable, squares)(x)
+    def columns(x: jax.Array) -> jax.Array:
+        found = cast(_Rearrange, squares)(x)  # [K, L, N, a]
         return found.reshape(K, length * N, a) if mapped else jnp.sum(found, axis=1)
 
     if not mapped:

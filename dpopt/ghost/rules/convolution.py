@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -33,13 +34,13 @@ def conv_general_dilated(use: Use) -> Factors | None:
     offsets = list(itertools.product(*map(range, window)))
     spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
 
-    def padded(x):
+    def padded(x: jax.Array) -> jax.Array:
         # With channels before positions the product of left and right contracts left's last
         # axis, which is twice as fast on CPUs as the other way round.
         x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
 
-    def split(x, y):
+    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         x = padded(x)
         left = []
         for offset in offsets:
@@ -57,15 +58,15 @@ def conv_general_dilated(use: Use) -> Factors | None:
     order = (*window_axes, out_axis, in_axis)
     inverse = sorted(range(len(order)), key=order.__getitem__)
 
-    def fold(w):
+    def fold(w: jax.Array) -> jax.Array:
         w = jnp.transpose(w, order).reshape(math.prod(window), groups, b, a)
         return jnp.swapaxes(w, 2, 3)
 
-    def unfold(g):
+    def unfold(g: jax.Array) -> jax.Array:
         g = jnp.swapaxes(g, 2, 3).reshape(*window, groups * b, a)
         return jnp.transpose(g, inverse)
 
-    def inner(x, product):
+    def inner(x: jax.Array, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
         # Products of all pixels, computed once: a product of two windows sums them, both shifted by the same offset.
         x = padded(x)
         pixels = product(x.reshape(groups, a, -1)).reshape(groups, *x.shape[2:], *x.shape[2:])
@@ -76,7 +77,7 @@ def conv_general_dilated(use: Use) -> Factors | None:
             total += lax.slice(pixels, start, (groups, *limit, *limit))
         return cast(jax.Array, total).reshape(groups, positions, positions)
 
-    def columns(x):
+    def columns(x: jax.Array) -> jax.Array:
         # Along each axis, the pixels of one offset are a stride apart: they are among all pixels of that phase.
         x, strides = jnp.square(wide(padded(x))), p["window_strides"]
         fill = [(0, -n % s, 0) for n, s in zip(x.shape[2:], strides, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from dpopt.ghost.primitives import DOT
@@ -22,7 +23,7 @@ def dot_general(use: Use) -> Factors | None:
     # The output has the batch axes, then the free axes of the left operand, then those of the right one.
     weight_last = ours == 1
 
-    def split(x, y):
+    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         left = jnp.transpose(x, x_batch + x_free + x_contract).reshape(groups, positions, a)
         if weight_last:
             right = y.reshape(groups, positions, p)

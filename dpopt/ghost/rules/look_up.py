@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -13,14 +14,14 @@ from dpopt.ghost.rows import bounded
 from dpopt.ghost.rules.base import Factors, Use, arranger, axes_size, rule
 
 
-def _rows(use: Use, axes: tuple[int, ...], positions: int, offset: tuple[int, ...], index: Callable) -> Factors:
+def _rows(use: Use, axes: tuple[int, ...], offset: tuple[int, ...], index: Callable[..., jax.Array]) -> Factors:
     """Factors of a look-up along some axes of a table. ``offset``: the output axes of the entries that are read."""
-    size = axes_size(use.weight, axes)
+    size, positions = axes_size(use.weight, axes), math.prod(use.input[:-1])
     p = math.prod(use.weight) // max(size, 1)
     looked_up = tuple(i for i in range(len(use.output)) if i not in offset)
     rest = tuple(i for i in range(len(use.weight)) if i not in axes)
 
-    def split(x, y):
+    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         # An index out of range reads a fill value or an undefined one, and neither has a gradient. The index stays out
         # of range, which stands for a row of zeros (rows.py).
         ids = index(x).reshape(1, positions)
@@ -47,7 +48,7 @@ def gather(use: Use) -> Factors | None:
         return None
     clips, size = use.params["mode"] == lax.GatherScatterMode.CLIP, axes_size(use.weight, axes)
 
-    def index(x):
+    def index(x: jax.Array) -> jax.Array:
         """The index along all looked-up axes together, as one number."""
         flat, inside = jnp.zeros(x.shape[:-1], jnp.int32), jnp.ones(x.shape[:-1], bool)
         for axis in (*whole, *axes):  # an axis that is taken whole has to start at 0
@@ -63,4 +64,4 @@ def gather(use: Use) -> Factors | None:
                 flat = flat * n + jnp.clip(at, 0, last)
         return flat if clips else jnp.where(inside, flat, size)
 
-    return _rows(use, axes, math.prod(use.input[:-1]), tuple(dims.offset_dims), index)
+    return _rows(use, axes, tuple(dims.offset_dims), index)
