@@ -43,6 +43,7 @@ from dpopt.noise import normalize_by as normalize_by
 from dpopt.chain import PrivateOptimizer as PrivateOptimizer
 from dpopt.chain import chain as chain
 from dpopt.private_mean import privatize as privatize
+from dpopt.inspection import privacy_event as privacy_event
 from dpopt.inspection import privacy_of as privacy_of
 
 # Accounting
@@ -50,7 +51,6 @@ from dpopt.ledger import Ledger as Ledger
 from dpopt.accounting import calibrate as calibrate
 from dpopt.accounting import epsilon as epsilon
 from dpopt.accounting import epsilon_of_event as epsilon_of_event
-from dpopt.events import privacy_event as privacy_event
 
 # Sampling
 from dpopt.sampling import FixedSizeSampler as FixedSizeSampler

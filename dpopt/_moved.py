@@ -52,7 +52,7 @@ _MODULES = {
     "preconditioners.base": ("scheduled_clip_norm",),
     "privacy": ("Privacy",),
     "run.allowance": ("steps_within",),
-    "run.identity": ("TrainState",),
+    "run.state": ("TrainState",),
     "run.journal": (
         "Journal",
         "JournalError",

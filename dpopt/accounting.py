@@ -15,8 +15,8 @@ from dpopt import events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.composition import bounds, step_events
+from dpopt.composition.relation import Relation
 from dpopt.events import poisson_event
-from dpopt.privacy import Relation
 
 Accountant: TypeAlias = Literal["pld", "rdp"]
 

@@ -66,7 +66,7 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
     stages: tuple[Any, ...]
     run: PrivateRun
     noise_unknown: bool = False  # whether stages after the noise have changed it
-    updated: bool = False  # whether it has been used (or traced) in this process: see `dpopt.events.privacy_event`
+    updated: bool = False  # whether it has been used (or traced) in this process: see `dpopt.inspection.privacy_event`
     is_chained: bool  # whether `chain` made it, so that nothing after the noise can read what came before
 
     def __new__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import importlib
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -10,8 +10,6 @@ from typing import Any, TypeAlias, cast
 
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting as dp
-from dpopt.common.types import PyTree
-from dpopt.composition import step_events
 from dpopt.composition.event_kinds import check as check
 from dpopt.composition.event_kinds import everything_in as everything_in
 from dpopt.composition.event_kinds import following as following
@@ -20,7 +18,9 @@ from dpopt.composition.event_kinds import is_replace_one as is_replace_one
 from dpopt.composition.event_kinds import renyi_alone as renyi_alone
 from dpopt.composition.event_kinds import to_json as to_json
 from dpopt.composition.event_kinds import with_one_more as with_one_more
-from dpopt.inspection import privacy_of
+from dpopt.composition.flattened import flattened as flattened
+from dpopt.composition.flattened import flattened_both_ways as flattened_both_ways
+from dpopt.composition.flattened import merged as merged
 from dpopt.privacy import Privacy, Query
 from dpopt.samplers.parts import InParts
 from dpopt.sampling import HasScheme, Poisson, Scheme
@@ -114,179 +114,8 @@ def composer(privacy: Privacy, scheme: Scheme | InParts, start: int, origin: int
     return event
 
 
-def privacy_event(optimizer: Any, *, sampling: Sampling, steps: int, params: PyTree = None) -> dp.DpEvent:
-    """The event of training with a named optimizer, a `dpopt.chain`, an ``optax.chain`` or a train step.
-
-    A sampler stands for the run that it feeds. There is a UserWarning if it has drawn more batches than ``steps``, or
-    none although the optimizer has been used: the batches then came from elsewhere (an epoch over shuffled data is not
-    a Poisson sample). For the cost of another run, pass a scheme (``sampler.scheme``).
-
-    Args:
-        optimizer, params: see `dpopt.inspection.privacy_of`.
-        sampling, steps: see `compose`.
-
-    Raises:
-        ValueError: if the optimizer does not privatise its gradients in an order that can be accounted for.
-
-    *Privacy*: a description; reads no data.
-
-    >>> import jax, dpopt
-    >>> opt = dpopt.dp_sgd(
-    ...     0.1, l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=50, key=jax.random.key(0))
-    >>> sampler = dpopt.PoissonSampler(1_000, 50, seed=0)
-    >>> event = privacy_event(opt, sampling=sampler, steps=100)
-    >>> round(dpopt.epsilon_of_event(event, delta=1e-5), 2)
-    1.1
-    """
-    event = compose(privacy_of(optimizer, params), sampling, steps)
-    _warn_of_another_run(optimizer, getattr(sampling, "drawn_to", None), steps)
-    return event
-
-
-def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> None:
-    while not hasattr(optimizer, "updated"):  # a train step or an NNX optimizer holds one
-        held = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
-        if held is None:
-            break
-        optimizer = held
-    if drawn_to == 0 and getattr(optimizer, "updated", False):
-        warnings.warn(
-            "this optimizer has been used, but this sampler has drawn no batches. If they came from elsewhere, such as "
-            "epochs over shuffled data, epsilon does not hold for them. Pass the sampler that drew them, or a scheme "
-            "(sampler.scheme) for the cost of a planned run.",
-            UserWarning,
-            stacklevel=3,
-        )
-    elif drawn_to is not None and steps < drawn_to:
-        warnings.warn(
-            f"this sampler has drawn the batches of {drawn_to} steps, but only {steps} are accounted for: the others "
-            "cost nothing only if their results were never used. Pass a scheme (sampler.scheme) for the cost of a "
-            "shorter run.",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def merged(event: dp.DpEvent) -> dp.DpEvent:
-    r"""An equivalent event that both accountants accept: Gaussian queries on the same sample become one.
-
-    k Gaussian queries on the same data equal one with multiplier :math:`(\sum_j \sigma_j^{-2})^{-1/2}`, exactly. A
-    query without noise becomes the event that is not private, one with infinite noise the event that costs nothing.
-
-    >>> merged(dp.ComposedDpEvent([dp.GaussianDpEvent(3.0)] * 4)).noise_multiplier
-    1.5
-    """
-    match event:
-        case dp.GaussianDpEvent(noise_multiplier=math.inf):
-            return dp.NoOpDpEvent()
-        case dp.GaussianDpEvent(noise_multiplier=sigma):  # so that its square is finite
-            return dp.NonPrivateDpEvent() if sigma < 1e-100 else dp.GaussianDpEvent(min(sigma, 1e100))
-        case dp.ComposedDpEvent(events=parts):
-            parts = [e for e in map(merged, parts) if not isinstance(e, dp.NoOpDpEvent)]
-            if not parts:
-                return dp.NoOpDpEvent()
-            gaussians = [e for e in parts if isinstance(e, dp.GaussianDpEvent)]
-            if len(gaussians) == len(parts):
-                return dp.GaussianDpEvent(sum(e.noise_multiplier**-2 for e in gaussians) ** -0.5)
-            if any(isinstance(e, dp.NonPrivateDpEvent) for e in parts):
-                return dp.NonPrivateDpEvent()
-            return dp.ComposedDpEvent(parts)
-        case dp.SelfComposedDpEvent(event=inner, count=count):
-            inner = merged(inner)
-            if isinstance(inner, dp.GaussianDpEvent):
-                return dp.GaussianDpEvent(inner.noise_multiplier * count**-0.5)
-            return _unless_trivial(inner, lambda e: dp.SelfComposedDpEvent(e, count))
-        case dp.PoissonSampledDpEvent(sampling_probability=q, event=inner):
-            return _unless_trivial(merged(inner), lambda e: dp.PoissonSampledDpEvent(q, e))
-        case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b, event=inner):
-            return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
-        case dp.TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma):
-            query = merged(dp.GaussianDpEvent(sigma))
-            return _unless_trivial(query, lambda e: step_events.with_noise(event, step_events.noise(e)))
-        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
-            return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
-        case _:
-            return event
-
-
-def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
-    """The steps of an event, with the number of times each occurs, since order does not matter.
-
-    Steps are Gaussian queries, on all data or on a sample, and selections of the best of several runs. Steps that cost
-    nothing are dropped; all queries on all data are merged into one.
-
-    Raises:
-        ValueError: for queries on a sample that are not Gaussian, or Poisson samples together with samples of fixed
-            size.
-
-    >>> flattened(dp.ComposedDpEvent([dp.GaussianDpEvent(2.0), dp.SelfComposedDpEvent(dp.GaussianDpEvent(4.0), 12)]))
-    Counter({GaussianDpEvent(noise_multiplier=1.0): 1})
-    """
-    steps: Counter[dp.DpEvent] = Counter()
-    _collect(merged(event), 1, steps)
-    kinds = {type(e) for step in steps for e in everything_in(step)}
-    poisson = {dp.PoissonSampledDpEvent, dp.TruncatedSubsampledGaussianDpEvent}
-    if dp.SampledWithoutReplacementDpEvent in kinds and kinds & poisson:
-        raise ValueError(
-            "this event mixes Poisson samples, accounted for under add-or-remove-one, with samples of fixed size, "
-            "accounted for under replace-one; no accountant handles both."
-        )
-    unsampled: list[dp.DpEvent] = [
-        dp.SelfComposedDpEvent(e, n) for e, n in steps.items() if isinstance(e, dp.GaussianDpEvent)
-    ]
-    if len(unsampled) > 1:
-        steps = Counter({e: n for e, n in steps.items() if not isinstance(e, dp.GaussianDpEvent)})
-        steps[merged(dp.ComposedDpEvent(unsampled))] += 1
-    return steps
-
-
-def flattened_both_ways(event: dp.DpEvent) -> list[Counter[dp.DpEvent]]:
-    """`flattened` against data sets with one example fewer and, if the cost differs, against those with one more.
-
-    The cost of a truncated sample depends on the size of the larger of two neighbouring data sets. With one more,
-    samples are cut more often, but each example is less likely to be cut, so neither case always costs more. Epsilon is
-    the larger one.
-
-    >>> len(flattened_both_ways(dp.GaussianDpEvent(1.0)))
-    1
-    """
-    sized = any(isinstance(e, dp.TruncatedSubsampledGaussianDpEvent) for e in everything_in(event))
-    return [flattened(e) for e in ([event, with_one_more(event)] if sized else [event])]
-
-
-def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
-    match event:
-        case dp.NoOpDpEvent() | dp.PoissonSampledDpEvent(sampling_probability=0):
-            pass
-        case dp.SampledWithoutReplacementDpEvent(sample_size=0):
-            pass
-        case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
-            if min(event.dataset_size, event.truncated_batch_size, q) > 0:
-                if step_events.prob_full(event) > 0:
-                    steps[event] += count
-                else:
-                    _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps)
-        case dp.ComposedDpEvent(events=parts):
-            for part in parts:
-                _collect(part, count, steps)
-        case dp.SelfComposedDpEvent(event=inner, count=times):
-            _collect(inner, count * int(times), steps)
-        case dp.PoissonSampledDpEvent(sampling_probability=1, event=inner):
-            _collect(merged(dp.SelfComposedDpEvent(inner, count)), 1, steps)
-        case dp.GaussianDpEvent() | dp.NonPrivateDpEvent():
-            steps[merged(dp.SelfComposedDpEvent(event, count))] += 1
-        case dp.PoissonSampledDpEvent() | dp.SampledWithoutReplacementDpEvent():
-            if not isinstance(event.event, dp.GaussianDpEvent):
-                raise ValueError(f"only Gaussian queries on a sample can be accounted for; got {event!r}.")
-            steps[event] += count
-        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
-            parts = [dp.SelfComposedDpEvent(e, n) for e, n in flattened(inner).items()]
-            if parts:
-                runs = dp.ComposedDpEvent(cast(Any, tuple(parts)))  # hashable, as a list is not
-                steps[dp.dp_event.RepeatAndSelectDpEvent(runs, mean, shape)] += count
-        case _:
-            pass
-
-
-def _unless_trivial(inner: dp.DpEvent, wrap: Callable[[dp.DpEvent], dp.DpEvent]) -> dp.DpEvent:
-    return inner if isinstance(inner, dp.NonPrivateDpEvent | dp.NoOpDpEvent) else wrap(inner)
+def __getattr__(name: str) -> Any:
+    if name != "privacy_event":
+        raise AttributeError(f"module 'dpopt.events' has no attribute {name!r}")
+    warnings.warn("dpopt.events.privacy_event has moved: dpopt.inspection.privacy_event", DeprecationWarning, 2)
+    return importlib.import_module("dpopt.inspection").privacy_event

@@ -9,6 +9,7 @@ the sum of that clip, and nothing else that depends on an example may reach the 
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +20,10 @@ import optax
 
 from dpopt import _stages
 from dpopt.common import validate
-from dpopt.common.lazy import flow
+from dpopt.common.lazy import dp_accounting, flow
 from dpopt.common.types import PyTree
 from dpopt.engines import stand_in
+from dpopt.events import Sampling, compose
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import Privacy, check_order, check_unit, privacy_of_stages
 
@@ -76,6 +78,59 @@ def privacy_of(optimizer: Any, params: optax.Params | None = None) -> Privacy:
             "may depend on the tree of yours. Pass them, or their shapes, as params=..., or call this after the first "
             "step."
         ) from error
+
+
+def privacy_event(optimizer: Any, *, sampling: Sampling, steps: int, params: PyTree = None) -> dp_accounting.DpEvent:
+    """The event of training with a named optimizer, a `dpopt.chain`, an ``optax.chain`` or a train step.
+
+    A sampler stands for the run that it feeds. There is a UserWarning if it has drawn more batches than ``steps``, or
+    none although the optimizer has been used: the batches then came from elsewhere (an epoch over shuffled data is not
+    a Poisson sample). For the cost of another run, pass a scheme (``sampler.scheme``).
+
+    Args:
+        optimizer, params: see `privacy_of`.
+        sampling, steps: see `dpopt.events.compose`.
+
+    Raises:
+        ValueError: if the optimizer does not privatise its gradients in an order that can be accounted for.
+
+    *Privacy*: a description; reads no data.
+
+    >>> import jax, dpopt
+    >>> opt = dpopt.dp_sgd(
+    ...     0.1, l2_clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=50, key=jax.random.key(0))
+    >>> sampler = dpopt.PoissonSampler(1_000, 50, seed=0)
+    >>> event = privacy_event(opt, sampling=sampler, steps=100)
+    >>> round(dpopt.epsilon_of_event(event, delta=1e-5), 2)
+    1.1
+    """
+    event = compose(privacy_of(optimizer, params), sampling, steps)
+    _warn_of_another_run(optimizer, getattr(sampling, "drawn_to", None), steps)
+    return event
+
+
+def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> None:
+    while not hasattr(optimizer, "updated"):  # a train step or an NNX optimizer holds one
+        held = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
+        if held is None:
+            break
+        optimizer = held
+    if drawn_to == 0 and getattr(optimizer, "updated", False):
+        warnings.warn(
+            "this optimizer has been used, but this sampler has drawn no batches. If they came from elsewhere, such as "
+            "epochs over shuffled data, epsilon does not hold for them. Pass the sampler that drew them, or a scheme "
+            "(sampler.scheme) for the cost of a planned run.",
+            UserWarning,
+            stacklevel=3,
+        )
+    elif drawn_to is not None and steps < drawn_to:
+        warnings.warn(
+            f"this sampler has drawn the batches of {drawn_to} steps, but only {steps} are accounted for: the others "
+            "cost nothing only if their results were never used. Pass a scheme (sampler.scheme) for the cost of a "
+            "shorter run.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def inspect_optimizer(

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,30 +19,13 @@ from dpopt import _stages
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.common.types import ScalarOrSchedule
+from dpopt.composition.relation import Relation as Relation
 from dpopt.engines import sums
 
 if TYPE_CHECKING:
     from dpopt.correlated.strategies import Strategy
 
 PRIVATE_STAGES = ("precondition", "clip_and_sum", "add_gaussian_noise", "add_correlated_noise", "normalize_by")
-
-
-class Relation(enum.Enum):
-    """Which data sets are neighbours, with the names of ``dp_accounting``.
-
-    *Privacy*: a description; it holds no data.
-
-    >>> Relation.of(dp_accounting.NeighboringRelation.REPLACE_ONE)
-    <Relation.REPLACE_ONE: 'replace one'>
-    """
-
-    ADD_OR_REMOVE_ONE = "add or remove one"
-    REPLACE_ONE = "replace one"
-
-    @classmethod
-    def of(cls, relation: Relation | dp_accounting.NeighboringRelation) -> Relation:
-        """The relation of this name, which may be one of ``dp_accounting``."""
-        return cls[relation.name]
 
 
 @dataclasses.dataclass(frozen=True)

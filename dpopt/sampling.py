@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
-from dpopt.privacy import Relation
+from dpopt.composition.relation import Relation
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]

@@ -15,7 +15,7 @@ from dpopt import accounting, events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.composition import bounds, step_events
-from dpopt.privacy import Relation
+from dpopt.composition.relation import Relation
 
 _POINTS = 400
 

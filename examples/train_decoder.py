@@ -32,8 +32,8 @@ import dpopt
 from benchmarks.cost import llm_scaling
 from benchmarks.data import documents
 from dpopt import sharding, truncated, users
-from dpopt.run.identity import TrainState
 from dpopt.run.results import TrainResult
+from dpopt.run.state import TrainState
 
 CLIP_NORM = 1.0
 MATRICES = {

@@ -1,7 +1,7 @@
 """Upper bounds on the epsilon of composed Gaussian steps, from ``dp_accounting``; each is valid by itself.
 
 `dpopt.accounting` returns the smallest of them. A composition is given as the counts of its step events
-(`dpopt.events.flattened`).
+(`dpopt.composition.flattened`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from dpopt.common.lazy import dp_accounting as dp
+from dpopt.composition.flattened import flattened
+from dpopt.composition.relation import Relation
 from dpopt.composition.step_events import (
     FEW,
     MOST,
@@ -26,8 +28,6 @@ from dpopt.composition.step_events import (
     rounded,
     sampled_gaussian,
 )
-from dpopt.events import flattened
-from dpopt.privacy import Relation
 
 # Grid interval of the privacy loss for epsilon between 1 and 100. Rounding is pessimistic, so a coarser grid gives a
 # larger epsilon, never a smaller one. At 1e-3 the 39,000 steps on IMDB cost 2.81 (2.79 on a grid ten times finer, for

@@ -11,12 +11,40 @@ import optax
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step
 from dpopt.common.types import PyTree
+from dpopt.preconditioners.delayed import phase_lengths
 
 
 class ScaleByPhaseLearningRateState(NamedTuple):
     """State of `dpopt.optimizers.dp2.scale_by_phase_learning_rate`."""
 
     count: jax.Array  # (), int32: steps so far
+
+
+def scale_by_phase_learning_rate(
+    learning_rate: optax.ScalarOrSchedule,
+    adaptive_learning_rate: optax.ScalarOrSchedule,
+    delay: int | tuple[int, int],
+) -> optax.GradientTransformation:
+    """Multiplies by the negative learning rate of DP2's phase, plain or adaptive.
+
+    Args:
+        learning_rate: number, or schedule of the step (over both phases), for the s1 plain steps of a cycle.
+        adaptive_learning_rate: likewise for the s2 adaptive steps.
+        delay: s or ``(s1, s2)``, as in `delayed_moments`.
+
+    Raises:
+        ValueError, TypeError: for a bad delay.
+
+    *Privacy*: post-processing.
+
+    >>> import jax.numpy as jnp
+    >>> rates = scale_by_phase_learning_rate(0.5, 2.0, delay=1)
+    >>> first, state = rates.update(jnp.ones(1), rates.init(jnp.zeros(1)))
+    >>> first.tolist(), rates.update(jnp.ones(1), state)[0].tolist()
+    ([-0.5], [-2.0])
+    """
+    s1, s2 = phase_lengths(delay)
+    return scale_by_either(learning_rate, adaptive_learning_rate, lambda count: count % (s1 + s2) >= s1)
 
 
 def scale_by_either(

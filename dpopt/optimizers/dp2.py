@@ -8,8 +8,9 @@ from dpopt.clipping import FixedClip, as_clip_function
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers._parts import decayed_weights, private_mean
-from dpopt.optimizers._phases import clip_ratio, scale_by_either
-from dpopt.preconditioners.delayed import delayed_moments, phase_lengths
+from dpopt.optimizers._phases import clip_ratio
+from dpopt.optimizers._phases import scale_by_phase_learning_rate as scale_by_phase_learning_rate
+from dpopt.preconditioners.delayed import delayed_moments
 
 
 def dp2(
@@ -78,30 +79,3 @@ def dp2(
     core = private_mean(clip, noise_multiplier, expected_batch_size, key, noise, moments)
     rates = scale_by_phase_learning_rate(learning_rate, adaptive_learning_rate, delay)
     return chain(core, *decayed_weights(weight_decay), rates)
-
-
-def scale_by_phase_learning_rate(
-    learning_rate: optax.ScalarOrSchedule,
-    adaptive_learning_rate: optax.ScalarOrSchedule,
-    delay: int | tuple[int, int],
-) -> optax.GradientTransformation:
-    """Multiplies by the negative learning rate of DP2's phase, plain or adaptive.
-
-    Args:
-        learning_rate: number, or schedule of the step (over both phases), for the s1 plain steps of a cycle.
-        adaptive_learning_rate: likewise for the s2 adaptive steps.
-        delay: s or ``(s1, s2)``, as in `delayed_moments`.
-
-    Raises:
-        ValueError, TypeError: for a bad delay.
-
-    *Privacy*: post-processing.
-
-    >>> import jax.numpy as jnp
-    >>> rates = scale_by_phase_learning_rate(0.5, 2.0, delay=1)
-    >>> first, state = rates.update(jnp.ones(1), rates.init(jnp.zeros(1)))
-    >>> first.tolist(), rates.update(jnp.ones(1), state)[0].tolist()
-    ([-0.5], [-2.0])
-    """
-    s1, s2 = phase_lengths(delay)
-    return scale_by_either(learning_rate, adaptive_learning_rate, lambda count: count % (s1 + s2) >= s1)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,13 +14,25 @@ import numpy as np
 from dpopt.common import validate
 from dpopt.common.types import PyTree
 from dpopt.optimizers.averaging import averaged_params, averages
-from dpopt.run.identity import TrainState
-from dpopt.run.results import Evaluation
+from dpopt.run.state import TrainState
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _SHARE = 0.02  # the most of the run's time that computing epsilon for the line may take
+
+
+class Evaluation(NamedTuple):
+    """A result of the run's ``eval_fn``.
+
+    *Privacy*: as public as the data that ``eval_fn`` reads.
+
+    >>> Evaluation(100, {"accuracy": 0.9}).value["accuracy"]
+    0.9
+    """
+
+    step: int  # number of steps done
+    value: PyTree  # numbers, on the host
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 from dpopt.common.types import PyTree
 from dpopt.run import entropy, identity
 from dpopt.run._types import RunPlan
-from dpopt.run.identity import Segment, TrainState
 from dpopt.run.journal import Entry, Journal
+from dpopt.run.state import Segment, TrainState
 
 if TYPE_CHECKING:
     from dpopt.run.checkpoint import Checkpointer

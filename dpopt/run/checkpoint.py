@@ -16,8 +16,8 @@ from typing import Any
 from dpopt.common import validate
 from dpopt.ledger import Ledger
 from dpopt.run import _orbax, identity
-from dpopt.run.identity import Segment, TrainState
 from dpopt.run.journal import Journal, JournalError, check_identity
+from dpopt.run.state import Segment, TrainState
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from jax.experimental import multihost_utils
 from dpopt.common.types import PyTree
 from dpopt.correlated.noise import AddCorrelatedNoiseState
 from dpopt.noise import AddGaussianNoiseState
-from dpopt.run.identity import Segment
 from dpopt.run.journal import Journal
+from dpopt.run.state import Segment
 
 # Distinct from the numbers that noise folds in (0, 1, 2, ...) and from that of the sampler's seed (2^31 - 1).
 _SEGMENT = 2**31 - 2

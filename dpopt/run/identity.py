@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,45 +21,11 @@ from dpopt.common.types import PyTree
 from dpopt.correlated.noise import AddCorrelatedNoiseState
 from dpopt.correlated.strategies import Strategy
 from dpopt.noise import AddGaussianNoiseState
+from dpopt.run.state import Segment as Segment  # version 0.1 had both here
+from dpopt.run.state import TrainState as TrainState
 
 if TYPE_CHECKING:
     from dpopt.run._types import RunPlan
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """The stretch of a run that a state belongs to: steps under one noise key and one seed of the sampler.
-
-    *Privacy*: the seed reveals which examples each batch held, and is as private as the data; the name is public.
-
-    >>> Segment("00c0ffee", seed=7)
-    Segment(id='00c0ffee')
-    """
-
-    id: str  # its name in the journal
-    seed: int = dataclasses.field(repr=False)
-
-
-class TrainState(NamedTuple):
-    """Everything that a run needs to continue.
-
-    *Privacy*: `params` are covered by the ledger. `opt_state` holds the noise key: whoever has it can subtract the
-    noise, so it is as private as the data. Publish the parameters alone.
-
-    >>> TrainState(params=jnp.zeros(2), opt_state=()).update
-    0
-    """
-
-    params: PyTree
-    opt_state: PyTree
-    update: int = 0  # steps in the history of this state
-    segment: Segment | None = None  # None before the first step
-
-    def __repr__(self) -> str:
-        arrays = jax.tree.leaves(self.params)
-        shown = f"<{sum(map(np.size, arrays))} numbers in {len(arrays)} arrays>"
-        return f"TrainState(params={shown}, opt_state=<holds the noise key>, update={self.update}, {self.segment})"
 
 
 def run_identity(plan: RunPlan, params: PyTree) -> dict[str, Any]:

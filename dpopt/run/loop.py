@@ -23,13 +23,13 @@ from dpopt.run._monitor import Monitor
 from dpopt.run._types import RunPlan
 from dpopt.run.allowance import steps_within
 from dpopt.run.data import BatchReader, rows_of
-from dpopt.run.identity import TrainState
 from dpopt.run.journal import Entry, Journal
 from dpopt.run.loading import ahead
 from dpopt.run.results import BudgetExceeded as BudgetExceeded  # what `train` raises can also be imported from here
 from dpopt.run.results import ReplayError as ReplayError
 from dpopt.run.results import TrainResult, make_result, replay_error
 from dpopt.run.sharding import beside
+from dpopt.run.state import TrainState
 from dpopt.run.training import TrainStep, make_train_step
 
 if TYPE_CHECKING:

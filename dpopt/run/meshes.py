@@ -16,10 +16,10 @@ from dpopt.common.types import LossFn, PyTree
 from dpopt.constants import constants_of
 from dpopt.run import sharding
 from dpopt.run._types import Options
-from dpopt.run.identity import TrainState
 from dpopt.run.loading import sharded_rows
 from dpopt.run.plan import Plan
 from dpopt.run.results import TrainResult
+from dpopt.run.state import TrainState
 
 
 def mesh_of(text: str) -> Mesh:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from dpopt import accounting, events
 from dpopt.common import validate
@@ -12,9 +12,10 @@ from dpopt.common.lazy import dp_accounting
 from dpopt.common.types import PyTree
 from dpopt.ledger import Ledger
 from dpopt.optimizers.averaging import averaged_params
+from dpopt.run._monitor import Evaluation
 from dpopt.run._types import RunPlan
-from dpopt.run.identity import TrainState
 from dpopt.run.journal import Journal
+from dpopt.run.state import TrainState
 from dpopt.run.statement import Statement, state
 
 if TYPE_CHECKING:
@@ -51,25 +52,12 @@ class ReplayError(RuntimeError):
     """
 
 
-class Evaluation(NamedTuple):
-    """A result of the run's ``eval_fn``.
-
-    *Privacy*: as public as the data that ``eval_fn`` reads.
-
-    >>> Evaluation(100, {"accuracy": 0.9}).value["accuracy"]
-    0.9
-    """
-
-    step: int  # number of steps done
-    value: PyTree  # numbers, on the host
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
     """The result of `train`.
 
     Attributes:
-        state: parameters, optimizer state and position (`dpopt.run.identity.TrainState`); pass it to continue.
+        state: parameters, optimizer state and position (`dpopt.run.state.TrainState`); pass it to continue.
         ledger: everything that was spent, including lost steps.
         stopped: ``"steps"`` if all requested steps are done, ``"budget"`` if the budget ended first.
         message: the reason for stopping, as a sentence.

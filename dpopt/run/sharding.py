@@ -18,7 +18,7 @@ from dpopt.chain import PrivateOptimizer
 from dpopt.common.types import Batch, LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.engines.batches import is_key
-from dpopt.run.identity import TrainState
+from dpopt.run.state import TrainState
 
 Layout: TypeAlias = Callable[[PyTree, Mesh], PyTree]  # (parameters or a state, mesh) -> shardings like them
 

@@ -13,7 +13,7 @@ from dpopt import accounting, events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.composition import step_events
-from dpopt.privacy import Relation
+from dpopt.composition.relation import Relation
 from dpopt.trade_off import true_positive_rates
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
-from dpopt.privacy import Privacy, Relation
+from dpopt.composition.relation import Relation
+from dpopt.privacy import Privacy
 from dpopt.sampling import Indices, _Sampler, padding  # pyright: ignore[reportPrivateUsage]  within the package
 
 

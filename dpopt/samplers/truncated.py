@@ -12,8 +12,8 @@ import numpy as np
 
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
+from dpopt.composition.relation import Relation
 from dpopt.events import merged
-from dpopt.privacy import Relation
 from dpopt.sampling import Indices, _Sampler  # pyright: ignore[reportPrivateUsage]  within the package
 
 

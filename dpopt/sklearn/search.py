@@ -14,7 +14,6 @@ from sklearn.utils.validation import check_is_fitted, check_X_y
 
 from dpopt import tuning
 from dpopt.keys import secure_key
-from dpopt.sklearn.linear import PrivateLinearClassifier, PrivateLinearRegressor
 
 _BUDGET = ("epsilon", "delta", "noise_multiplier")
 _MOVE_EPSILON = (*_BUDGET, "steps", "expected_batch_size")
@@ -55,6 +54,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
     >>> rng = np.random.default_rng(0)
     >>> X = rng.uniform(0, 10, size=(2_000, 3))
     >>> y = X[:, 0] > X[:, 1]
+    >>> from dpopt.sklearn import PrivateLinearClassifier
     >>> model = PrivateLinearClassifier(classes=[False, True], feature_range=(0, 10), steps=10)
     >>> search = PrivateSearch(model, {"learning_rate": [0.1, 1.0]}, epsilon=2.0, delta=1e-5).fit(X, y)
     >>> search.epsilon_ <= 2.0, search.best_params_["learning_rate"] in (0.1, 1.0), search.predict(X).shape
@@ -137,7 +137,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         return self
 
     def _settings(self) -> list[dict[str, Any]]:
-        if not isinstance(self.estimator, PrivateLinearClassifier | PrivateLinearRegressor):
+        if not hasattr(self.estimator, "plan"):
             raise TypeError(
                 "estimator must be a PrivateLinearClassifier or PrivateLinearRegressor, whose cost is known; got "
                 f"{type(self.estimator).__name__}. For other models: dpopt.tuning."

@@ -22,9 +22,10 @@ pytest.importorskip("orbax.checkpoint")
 
 from dpopt.run import entropy
 from dpopt.run.checkpoint import Checkpointer
-from dpopt.run.identity import TrainState, run_identity
+from dpopt.run.identity import run_identity
 from dpopt.run.journal import Journal, JournalError
 from dpopt.run.results import ReplayError
+from dpopt.run.state import TrainState
 
 # All examples lie along the first coordinate: in the others a step adds noise alone.
 ALONG = np.zeros((64, 3), np.float32)

@@ -18,8 +18,9 @@ pytest.importorskip("orbax.checkpoint")
 
 from dpopt import events
 from dpopt.run.checkpoint import Checkpointer, CheckpointError
-from dpopt.run.identity import Segment, TrainState, run_identity, state_digest
+from dpopt.run.identity import run_identity, state_digest
 from dpopt.run.journal import Entry, Journal, JournalError
+from dpopt.run.state import Segment, TrainState
 
 
 class Died(Exception):

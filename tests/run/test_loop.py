@@ -13,10 +13,10 @@ from runs import DATA, DELTA, RDP, fetch, loss_fn, run, start, tiny_plan
 
 import dpopt
 from dpopt import events
-from dpopt.events import privacy_event
+from dpopt.inspection import privacy_event
 from dpopt.run import entropy, identity
-from dpopt.run.identity import TrainState
 from dpopt.run.journal import JournalError
+from dpopt.run.state import TrainState
 
 
 def test_the_loop_is_the_plain_loop():

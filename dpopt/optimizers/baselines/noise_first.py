@@ -7,8 +7,8 @@ from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.optimizers._parts import decayed_weights, private_mean
+from dpopt.optimizers._phases import scale_by_phase_learning_rate
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
-from dpopt.optimizers.dp2 import scale_by_phase_learning_rate
 from dpopt.preconditioners.delayed import delayed_moments
 
 

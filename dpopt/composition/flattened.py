@@ -1,0 +1,137 @@
+"""The steps of an event, nested as it may be: what an accountant composes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+from dpopt.common.lazy import dp_accounting as dp
+from dpopt.composition import step_events
+from dpopt.composition.event_kinds import everything_in, with_one_more
+
+
+def merged(event: dp.DpEvent) -> dp.DpEvent:
+    r"""An equivalent event that both accountants accept: Gaussian queries on the same sample become one.
+
+    k Gaussian queries on the same data equal one with multiplier :math:`(\sum_j \sigma_j^{-2})^{-1/2}`, exactly. A
+    query without noise becomes the event that is not private, one with infinite noise the event that costs nothing.
+
+    >>> merged(dp.ComposedDpEvent([dp.GaussianDpEvent(3.0)] * 4)).noise_multiplier
+    1.5
+    """
+    match event:
+        case dp.GaussianDpEvent(noise_multiplier=math.inf):
+            return dp.NoOpDpEvent()
+        case dp.GaussianDpEvent(noise_multiplier=sigma):  # so that its square is finite
+            return dp.NonPrivateDpEvent() if sigma < 1e-100 else dp.GaussianDpEvent(min(sigma, 1e100))
+        case dp.ComposedDpEvent(events=parts):
+            parts = [e for e in map(merged, parts) if not isinstance(e, dp.NoOpDpEvent)]
+            if not parts:
+                return dp.NoOpDpEvent()
+            gaussians = [e for e in parts if isinstance(e, dp.GaussianDpEvent)]
+            if len(gaussians) == len(parts):
+                return dp.GaussianDpEvent(sum(e.noise_multiplier**-2 for e in gaussians) ** -0.5)
+            if any(isinstance(e, dp.NonPrivateDpEvent) for e in parts):
+                return dp.NonPrivateDpEvent()
+            return dp.ComposedDpEvent(parts)
+        case dp.SelfComposedDpEvent(event=inner, count=count):
+            inner = merged(inner)
+            if isinstance(inner, dp.GaussianDpEvent):
+                return dp.GaussianDpEvent(inner.noise_multiplier * count**-0.5)
+            return _unless_trivial(inner, lambda e: dp.SelfComposedDpEvent(e, count))
+        case dp.PoissonSampledDpEvent(sampling_probability=q, event=inner):
+            return _unless_trivial(merged(inner), lambda e: dp.PoissonSampledDpEvent(q, e))
+        case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b, event=inner):
+            return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
+        case dp.TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma):
+            query = merged(dp.GaussianDpEvent(sigma))
+            return _unless_trivial(query, lambda e: step_events.with_noise(event, step_events.noise(e)))
+        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
+            return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
+        case _:
+            return event
+
+
+def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
+    """The steps of an event, with the number of times each occurs, since order does not matter.
+
+    Steps are Gaussian queries, on all data or on a sample, and selections of the best of several runs. Steps that cost
+    nothing are dropped; all queries on all data are merged into one.
+
+    Raises:
+        ValueError: for queries on a sample that are not Gaussian, or Poisson samples together with samples of fixed
+            size.
+
+    >>> flattened(dp.ComposedDpEvent([dp.GaussianDpEvent(2.0), dp.SelfComposedDpEvent(dp.GaussianDpEvent(4.0), 12)]))
+    Counter({GaussianDpEvent(noise_multiplier=1.0): 1})
+    """
+    steps: Counter[dp.DpEvent] = Counter()
+    _collect(merged(event), 1, steps)
+    kinds = {type(e) for step in steps for e in everything_in(step)}
+    poisson = {dp.PoissonSampledDpEvent, dp.TruncatedSubsampledGaussianDpEvent}
+    if dp.SampledWithoutReplacementDpEvent in kinds and kinds & poisson:
+        raise ValueError(
+            "this event mixes Poisson samples, accounted for under add-or-remove-one, with samples of fixed size, "
+            "accounted for under replace-one; no accountant handles both."
+        )
+    unsampled: list[dp.DpEvent] = [
+        dp.SelfComposedDpEvent(e, n) for e, n in steps.items() if isinstance(e, dp.GaussianDpEvent)
+    ]
+    if len(unsampled) > 1:
+        steps = Counter({e: n for e, n in steps.items() if not isinstance(e, dp.GaussianDpEvent)})
+        steps[merged(dp.ComposedDpEvent(unsampled))] += 1
+    return steps
+
+
+def flattened_both_ways(event: dp.DpEvent) -> list[Counter[dp.DpEvent]]:
+    """`flattened` against data sets with one example fewer and, if the cost differs, against those with one more.
+
+    The cost of a truncated sample depends on the size of the larger of two neighbouring data sets. With one more,
+    samples are cut more often, but each example is less likely to be cut, so neither case always costs more. Epsilon is
+    the larger one.
+
+    >>> len(flattened_both_ways(dp.GaussianDpEvent(1.0)))
+    1
+    """
+    sized = any(isinstance(e, dp.TruncatedSubsampledGaussianDpEvent) for e in everything_in(event))
+    return [flattened(e) for e in ([event, with_one_more(event)] if sized else [event])]
+
+
+def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
+    match event:
+        case dp.NoOpDpEvent() | dp.PoissonSampledDpEvent(sampling_probability=0):
+            pass
+        case dp.SampledWithoutReplacementDpEvent(sample_size=0):
+            pass
+        case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
+            if min(event.dataset_size, event.truncated_batch_size, q) > 0:
+                if step_events.prob_full(event) > 0:
+                    steps[event] += count
+                else:
+                    _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps)
+        case dp.ComposedDpEvent(events=parts):
+            for part in parts:
+                _collect(part, count, steps)
+        case dp.SelfComposedDpEvent(event=inner, count=times):
+            _collect(inner, count * int(times), steps)
+        case dp.PoissonSampledDpEvent(sampling_probability=1, event=inner):
+            _collect(merged(dp.SelfComposedDpEvent(inner, count)), 1, steps)
+        case dp.GaussianDpEvent() | dp.NonPrivateDpEvent():
+            steps[merged(dp.SelfComposedDpEvent(event, count))] += 1
+        case dp.PoissonSampledDpEvent() | dp.SampledWithoutReplacementDpEvent():
+            if not isinstance(event.event, dp.GaussianDpEvent):
+                raise ValueError(f"only Gaussian queries on a sample can be accounted for; got {event!r}.")
+            steps[event] += count
+        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
+            parts = [dp.SelfComposedDpEvent(e, n) for e, n in flattened(inner).items()]
+            if parts:
+                runs = dp.ComposedDpEvent(cast(Any, tuple(parts)))  # hashable, as a list is not
+                steps[dp.dp_event.RepeatAndSelectDpEvent(runs, mean, shape)] += count
+        case _:
+            pass
+
+
+def _unless_trivial(inner: dp.DpEvent, wrap: Callable[[dp.DpEvent], dp.DpEvent]) -> dp.DpEvent:
+    return inner if isinstance(inner, dp.NonPrivateDpEvent | dp.NoOpDpEvent) else wrap(inner)
