@@ -23,9 +23,6 @@ class JournalError(RuntimeError):
     """A journal that is damaged, in use, or belongs to another run.
 
     *Privacy*: raised instead of counting too little.
-
-    >>> issubclass(JournalError, RuntimeError)
-    True
     """
 
 
