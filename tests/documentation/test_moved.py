@@ -1,0 +1,61 @@
+"""Every import path of version 0.1 that has moved still works, with a warning that names the new one."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import dpopt
+from dpopt import _moved
+
+
+@pytest.mark.parametrize("old", _moved.MOVED)
+def test_a_moved_module_is_the_module_itself(old, monkeypatch):
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    with pytest.warns(DeprecationWarning, match=f"{old} has moved: {_moved.MOVED[old]}"):
+        found = importlib.import_module(old)
+    assert found is importlib.import_module(_moved.MOVED[old])
+
+
+@pytest.mark.parametrize("name", _moved.NAMES)
+def test_a_moved_name_is_the_object_itself(name):
+    place = f"dpopt.{_moved.NAMES[name]}"
+    place = _moved.MOVED.get(place, place)
+    with pytest.warns(DeprecationWarning, match=f"dpopt.{name} has moved: "):
+        found = getattr(dpopt, name)
+    assert found is getattr(importlib.import_module(place), name)
+    assert name not in vars(dpopt), "a name that has moved must not be kept: it would hide the warning"
+
+
+# Names that left a module which is still there.
+ELSEWHERE = {
+    ("dpopt.events", "privacy_event"): dpopt.privacy_event,
+    ("dpopt.events", "merged"): None,
+    ("dpopt.privacy", "Relation"): None,
+    ("dpopt.optimizers.dp2", "scale_by_phase_learning_rate"): None,
+    ("dpopt.run.identity", "TrainState"): None,
+    ("dpopt.run.results", "Evaluation"): None,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("module", "name"), ELSEWHERE)
+def test_a_name_can_be_imported_from_where_it_was(module, name):
+    found, expected = getattr(importlib.import_module(module), name), ELSEWHERE[module, name]
+    assert callable(found) and (expected is None or found is expected)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(AttributeError, match="'dpopt' has no attribute 'dp_sdg'"):
+        _ = dpopt.dp_sdg
+    with pytest.raises(AttributeError, match=r"'dpopt\.events' has no attribute 'privacy_events'"):
+        _ = dpopt.events.privacy_events
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("dpopt.optimizer")
+
+
+def test_old_paths_work_before_new_ones_are_imported():
+    code = "import dpopt.checkpoint as c, dpopt.preconditioning as p; print(c.Checkpointer, p.precondition)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "dpopt.run.checkpoint.Checkpointer" in done.stdout, done.stderr
