@@ -17,6 +17,7 @@ import jax
 import optax
 
 from dpopt.common import validate
+from dpopt.common.averages import at_step
 from dpopt.common.types import PyTree, ScalarOrSchedule
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Noise:
         return "add_gaussian_noise" if self.strategy is None else "add_correlated_noise"
 
     def stddev(self, step: int | jax.Array) -> float | jax.Array:
-        return self.noise_stddev(step) if callable(self.noise_stddev) else self.noise_stddev
+        return at_step(self.noise_stddev, step)
 
     def stddev_in(self, state: PyTree) -> float | jax.Array:
         """The standard deviation of the noise that is added next, from the state of the noise stage."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpopt.common import trees, validate
+from dpopt.common.averages import at_step
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.gradients import SensitiveAux
 
@@ -53,7 +54,7 @@ def sgdm_learning_rate_schedule(
     validate.positive(**{name: value for name, value in given.items() if not callable(value)})
 
     def schedule(step: int | jax.Array) -> jax.Array:
-        eta, s = (x(step) if callable(x) else x for x in (learning_rate, noise_stddev))
+        eta, s = (at_step(x, step) for x in (learning_rate, noise_stddev))
         return eta * (1 - b1) / ((1 - b1 ** (jnp.asarray(step) + 1)) * s)
 
     return schedule

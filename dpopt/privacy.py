@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from dpopt import _stages
 from dpopt.common import validate
+from dpopt.common.averages import at_step
 from dpopt.common.lazy import dp_accounting
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.composition.relation import Relation as Relation
@@ -43,7 +44,7 @@ class Query:
     strategy: Strategy | None = None  # how its noise is correlated over steps; None: not at all
 
     def multiplier(self, step: int) -> float:
-        value = self.noise_multiplier(step) if callable(self.noise_multiplier) else self.noise_multiplier
+        value = at_step(self.noise_multiplier, step)
         if isinstance(value, Tracer):
             raise ValueError(
                 "the noise multiplier is a traced value, so its privacy cannot be stated. Under "

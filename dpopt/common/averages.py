@@ -3,6 +3,7 @@
 import math
 import numbers
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,6 @@ def one_minus_power(decay: float | jax.Array, exponent: jax.Array, dtype: DTypeL
     return -jnp.expm1(jnp.asarray(exponent, dtype) * log_decay)
 
 
-def at_step(value: PyTree | Callable[[jax.Array], PyTree], step: jax.Array) -> PyTree:
+def at_step(value: PyTree | Callable[[Any], PyTree], step: int | jax.Array) -> PyTree:
     """The value of a hyperparameter, a constant or a schedule, at a step counted from 0 as in Optax."""
     return value(step) if callable(value) else value

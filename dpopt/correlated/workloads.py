@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dpopt.common import validate
+from dpopt.common.averages import at_step
 from dpopt.correlated.strategies import Strategy
 from dpopt.correlated.streams import inverse_series
 
@@ -35,7 +36,7 @@ def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callab
     validate.fraction(momentum=momentum)
     if steps > LARGEST:
         raise ValueError(f"a workload is a dense matrix, so it can have at most {LARGEST} steps; got {steps}.")
-    rates = [float(learning_rate(t) if callable(learning_rate) else learning_rate) for t in range(steps)]
+    rates = [float(at_step(learning_rate, t)) for t in range(steps)]
     lag = np.arange(steps)[:, None] - np.arange(steps)
     decays = np.where(lag >= 0, float(momentum) ** np.maximum(lag, 0), 0.0)
     return np.cumsum(np.asarray(rates)[:, None] * decays, axis=0)

@@ -29,6 +29,10 @@ updates, state = opt.update(grads, state, params)
 params = optax.apply_updates(params, updates)
 print(opt.privacy.step_event())
 
+rate = optax.linear_schedule(1.0, 2.0, 10)
+core = dpopt.privatize(l2_clip_norm=1.0, noise_multiplier=rate, expected_batch_size=8, key=dpopt.secure_key())
+scheduled = dpopt.chain(core, optax.scale_by_adam(), optax.scale_by_learning_rate(rate))
+
 chained = dpopt.chain(dpopt.clip_and_sum(1.0), dpopt.add_gaussian_noise(1.0, jax.random.key(0)), optax.sgd(0.1))
 updates, _ = chained.update(grads, chained.init(params), params)
 
