@@ -175,9 +175,9 @@ def test_a_plan_is_the_same_but_for_whom_it_draws(sampling):
 
 @pytest.mark.parametrize("kind", ["one_hot", "random"])
 def test_without_noise_training_gives_every_coin_away(kind):
-    params = jnp.zeros(400)
+    params = jnp.zeros(4_000)  # random directions hardly overlap
     canaries = audit.gradient_canaries(params, 12, length=100.0, seed=0, kind=kind)
-    planted = audit.plant(canaries, dot_loss, np.zeros((40, 400), np.float32), 40, seed=1)
+    planted = audit.plant(canaries, dot_loss, np.zeros((40, 4_000), np.float32), 40, seed=1)
     _, plan = planted_plan(planted, steps=60)
     result = plan.run(planted.loss_fn, params, planted.data)
     scores = planted.scores(params, result.params)
