@@ -117,7 +117,7 @@ else:  # hidden from type checkers, for which every name would exist
         if name in _LATER:
             module = _importlib.import_module("dpopt.ghost")
             return module.explain if name == "explain" else module
-        return _moved.attribute(name)
+        return _moved.attribute("dpopt", name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_LATER})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _ROOMS = {
     "optimizers": ("averaging", "baselines", "filters"),
@@ -73,19 +74,23 @@ _MODULES = {
     ),
     "verification": ("VerificationError",),
 }
-NAMES = {name: module for module, names in _MODULES.items() for name in names}
+# The module that has each name now, by the path that the name had.
+NAMES = {f"dpopt.{name}": f"dpopt.{module}" for module, names in _MODULES.items() for name in names} | {
+    "dpopt.events.privacy_event": "dpopt.inspection"
+}
 
 
-def attribute(name: str) -> object:
-    """The object that was ``dpopt.name``.
+def attribute(module: str, name: str) -> Any:
+    """The object that was ``module.name``.
 
     Raises:
-        AttributeError: if `dpopt` never had that name.
+        AttributeError: if the module never had that name.
     """
-    if name not in NAMES:
-        raise AttributeError(f"module 'dpopt' has no attribute {name!r}")
-    place = f"dpopt.{NAMES[name]}"
-    warnings.warn(f"dpopt.{name} has moved: {place}.{name}", DeprecationWarning, stacklevel=3)
+    old = f"{module}.{name}"
+    if old not in NAMES:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    place = NAMES[old]
+    warnings.warn(f"{old} has moved: {place}.{name}", DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module(MOVED.get(place, place)), name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def run_private_part(stages: Sequence[_stages.StagedTransformation]) -> RunCore:
     n = len(preconditioners)
     clip, noise = stages[n : n + 2]
     (noise_stage,) = [t.stage for t in stages if isinstance(t.stage, _stages.Noise)]
-    normalize = [(t, t.stage.divisor) for t in stages if isinstance(t.stage, _stages.Normalize)]  # one or none
+    normalize = next((t for t in stages if isinstance(t.stage, _stages.Normalize)), None)
 
     def run(updates: PyTree, state: Sequence[PyTree], params: optax.Params | None, extra_args: dict[str, Any]):
         grads = as_promise(updates, params)
@@ -74,7 +74,7 @@ def _with_remainder(total: PyTree, grads: PerExampleGrads) -> PyTree | sums.Sum:
 
 
 def _normalized(
-    normalize: Sequence[tuple[_stages.StagedTransformation, float | jax.Array]],
+    normalize: _stages.StagedTransformation | None,
     noisy: PyTree,
     stddev: PyTree,
     states: Sequence[optax.OptState],
@@ -82,11 +82,10 @@ def _normalized(
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, PyTree, list[optax.OptState]]:
     """The noisy mean if the chain has `dpopt.normalize_by`, else the sum; the noise in it; and the new states."""
-    states = list(states)
-    for i, (t, divisor) in enumerate(normalize):
-        noisy, states[i] = t.update(noisy, states[i], params, **extra_args)
-        stddev = stddev / divisor
-    return noisy, stddev, states
+    if normalize is None:
+        return noisy, stddev, []
+    mean, state = normalize.update(noisy, states[0], params, **extra_args)
+    return mean, stddev / cast(_stages.Normalize, normalize.stage).divisor, [state]
 
 
 def _released(diagonals: Sequence[Diagonal], mean: PyTree, stddev: PyTree) -> tuple[PyTree, PyTree]:

@@ -161,7 +161,7 @@ class SensitiveMoments(NamedTuple):
     *Privacy*: the ``clean`` fields are averages of gradients without noise.
     """
 
-    count: jax.Array  # (), int32: updates so far
+    count: jax.Array  # (), int32: updates so far  # pyright: ignore[reportIncompatibleMethodOverride]
     clean_m: PyTree  # like params: average of the clipped mean gradient without noise
     clean_v: PyTree  # like params: average of its square
     private_m: PyTree  # like params: average of the private mean gradient

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
+from dpopt import _moved
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting as dp
 from dpopt.composition.event_kinds import check as check
@@ -115,7 +114,4 @@ def composer(privacy: Privacy, scheme: Scheme | InParts, start: int, origin: int
 
 
 def __getattr__(name: str) -> Any:
-    if name != "privacy_event":
-        raise AttributeError(f"module 'dpopt.events' has no attribute {name!r}")
-    warnings.warn("dpopt.events.privacy_event has moved: dpopt.inspection.privacy_event", DeprecationWarning, 2)
-    return importlib.import_module("dpopt.inspection").privacy_event
+    return _moved.attribute("dpopt.events", name)

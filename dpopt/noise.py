@@ -31,7 +31,7 @@ class AddGaussianNoiseState(NamedTuple):
     """State of `add_gaussian_noise`."""
 
     key: jax.Array  # the key the transformation was made with; every segment of a run replaces it
-    count: jax.Array  # (), int32: draws so far
+    count: jax.Array  # (), int32: draws so far  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def renewed(self, key: jax.Array) -> AddGaussianNoiseState:
         """The same step under another key."""

@@ -1,11 +1,14 @@
 """Oracles in plain float64 NumPy loops, small models, and the settings that tests share."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from dpopt import ghost
 
 try:
     from jax import enable_x64
@@ -133,3 +136,29 @@ def unit_gradients(batch, **leaves):
 def slow_unless(quick, values):
     """For ``parametrize``: ``values``, of which those in ``quick`` run in every run, the others with ``-m slow``."""
     return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+@functools.partial(jax.jit, static_argnames=("loss", "way"))
+def contributions(loss, params, batch, way, l2_clip_norm, scale):
+    """The contribution of each example to the clipped sum of ``params["w"]``: alone, and among all the others.
+
+    ``way``: ``"recorded"``, ``"two passes"`` or ``"one pass"``.
+    """
+    everyone = jnp.ones(len(jax.tree.leaves(batch)[0]), bool)
+
+    def total(mask):
+        plan = ghost.plan_clipped_sum(loss, params, batch, scale=scale)
+        limits = [l2_clip_norm] if way == "one pass" else []
+        if way != "recorded":
+            plan = plan.streaming(ghost.single_parameters(plan, limits, []))
+
+        def coefficients(norms):
+            return jax.tree.map(lambda n: jnp.where(n > l2_clip_norm, l2_clip_norm / n, 1.0), norms)
+
+        return ghost.clipped_sum(
+            loss, params, batch, coefficients=coefficients, mask=mask, scale=scale, plan=plan, limits=limits
+        ).sum["w"]
+
+    alone = jnp.diag(everyone)
+    totals = jax.lax.map(total, jnp.concatenate([alone, ~alone, everyone[None]]))
+    return totals[: len(alone)], totals[-1] - totals[len(alone) : -1]

@@ -135,6 +135,13 @@ def test_what_must_be_public_is_asked_for():
         assert "'c'" not in str(error.value)  # a row's own value
 
 
+class StatesItsOwnCost(LogisticRegression):
+    """An estimator that is not dpopt's, with the method that a search asks for the cost."""
+
+    def plan(self, num_examples):
+        raise AssertionError("a stranger was asked what it costs")
+
+
 def private_search(**changes):
     model = PrivateLinearClassifier(classes=[False, True], feature_range=(-1, 1), steps=3)
     options = dict(epsilon=3.0, delta=1e-4, score_noise_multiplier=10.0, mean_trials=2.0) | changes
@@ -208,6 +215,7 @@ def test_a_search_of_what_cannot_be_covered_is_refused():
         ({"grid": {"steps": [3, 4]}}, ValueError, "param_grid varies steps, which moves epsilon"),
         ({"grid": [{"noise_multiplier": [1.0]}, {"epsilon": [1.0]}]}, ValueError, "epsilon, noise_multiplier"),
         ({"estimator": LogisticRegression()}, TypeError, "whose cost is known; got LogisticRegression"),
+        ({"estimator": StatesItsOwnCost()}, TypeError, "whose cost is known; got StatesItsOwnCost"),
         ({"epsilon": None}, ValueError, "set epsilon and delta"),
         ({"shape": math.inf}, ValueError, "shape must be finite"),
     ):

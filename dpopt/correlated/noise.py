@@ -21,7 +21,7 @@ class AddCorrelatedNoiseState(NamedTuple):
     """State of `add_correlated_noise`."""
 
     key: jax.Array  # the key of the transformation; each segment of a run replaces it
-    count: jax.Array  # (), int32: draws so far
+    count: jax.Array  # (), int32: draws so far  # pyright: ignore[reportIncompatibleMethodOverride]
     start: jax.Array  # (), int32: the count at which the strategy began
     buffers: tuple[PyTree, ...]  # `Stream.num_buffers` trees like params, at least float32; as secret as the key
 

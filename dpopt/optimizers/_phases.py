@@ -17,7 +17,7 @@ from dpopt.preconditioners.delayed import phase_lengths
 class ScaleByPhaseLearningRateState(NamedTuple):
     """State of `dpopt.optimizers.dp2.scale_by_phase_learning_rate`."""
 
-    count: jax.Array  # (), int32: steps so far
+    count: jax.Array  # (), int32: steps so far  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def scale_by_phase_learning_rate(

@@ -31,7 +31,7 @@ _Rule: TypeAlias = Callable[[optax.Updates, Any, PyTree], tuple[optax.Updates, A
 class ScaleByAdamBCState(NamedTuple):
     """State of `scale_by_adam_bc`."""
 
-    count: jax.Array  # (), int32: updates so far
+    count: jax.Array  # (), int32: updates so far  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: PyTree  # like params, at least float32: average update
     nu: PyTree  # like params, at least float32: average of (squared update - noise variance); may be negative
 
@@ -39,7 +39,7 @@ class ScaleByAdamBCState(NamedTuple):
 class ScaleByRmsBCState(NamedTuple):
     """State of `scale_by_rms_bc` and `scale_by_adagrad_bc`."""
 
-    count: jax.Array  # (), int32: updates so far
+    count: jax.Array  # (), int32: updates so far  # pyright: ignore[reportIncompatibleMethodOverride]
     nu: PyTree  # like params, at least float32: average (AdaGrad: sum) of (squared update - noise variance)
 
 

@@ -19,7 +19,7 @@ from dpopt.common.types import PyTree
 class AverageState(NamedTuple):
     """State of `average_params`."""
 
-    count: jax.Array  # (), int32: updates so far
+    count: jax.Array  # (), int32: updates so far  # pyright: ignore[reportIncompatibleMethodOverride]
     average: PyTree  # like params, at least float32
 
 

@@ -34,7 +34,7 @@ class ScaleByMicroAdamState(NamedTuple):
     Rows that are not written yet hold zeros.
     """
 
-    count: jax.Array  # (), int32: updates so far
+    count: jax.Array  # (), int32: updates so far  # pyright: ignore[reportIncompatibleMethodOverride]
     indices: PyTree  # like params, each (m, k), uint8, uint16 or int32: which coordinates
     values: PyTree  # like params, each (m, k), at least float32: their signed values
     error: PyTree  # like params: a `Quantized` of d numbers, or (d,) at least float32 without quantisation

@@ -27,7 +27,7 @@ _KEY = 2**31 - 5  # separates these draws from those of the noise, should both g
 class ScaleByMuonBCState(NamedTuple):
     """State of `scale_by_muon_bc`. Matrices are listed in the order of the parameters' leaves."""
 
-    count: jax.Array  # (), int32: updates so far
+    count: jax.Array  # (), int32: updates so far  # pyright: ignore[reportIncompatibleMethodOverride]
     momentum: list[jax.Array]  # matrices, at least float32: average update
     variance: list[jax.Array]  # likewise: variance of the noise in it
     key: jax.Array  # key of the added noise n

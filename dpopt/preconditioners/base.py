@@ -123,7 +123,7 @@ side_information = SideInformation
 class ScheduledClipNormState(NamedTuple):
     """State of `scheduled_clip_norm`."""
 
-    count: jax.Array  # (), int32: steps so far
+    count: jax.Array  # (), int32: steps so far  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

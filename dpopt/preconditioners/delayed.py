@@ -40,7 +40,7 @@ def phase_lengths(delay: int | tuple[int, int]) -> tuple[int, int]:
 class DelayedMomentsState(NamedTuple):
     """State of `delayed_moments`."""
 
-    count: jax.Array  # (), int32: steps so far
+    count: jax.Array  # (), int32: steps so far  # pyright: ignore[reportIncompatibleMethodOverride]
     v: PyTree  # like params, at least float32: second moment of the averaged private gradients
     total: PyTree  # like params: sum of the private means of this cycle's plain steps
     noise_variance: PyTree  # like params: variance of the noise in `total`; () without ``correct_noise``

@@ -191,7 +191,7 @@ public_moments = PublicMoments
 class LastMomentsState(NamedTuple):
     """State of `last_moments`."""
 
-    count: jax.Array  # (), int32: steps so far
+    count: jax.Array  # (), int32: steps so far  # pyright: ignore[reportIncompatibleMethodOverride]
     v: PyTree  # like params, at least float32: moving average of the squared private mean
 
 

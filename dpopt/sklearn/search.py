@@ -137,7 +137,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         return self
 
     def _settings(self) -> list[dict[str, Any]]:
-        if not hasattr(self.estimator, "plan"):
+        from dpopt.sklearn import PrivateLinearClassifier, PrivateLinearRegressor  # which imports this module
+
+        if not isinstance(self.estimator, PrivateLinearClassifier | PrivateLinearRegressor):
             raise TypeError(
                 "estimator must be a PrivateLinearClassifier or PrivateLinearRegressor, whose cost is known; got "
                 f"{type(self.estimator).__name__}. For other models: dpopt.tuning."

@@ -3,16 +3,12 @@
 The remainder is rounding error, which differs between any two ways of adding up.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow_unless
+from helpers import contributions, slow_unless
 from jax import lax
-
-from dpopt import ghost
 
 SLACK = 2.0**-11
 EXAMPLES = 3
@@ -23,7 +19,7 @@ _KINDS = ["matrix", "table", "convolution", "over time", "in a loop", "mixed", "
 @pytest.fixture(autouse=True)
 def _no_programs_kept():
     yield
-    _contributions.clear_cache()  # a process can map only so much memory
+    contributions.clear_cache()  # a process can map only so much memory
 
 
 def _cancelling(rng, positions, width, out):
@@ -94,28 +90,6 @@ def _loss(kind, weight):
     return loss
 
 
-@functools.partial(jax.jit, static_argnames=("loss", "way"))
-def _contributions(loss, params, batch, way, l2_clip_norm, scale):
-    """The contribution of each example alone, and to the sum of all."""
-
-    def total(mask):
-        plan = ghost.plan_clipped_sum(loss, params, batch, scale=scale)
-        limits = [l2_clip_norm] if way == "one pass" else []
-        if way != "recorded":
-            plan = plan.streaming(ghost.single_parameters(plan, limits, []))
-
-        def coefficients(norms):
-            return jax.tree.map(lambda n: jnp.where(n > l2_clip_norm, l2_clip_norm / n, 1.0), norms)
-
-        return ghost.clipped_sum(
-            loss, params, batch, coefficients=coefficients, mask=mask, scale=scale, plan=plan, limits=limits
-        ).sum["w"]
-
-    alone = jnp.eye(EXAMPLES, dtype=bool)
-    totals = lax.map(total, jnp.concatenate([alone, ~alone, jnp.ones((1, EXAMPLES), bool)]))
-    return totals[:EXAMPLES], totals[-1] - totals[EXAMPLES:-1]
-
-
 _SEEDS = slow_unless(range(2), range(60))
 
 
@@ -143,7 +117,7 @@ def test_what_terms_leave_of_each_other_is_not_enlarged_unseen(seed, kind):
     l2_clip_norm = np.float32(10.0 ** rng.uniform(-3, 3))
     for way in _WAYS:
         with jax.numpy_rank_promotion("allow"):
-            both = _contributions(loss, params, batch, way, l2_clip_norm, scale)
+            both = contributions(loss, params, batch, way, l2_clip_norm, scale)
         alone, moved = (np.linalg.norm(np.asarray(z, np.float64).reshape(EXAMPLES, -1), axis=1) for z in both)
         assert (alone <= l2_clip_norm * (1 + SLACK)).all(), (way, alone / l2_clip_norm)
         assert (moved <= l2_clip_norm * (1 + SLACK)).all(), (way, moved / l2_clip_norm)

@@ -1,14 +1,10 @@
 """Examples so large that products with their clip coefficients underflow: left out, or clipped like any other."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow_unless
-
-from dpopt import ghost
+from helpers import contributions, slow_unless
 
 SLACK = 2.0**-11
 TINY = float(np.finfo(np.float32).tiny)
@@ -19,7 +15,7 @@ _SEEDS = slow_unless({2, 43, 45, 123}, range(200))
 @pytest.fixture(autouse=True)
 def _no_programs_kept():
     yield
-    _contributions.clear_cache()  # a process can map only so much memory
+    contributions.clear_cache()  # a process can map only so much memory
 
 
 def _program(rng):
@@ -47,27 +43,6 @@ def _program(rng):
     return loss, {"w": jnp.ones((width, out)) / pull}, batch, pull, small.ravel() > 0
 
 
-@functools.partial(jax.jit, static_argnames=("loss", "way"))
-def _contributions(loss, params, batch, way, l2_clip_norm, scale):
-    """The contribution of each example alone, and to the sum of all."""
-
-    def total(mask):
-        plan = ghost.plan_clipped_sum(loss, params, batch, scale=scale)
-        limits = [l2_clip_norm] if way == "one pass" else []
-        if way != "recorded":
-            plan = plan.streaming(ghost.single_parameters(plan, limits, []))
-
-        def coefficients(norms):
-            return jax.tree.map(lambda n: jnp.where(n > l2_clip_norm, l2_clip_norm / n, 1.0), norms)
-
-        return ghost.clipped_sum(
-            loss, params, batch, coefficients=coefficients, mask=mask, scale=scale, plan=plan, limits=limits
-        ).sum["w"]
-
-    without = jax.lax.map(total, ~jnp.eye(4, dtype=bool))
-    return jax.lax.map(total, jnp.eye(4, dtype=bool)), total(jnp.ones(4, bool)) - without
-
-
 @pytest.mark.parametrize("way", ["recorded", "two passes", "one pass"])
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_no_coefficient_is_too_small_for_its_example(way, seed):
@@ -83,7 +58,7 @@ def test_no_coefficient_is_too_small_for_its_example(way, seed):
             if not 1e-28 < l2_clip_norm < 1e30:
                 continue
             with jax.numpy_rank_promotion("allow"):
-                both = _contributions(loss, params, batch, way, np.float32(l2_clip_norm), scale)
+                both = contributions(loss, params, batch, way, np.float32(l2_clip_norm), scale)
             found, moved = (np.linalg.norm(np.asarray(x, np.float64).reshape(4, -1), axis=1) for x in both)
             assert (found <= l2_clip_norm * (1 + SLACK)).all(), (l2_clip_norm, found)
             assert (moved <= l2_clip_norm * (1 + SLACK)).all(), (l2_clip_norm, moved)

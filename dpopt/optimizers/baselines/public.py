@@ -55,7 +55,7 @@ def dp_r_pub(
 class ScaleByPublicAdamState(NamedTuple):
     """State of `scale_by_public_adam`."""
 
-    count: jax.Array  # (), int32: updates so far
+    count: jax.Array  # (), int32: updates so far  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: PyTree  # like params, at least float32: average of the blended gradients
     nu: PyTree  # like params, at least float32: average of the squared public gradients
 
@@ -145,7 +145,7 @@ def dp_adam_pub(
 class BlendPublicGradientsState(NamedTuple):
     """State of `blend_public_gradients`."""
 
-    count: jax.Array  # (), int32: updates so far
+    count: jax.Array  # (), int32: updates so far  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def blend_public_gradients(total_steps: int) -> optax.GradientTransformationExtraArgs:

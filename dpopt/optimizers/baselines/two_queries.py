@@ -32,7 +32,7 @@ class _NotARefresh:
 class TwoQueriesState(NamedTuple):
     """State of the private part of `dp2_extra_query`."""
 
-    count: jax.Array  # (), int32: steps so far
+    count: jax.Array  # (), int32: steps so far  # pyright: ignore[reportIncompatibleMethodOverride]
     plain: optax.OptState  # state of the query for the moments
     adaptive: optax.OptState  # state of the query for adaptive steps
     v: PyTree  # like params, at least float32: second moment of the averaged private gradients
