@@ -92,26 +92,6 @@ def per_user_grads(
     cast(Any, loss_of_user).takes_key = takes_key
     of_rows = per_example_grads(loss_of_user, engine=engine, microbatch_size=microbatch_size, memory=memory)
 
-    def prepared(
-        params: PyTree, user_batches: Batch, example_mask: jax.Array | np.ndarray | None
-    ) -> tuple[PyTree, jax.Array]:
-        """A batch with users as rows: ``(examples, example mask)``."""
-        user_batches, keys = _without_keys(user_batches)
-        if isinstance(user_batches, Users):
-            if example_mask is not None:
-                raise ValueError("Users have an example_mask, but another was given: leave out example_mask=.")
-            user_batches, example_mask = user_batches
-        data = jax.tree.map(jnp.asarray, user_batches)
-        shape = users, examples = batches.grouped_shape(data, "user")
-        example_mask = jnp.ones(shape, bool) if example_mask is None else example_mask
-        example_mask = batches.checked_example_mask(example_mask, shape, "user")
-        data = _without_padding(data, example_mask)
-        if keys is not None:
-            data = data, jax.vmap(lambda key: jax.random.split(key, examples))(keys)
-        each = jax.tree.map(lambda x: x.reshape((users * examples,) + x.shape[2:]), data)
-        batches.check_loss(loss_fn, params, each, has_aux=False)
-        return data, example_mask
-
     @validate.requires_mask
     def promise(
         params: PyTree,
@@ -121,7 +101,7 @@ def per_user_grads(
         example_mask: jax.Array | np.ndarray | None = None,
     ) -> PerExampleGrads:
         validate.floating_params(params)
-        batch = prepared(params, user_batches, example_mask)
+        batch = _prepared(loss_fn, params, user_batches, example_mask)
         mask = batches.checked_mask(mask, len(batch[1])) & jnp.any(batch[1], axis=1)
         of_rows(params, batch, mask=mask)  # checks them
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
@@ -130,11 +110,32 @@ def per_user_grads(
 
     def verify(params: PyTree, user_batches: Batch, *, scale: PyTree) -> None:
         options = {"engine": engine, "microbatch_size": microbatch_size, "scale": scale}
-        verification.verify_once(loss_of_user, params, prepared(params, user_batches, None), **options)
+        verification.verify_once(loss_of_user, params, _prepared(loss_fn, params, user_batches, None), **options)
 
     marked = cast(Any, promise)  # attributes read by train steps and by the training loop
     marked.makes_promise, marked.takes_key, marked.verify = True, takes_key, verify
     return promise
+
+
+def _prepared(
+    loss_fn: LossFn, params: PyTree, user_batches: Batch, example_mask: jax.Array | np.ndarray | None
+) -> tuple[PyTree, jax.Array]:
+    """A checked batch with users as rows: ``(examples, example mask)``."""
+    user_batches, keys = _without_keys(user_batches)
+    if isinstance(user_batches, Users):
+        if example_mask is not None:
+            raise ValueError("Users have an example_mask, but another was given: leave out example_mask=.")
+        user_batches, example_mask = user_batches
+    data = jax.tree.map(jnp.asarray, user_batches)
+    shape = users, examples = batches.grouped_shape(data, "user")
+    example_mask = jnp.ones(shape, bool) if example_mask is None else example_mask
+    example_mask = batches.checked_example_mask(example_mask, shape, "user")
+    data = _without_padding(data, example_mask)
+    if keys is not None:
+        data = data, jax.vmap(lambda key: jax.random.split(key, examples))(keys)
+    each = jax.tree.map(lambda x: x.reshape((users * examples,) + x.shape[2:]), data)
+    batches.check_loss(loss_fn, params, each, has_aux=False)
+    return data, example_mask
 
 
 def user_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:

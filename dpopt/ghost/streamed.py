@@ -213,14 +213,18 @@ def _two_passes(
         now = _PerBlock(norms, weights, losses, aux)
         return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0), found, now), total
 
-    of_block = [jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results]
-    empty = _PerBlock(norms, [jnp.zeros_like(c) for c in shared], of_block[0], of_block[1:])
-    empty = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), empty)
     start = _joined(nothing) if whole else sums.zero(zeros, blocks.rows, blocks.count)
-    found, total = lax.fori_loop(0, 2 * blocks.count, step, (empty, start))
+    found, total = lax.fori_loop(0, 2 * blocks.count, step, (_nothing_found(run, blocks, norms, shared), start))
 
     norms, losses, aux, counts = blocks.join((found.norms, found.losses, found.aux, mask))
     return Streamed(_listed(total), norms, losses, aux, counts & finite([*norms, counts]))
+
+
+def _nothing_found(run: Run, blocks: Blocks, norms: list[jax.Array], weights: list[jax.Array]) -> _PerBlock:
+    """Zeros, for results with these norms and coefficients of a block."""
+    losses, *aux = (jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results)
+    of_block = _PerBlock(norms, weights, losses, aux)
+    return jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), of_block)
 
 
 def _each(total: Sum) -> list[Sum]:

@@ -164,9 +164,7 @@ def repeat_and_select(
     (0.1, 2.2, 0.6)
     """
     settings = list(settings)
-    _check(train, score, num_trials)
-    if not settings:
-        raise ValueError("settings is empty: there is nothing to draw from.")
+    _check(train, settings, score, num_trials)
     _check_plain(settings=settings, identity=identity)
     validate.prng_key(key)
     validate.positive_int(num_examples=num_examples)
@@ -196,7 +194,7 @@ def repeat_and_select(
     else:
         if jax.process_count() > 1:
             raise ValueError("a search of several processes cannot be kept in a directory: pass directory=None.")
-        all_of_it = {
+        of_search = {
             "settings": settings,
             "num_trials": {"mean": float(num_trials.mean), "shape": float(num_trials.shape)},
             "trial": events.to_json(of_training),
@@ -205,7 +203,7 @@ def repeat_and_select(
             "unit": unit,
             "identity": identity,
         }
-        with Directory.opened(Path(directory), all_of_it, whole) as files:
+        with Directory.opened(Path(directory), of_search, whole) as files:
             progress = go_on(files)
     if progress.best is None:
         return Selection(None, None, None, ledger, num_examples, unit)
@@ -220,9 +218,11 @@ _AFTER_AN_ERROR = (
 )
 
 
-def _check(train: Any, score: Any, num_trials: Any) -> None:
+def _check(train: Any, settings: list[Any], score: Any, num_trials: Any) -> None:
     if not callable(train):
         raise TypeError(f"train must be a function of a setting and a key; got {train!r}.")
+    if not settings:
+        raise ValueError("settings is empty: there is nothing to draw from.")
     if not isinstance(score, PublicScore | PrivateScore):
         raise TypeError(f"score must be a PublicScore or a PrivateScore, which say what they cost; got {score!r}.")
     if not isinstance(num_trials, NumTrials):
