@@ -95,14 +95,26 @@ class Bert(nnx.Module):
         """The embeddings and the outputs of every block: ``(B, T, hidden_size)`` each."""
         places = jnp.arange(ids.shape[1])
         x = self.norm(self.words(ids) + (self.positions(places) + self.types(jnp.zeros_like(places)))[None])
-        outputs = [x]
-        for layer in self.layers:
-            outputs.append(layer(outputs[-1], mask))
-        return outputs
+        return [x, *_outputs(self.layers, x, mask)]
+
+
+class Head(nnx.Module):
+    """A dense layer on centred features: it starts at zero, so that at first all classes are equally likely.
+
+    Attributes:
+        mean: what is subtracted from the features; not a parameter.
+    """
+
+    def __init__(self, width: int, classes: int, *, rngs: nnx.Rngs):
+        self.mean = nnx.Variable(jnp.zeros(width))
+        self.linear = nnx.Linear(width, classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, features: jax.Array) -> jax.Array:
+        return self.linear(features - self.mean[...][None])
 
 
 class Classifier(nnx.Module):
-    """A dense head on the means of outputs over a text.
+    """A head on the means of outputs over a text.
 
     Args:
         body: the encoder.
@@ -115,16 +127,42 @@ class Classifier(nnx.Module):
 
     def __init__(self, body: Bert, width: int, classes: int, *, reads: str = "last", rngs: nnx.Rngs):
         self.body, self.reads = body, reads
-        self.head = head(width * outputs_read(body, reads), classes, rngs=rngs)
+        self.head = Head(width * outputs_read(body, reads), classes, rngs=rngs)
 
     def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        return self.head(features(self.body, ids, mask, self.reads))
+        return self.head(self.features(ids, mask))
+
+    def features(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """The input of the head: ``(B, features)`` in float32."""
+        outputs = self.body.every(ids, mask)[-outputs_read(self.body, self.reads) :]
+        return jnp.concatenate([mean(x, mask) for x in outputs], axis=1)
 
 
-def features(body: Bert, ids: jax.Array, mask: jax.Array, reads: str) -> jax.Array:
-    """The input of a `Classifier`'s head: ``(B, features)`` in float32."""
-    outputs = body.every(ids, mask)[-outputs_read(body, reads) :]
-    return jnp.concatenate([mean(x, mask) for x in outputs], axis=1)
+class Upper(nnx.Module):
+    """The blocks of a `Classifier` from `first_trained` on, and its head; they share their parameters with it.
+
+    Training them costs only their own computation, on outputs of the blocks below that were computed once (`below`).
+    """
+
+    def __init__(self, model: Classifier):
+        self.layers = nnx.List(list(model.body.layers)[first_trained(len(model.body.layers)) :])
+        self.head, self.reads = model.head, model.reads
+
+    def __call__(self, hidden: jax.Array, read: jax.Array, mask: jax.Array) -> jax.Array:
+        return self.head(self.features(hidden, read, mask))
+
+    def features(self, hidden: jax.Array, read: jax.Array, mask: jax.Array) -> jax.Array:
+        """As those of the `Classifier`, from what `below` returns."""
+        outputs = _outputs(self.layers, hidden, mask)
+        if self.reads == "last":
+            return mean(outputs[-1], mask)
+        return jnp.concatenate([read, *(mean(x, mask) for x in outputs)], axis=1)
+
+
+def below(body: Bert, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The outputs ``(B, T, width)`` of the last block below `first_trained`, and the means of all up to it."""
+    outputs = body.every(ids, mask)[: first_trained(len(body.layers)) + 1]
+    return outputs[-1], jnp.concatenate([mean(x, mask) for x in outputs], axis=1)
 
 
 def outputs_read(body: Bert, reads: str) -> int:
@@ -136,11 +174,6 @@ def outputs_read(body: Bert, reads: str) -> int:
     if reads not in ("last", "every"):
         raise ValueError(f"reads must be 'last' or 'every'; got {reads!r}.")
     return 1 if reads == "last" else len(body.layers) + 1
-
-
-def head(width: int, classes: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """The last layer. It starts at zero, so that at first all classes are equally likely."""
-    return nnx.Linear(width, classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
 
 def mean(hidden: jax.Array, mask: jax.Array) -> jax.Array:
@@ -172,30 +205,30 @@ def adapt(body: Bert, rank: int, *, rngs: nnx.Rngs, layers: Sequence[str] = ("va
 
 
 def first_trained(blocks: int) -> int:
-    """The index of the first block that is trained, out of ``blocks``, unless all parameters are.
+    """The index of the first block that is trained, out of ``blocks``, unless all parameters are: two thirds of them.
 
-    The blocks below are frozen: they encode words, and a backward pass that ends above them costs less.
+    The blocks below are frozen: they encode words, and their outputs have to be computed only once.
     """
-    return blocks // 3
+    return min(blocks - 1, -(-2 * blocks // 3))
 
 
-def trained(what: str, blocks: int) -> Any:
-    """The NNX filter of the trained parameters of a classifier on an encoder with this number of blocks.
+def trained(what: str, first: int) -> Any:
+    """The NNX filter of the trained parameters of a `Classifier`, or of an `Upper`.
 
     - ``"head"``: the head alone;
-    - ``"bias"``: also biases and normalisations of the blocks from `first_trained` on (Bu et al. 2022, DP-BiTFiT);
+    - ``"bias"``: also biases and normalisations of the blocks from the index ``first`` on (Bu et al. 2022, DP-BiTFiT);
     - ``"lora"``: the head and the adapters;
     - ``"all"``: everything.
 
     Raises:
         ValueError: if ``what`` is none of these.
     """
-    own_head = nnx.All(nnx.Param, lambda path, value: path[0] in ("head", "kernel", "bias"))
+    own_head = nnx.All(nnx.Param, lambda path, value: path[0] in ("head", "linear"))
     adapters = nnx.All(nnx.LoRAParam, lambda path, value: path[-1] == "lora_b")
 
     def is_late_vector(path: tuple, value: Any) -> bool:
-        in_block = path[:2] == ("body", "layers") and path[2] >= first_trained(blocks)
-        return in_block and path[-1] in ("bias", "scale")
+        path = path[1:] if path[0] == "body" else path
+        return path[0] == "layers" and path[1] >= first and path[-1] in ("bias", "scale")
 
     filters = {
         "head": own_head,
@@ -206,6 +239,15 @@ def trained(what: str, blocks: int) -> Any:
     if what not in filters:
         raise ValueError(f"what is trained must be one of {', '.join(filters)}; got {what!r}.")
     return filters[what]
+
+
+def _outputs(layers: nnx.List, x: jax.Array, mask: jax.Array) -> list[jax.Array]:
+    """The outputs of blocks, one after another."""
+    found = []
+    for layer in layers:
+        x = layer(x, mask)
+        found.append(x)
+    return found
 
 
 def _norm(config: Config, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -59,7 +59,7 @@ def train(options: argparse.Namespace) -> None:
     model = bert.Classifier(body, config.hidden_size, task.CLASSES, rngs=nnx.Rngs(0))
     if options.train == "lora":
         bert.adapt(model.body, 8, rngs=nnx.Rngs(1))
-    which = bert.trained(options.train, config.num_hidden_layers)
+    which = bert.trained(options.train, bert.first_trained(config.num_hidden_layers))
     loss_fn, params = dpopt.flax.nnx_loss(model, task.mean_loss, wrt=which)
     plan = (
         dpopt.Builder(

@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from benchmarks import data
 from benchmarks.data import imdb
 from benchmarks.pretrained import bert, head, tokens, weights
 from benchmarks.pretrained.head import mean_loss
-from benchmarks.utility.tasks import Indexed
+from benchmarks.utility.tasks import Indexed, padded
 
 TOGETHER = head.TOGETHER
 CLASSES = 2
@@ -27,10 +28,10 @@ class PretrainedReviews(Indexed):
     Args:
         where: data folder.
         trained: ``"head"``, on means of the encoder's outputs that are computed once; or another option of
-            `bert.trained`, starting from a head that was trained like this with ``head_epsilon`` of the budget.
+            `bert.trained`, behind a head that was trained before; scored with a new head, trained afterwards.
         reads: what the head reads (`bert.Classifier`).
-        head_epsilon: the budget of the head's own stage, if more than the head is trained.
-        delta: of that stage.
+        epsilon: of the whole run; the two heads get shares of it if more than the head is trained. 0: none is trained.
+        delta: of the whole run.
         rank: of the adapters.
         length: number of tokens read of each review.
         dtype: of the computation and of frozen parameters, ``"float32"`` or ``"bfloat16"``. Trained parameters are in
@@ -49,7 +50,7 @@ class PretrainedReviews(Indexed):
         *,
         trained: str = "lora",
         reads: str = "every",
-        head_epsilon: float = 1.0,
+        epsilon: float = 8.0,
         delta: float = 1e-5,
         rank: int = 8,
         length: int = 128,
@@ -72,13 +73,23 @@ class PretrainedReviews(Indexed):
         test_texts = tokens.Texts(*(x[tested] for x in split.test))
         inputs, tests = tuple(split.train), tuple(test_texts)
         of_train = functools.partial(self._features, split.train, source, f"imdb-train-{length}-{dtype}")
-        self._head = bert.Classifier(self._body, self._config.hidden_size, CLASSES, reads=reads, rngs=nnx.Rngs(0)).head
+        model = bert.Classifier(self._body, self._config.hidden_size, CLASSES, reads=reads, rngs=nnx.Rngs(0))
+        self._head, self._last = model.head, None
         if trained == "head":
             inputs = (of_train(),)
+            if epsilon > 0:
+                centre = _Centre(inputs[0][private].shape, epsilon, delta, jax.random.key(2_000))
+                self._head.mean[...], self.release = jax.jit(centre.of)(inputs[0][private]), centre.event
             tests = (self._features(test_texts, source, f"imdb-test-{len(tested)}-{length}-{dtype}"),)
-        elif head_epsilon > 0:
-            examples = (of_train()[private],), split.train_labels[private]
-            self.release = self._learn_head(examples, head_epsilon, delta)
+        elif epsilon > 0:
+            features, labels = of_train()[private], split.train_labels[private]
+            first, self._last = (
+                _HeadPlans(features.shape, epsilon, delta, share, number)
+                for number, share in enumerate((head.FIRST_SHARE, head.LAST_SHARE))
+            )
+            nnx.update(self._head, jax.jit(first.learn)(features, labels))
+            head.soften(self._head)
+            self.release = dp_accounting.ComposedDpEvent([first.event, self._last.event])
 
         def take(inputs: tuple, labels: np.ndarray, rows: np.ndarray) -> Any:
             return jax.tree.map(lambda x: jnp.asarray(x[rows]), (inputs, labels))
@@ -97,24 +108,11 @@ class PretrainedReviews(Indexed):
         """The head's input for each text; cached, since it takes minutes to compute."""
 
         def build() -> dict[str, np.ndarray]:
-            return {"every": head.features(self._body, texts, "every")}
+            every = bert.Classifier(self._body, self._config.hidden_size, CLASSES, reads="every", rngs=nnx.Rngs(0))
+            return {"every": head.in_groups(bert.Classifier.features, every, texts)}
 
         every = data.cached(source, f"{name}-{weights.NAME}-ends-outputs", build)["every"]
         return every if self._reads == "every" else every[:, -self._config.hidden_size :]
-
-    def _learn_head(self, examples: Any, epsilon: float, delta: float) -> Any:
-        """Trains the head from a fixed key, so that all seeds share it; returns the privacy event."""
-        loss_fn, params = head.loss_and_params(self._head)
-        (features,), labels = examples
-        count = len(labels)
-        plan = head.plan(count, epsilon=epsilon, delta=delta, key=jax.random.key(2_000), pad_to=max(1, count // 10))
-        step, state = jax.jit(plan.train_step(loss_fn)), plan.optimizer.init(params)
-        for t in range(plan.steps):
-            batch = plan.sampler.batch(t)
-            rows = (features[batch.indices],), labels[batch.indices]
-            params, state, _ = step(params, state, rows, batch.mask)
-        nnx.update(self._head, params)
-        return plan.event
 
     def _model(self, seed: int) -> nnx.Module:
         """The network with its trained head and, for ``"lora"``, new adapters."""
@@ -132,7 +130,7 @@ class PretrainedReviews(Indexed):
         return dpopt.flax.nnx_loss(self._model(seed), mean_loss, wrt=self._which())
 
     def _which(self) -> Any:
-        return bert.trained(self._trained, self._config.num_hidden_layers)
+        return bert.trained(self._trained, bert.first_trained(self._config.num_hidden_layers))
 
     def init(self, seed: int) -> Any:
         return self._loss_and_params(seed)[1]
@@ -150,10 +148,62 @@ class PretrainedReviews(Indexed):
         return jax.tree.map(lambda g: g.mean(0), jax.lax.map(lambda group: jax.grad(loss_on)(params, group), groups))
 
     def score(self, params: Any) -> jax.Array:
-        model = nnx.merge(self._graph, params, self._frozen)
+        model = predict = nnx.merge(self._graph, params, self._frozen)
+        if self._last is not None:
+            inputs, labels = self._train
+            features = jax.lax.map(lambda x: model.features(*(v[None] for v in x))[0], inputs, batch_size=TOGETHER)
+            own = nnx.merge(nnx.graphdef(self._head), self._last.learn(features, labels))
+
+            def predict(ids: jax.Array, mask: jax.Array) -> jax.Array:
+                return own(model.features(ids, mask))
 
         def is_right(example: Any) -> jax.Array:
             inputs, label = example
-            return jnp.argmax(model(*(x[None] for x in inputs))[0]) == label
+            return jnp.argmax(predict(*(x[None] for x in inputs))[0]) == label
 
         return jnp.mean(jax.lax.map(is_right, self._test, batch_size=TOGETHER))
+
+
+class _Centre:
+    """How the mean of features of shape ``(n, features)`` is released."""
+
+    def __init__(self, shape: tuple[int, int], epsilon: float, delta: float, key: jax.Array):
+        self._plan = head.mean_plan(*shape, epsilon=epsilon, delta=delta, key=key)
+        self._shape, self.event = shape, self._plan.event
+
+    def of(self, features: jax.Array) -> jax.Array:
+        """The noisy mean: ``(features,)``."""
+        count, width = self._shape
+        params, step = jnp.zeros(width), self._plan.train_step(head.distance)
+        return step(params, self._plan.optimizer.init(params), features, jnp.ones(count, bool))[0]
+
+
+class _HeadPlans:
+    """How a head is trained on features of shape ``(n, features)``, from keys of its ``number``.
+
+    All seeds of a run share these keys.
+    """
+
+    def __init__(self, shape: tuple[int, int], epsilon: float, delta: float, share: float, number: int):
+        count, self._width = shape
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(2_000), number))
+        self._centre = _Centre(shape, epsilon, delta, keys[0])
+        budget = {"epsilon": share * epsilon, "delta": delta, "earlier": self._centre.event}
+        self._plan = head.plan(count, key=keys[1], **budget)
+        self.event = dp_accounting.ComposedDpEvent([self._centre.event, self._plan.event])
+
+    def learn(self, features: jax.Array, labels: jax.Array) -> Any:
+        """The state of a `bert.Head` trained on them."""
+        own = bert.Head(self._width, CLASSES, rngs=nnx.Rngs(0))
+        own.mean[...] = self._centre.of(features)
+        loss_fn, params = head.loss_and_params(own)
+        step, drawn = self._plan.train_step(loss_fn), [self._plan.sampler.drawn(t) for t in range(self._plan.steps)]
+
+        def one(carry: Any, batch: Any) -> tuple[Any, None]:
+            rows, mask = batch
+            return step(*carry, ((features[rows],), labels[rows]), mask)[:2], None
+
+        batches = jax.tree.map(jnp.asarray, padded(drawn, max(len(rows) for rows in drawn)))
+        (params, _), _ = jax.lax.scan(one, (params, self._plan.optimizer.init(params)), batches)
+        nnx.update(own, params)
+        return nnx.state(own)

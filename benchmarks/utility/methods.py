@@ -99,8 +99,7 @@ def build(
 
     Args:
         method: a name in `NAMED`, or ``"combination"``: ``{"before": {...}, "after": {...}}`` with kinds from `BEFORE`
-            (or ``"side information"``) and `AFTER`. ``gamma_share`` is AdamBC's floor as a share of the noise variance;
-            ``faster`` are the factors of `faster`.
+            (or ``"side information"``) and `AFTER`. ``gamma_share`` is AdamBC's floor as a share of the noise variance.
         options: arguments of the optimizer. ``learning_rate`` is a number; ``decay_to`` (optional, or None) is the
             share of it at which a linear decay ends. ``scale: "side information"`` stands for the task's own diagonal.
         steps: length of the run.
@@ -130,21 +129,8 @@ def build(
         after["gamma"] = after.pop("gamma_share") * noise_in_mean(privacy_four) ** 2
     if after["kind"] == "schedule_free":  # with a constant rate
         return dpopt.chain(core, contrib.schedule_free(optax.sgd(start), start, b1=after["b1"]))
-    factors = after.pop("faster", {})
     rule = AFTER[after.pop("kind")](**after)
-    return dpopt.chain(core, rule, *faster(factors), optax.scale_by_learning_rate(rate))
-
-
-def faster(factors: dict[str, float]) -> list[optax.GradientTransformation]:
-    """Scales the steps of some parameters, by the first name in their path: ``{"head": 10.0}``."""
-
-    def named(name: str) -> Callable[[Any], Any]:
-        def is_named(path: Any, x: Any) -> bool:
-            return name in jax.tree_util.keystr(path[:1])
-
-        return lambda params: jax.tree_util.tree_map_with_path(is_named, params)
-
-    return [optax.masked(optax.scale(factor), named(name)) for name, factor in factors.items()]
+    return dpopt.chain(core, rule, optax.scale_by_learning_rate(rate))
 
 
 def noise_in_mean(privacy_four: dict[str, Any]) -> float:

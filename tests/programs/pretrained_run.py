@@ -37,7 +37,7 @@ def problem(train):
     rng = np.random.default_rng(0)
     mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, EXAMPLES)[:, None]
     texts = rng.integers(0, 60, (EXAMPLES, LENGTH)).astype(np.int32), mask
-    loss_fn, params = dpopt.flax.nnx_loss(model, task.mean_loss, wrt=bert.trained(train, 1))
+    loss_fn, params = dpopt.flax.nnx_loss(model, task.mean_loss, wrt=bert.trained(train, 0))
     return loss_fn, params, (texts, rng.integers(0, 2, EXAMPLES).astype(np.int32))
 
 
