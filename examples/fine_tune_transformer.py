@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from flax import nnx
 import dpopt
 import dpopt.flax
 from benchmarks.data import DamagedData, MissingData
-from benchmarks.pretrained import bert, head, tokens, weights
+from benchmarks.pretrained import bert, head, record, tokens, weights
 from dpopt import correlated, sharding
 from dpopt.run import meshes
 from dpopt.run.checkpoint import Checkpointer
@@ -92,6 +93,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse
     parser.add_argument("--test-reviews", type=int, default=2_000, help="how many to test on (default 2000)")
     parser.add_argument("--data", type=Path, help="folder with the data (default: DPOPT_DATA, then ./data)")
     parser.add_argument("--directory", type=Path, help="where checkpoints and the journal of the budget are kept")
+    parser.add_argument("--out", type=Path, help="folder for a record of the run, beside those of earlier runs")
     parser.add_argument("--seed", type=int, help="makes the run repeatable; without it the noise key is secret")
     parser.add_argument("--mesh", help="of devices, such as data=4,fsdp=2; fsdp splits the weights, all axes the batch")
     words = "ADDRESS", "COUNT", "INDEX"
@@ -231,14 +233,15 @@ def main(argv: list[str] | None = None) -> None:
         below = functools.cache(lambda: head.in_groups(bert.below, body, (ids, mask), progress="frozen blocks"))
         inputs = lambda: (*below(), mask)  # noqa: E731
 
+    began, scores = time.monotonic(), []
     predict = nnx.jit(lambda model, ids, mask: jnp.argmax(model(ids, mask), -1))
 
     def accuracy() -> float:
         groups = np.array_split(tested, -(-len(tested) // TOGETHER))
         right = [predict(model, reviews.test.ids[g], reviews.test.mask[g]) == reviews.test_labels[g] for g in groups]
-        found = float(np.mean(np.concatenate(right)))
-        print(f"test accuracy {found:.3f}", flush=True)
-        return found
+        scores.append(float(np.mean(np.concatenate(right))))
+        print(f"test accuracy {scores[-1]:.3f}", flush=True)
+        return scores[-1]
 
     training = Training(options, mesh, model, part, inputs, labels)
     if options.train == "head":
@@ -250,6 +253,9 @@ def main(argv: list[str] | None = None) -> None:
         training.fit_encoder(accuracy)
         result = training.fit_head("last-head", options.epsilon)
     reached = accuracy()
+    if options.out is not None and jax.process_index() == 0:
+        seconds = time.monotonic() - began
+        record.add(options.out, vars(options), scores, result.epsilon(delta=DELTA), DELTA, seconds)
     print(f"epsilon {result.epsilon(delta=DELTA):.2f} at delta {DELTA:g}, test accuracy {reached:.3f}")
     print(result.statement(delta=DELTA))
 

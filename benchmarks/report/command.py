@@ -20,13 +20,18 @@ MEASURED = {
     "opacus": ("Opacus", "cost.opacus_speed"),
     "imdb-speed": ("A full private run on IMDB", "cost.imdb_speed"),
     "tuning": (utility_tables.TUNING_HEADING, "utility.tuning"),
+    "fine-tuning": ("A pretrained Transformer, fine-tuned in three stages", "pretrained.record"),
     "lstm": ("What keeps DP-SGD from learning with an LSTM", "utility.lstm"),
     "scaling": ("Scaling", "cost.scaling"),
     "scaling-devices": ("Devices (simulated on one processor)", "cost.scaling"),
     "scaling-llm": ("Language models on many devices", "cost.llm_scaling"),
 }
 
-COMMAND = {"scaling-devices": "scaling --devices 8", "scaling-llm": "scaling --llm"}  # if it is not the name
+COMMAND = {  # if it is not `python -m benchmarks` and the name
+    "scaling-devices": "python -m benchmarks scaling --devices 8",
+    "scaling-llm": "python -m benchmarks scaling --llm",
+    "fine-tuning": "python examples/fine_tune_transformer.py --out benchmarks/results",
+}
 
 HEAD = """# Results
 
@@ -85,7 +90,7 @@ def write(tables: Path, to: Path) -> Path:
             content = json.loads(source.read_text())
             records.write_json(results / source.name, content)
             module = importlib.import_module(f"benchmarks.{place}")
-            again = f"`python -m benchmarks {COMMAND.get(name, name)}` measures it again."
+            again = f"`{COMMAND.get(name, f'python -m benchmarks {name}')}` measures it again."
             parts.append(f"\n## {heading}\n\n{module.markdown(content)}\n\n{again}\n")
             if hasattr(module, "plot"):
                 parts.append(f"\n![{heading}](results/{module.plot(content['runs'], results).name})\n")

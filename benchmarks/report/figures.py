@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import records
+from benchmarks.pretrained import record
 from benchmarks.report import markdown, published, summaries, tables, utility
 
 ROOT, RESULTS = records.ROOT, records.RESULTS
@@ -183,6 +184,12 @@ def pretrained(results: Path) -> str:
     return "\n\n".join(f"**{title}**\n\n{tables.pretrained(rows)}" for title, rows in own.items())
 
 
+def fine_tuning(results: Path) -> str:
+    """The runs of the example that fine-tunes a pretrained Transformer."""
+    content = records.load(results, "fine-tuning")
+    return "Nothing is recorded yet." if content is None else record.markdown(content)
+
+
 SECTIONS = {
     "users": users,
     "tuning": tuning,
@@ -198,6 +205,7 @@ SECTIONS = {
     "lstm": published.lstm,
     "undecided": published.undecided,
     "pretrained": pretrained,
+    "fine_tuning": fine_tuning,
     "speed": speed,
     "memory": memory,
 }

@@ -16,8 +16,8 @@ from helpers import slow_unless
 
 import dpopt
 import dpopt.flax
-from benchmarks import data
-from benchmarks.pretrained import bert, head, task, tokens, weights
+from benchmarks import data, records
+from benchmarks.pretrained import bert, head, record, task, tokens, weights
 from benchmarks.utility import runs
 from benchmarks.utility.suites import pretrained
 from dpopt.run import entropy
@@ -409,11 +409,13 @@ def example(folder, *options):
     ("--optimizer", "dp2"),
     ("--train", "head", "--reads", "last"),
 ])  # fmt: skip
-def test_the_example_keeps_to_its_budget(folder, capsys, options):
-    example(folder, *options)
+def test_the_example_keeps_to_its_budget(folder, tmp_path, capsys, options):
+    example(folder, *options, "--out", str(tmp_path))
     printed = capsys.readouterr().out
     spent, accuracy = re.search(r"epsilon ([\d.]+) at delta 1e-05, test accuracy ([\d.]+)", printed).groups()
     assert 7.5 < float(spent) <= 8.0 and 0 <= float(accuracy) <= 1
+    (line,) = record.markdown(records.load(tmp_path, record.NAME)).splitlines()[4:]
+    assert f"| **{accuracy}** | {spent} |" in line
 
 
 @pytest.mark.slow
