@@ -9,7 +9,12 @@ from benchmarks.report import markdown as tables
 
 NAME = "fine-tuning"
 PLACES = ("data", "directory", "out", "processes")  # options that change nothing in the result
-TRAINED = {"head": "the head alone", "lora": "adapters", "bias": "biases and normalisations", "all": "all parameters"}
+TRAINED = {
+    "head": "the head alone",
+    "bias": "biases and normalisations",
+    "lora": "adapters (LoRA)",
+    "all": "all parameters",
+}
 
 
 def add(

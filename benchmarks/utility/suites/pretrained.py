@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.pretrained import head
+from benchmarks.pretrained.record import TRAINED
 from benchmarks.utility.suites.frontier import Contest, by_factor
 
 EPSILONS = (1.0, 3.0, 8.0)
@@ -20,12 +21,6 @@ MOMENTUM, BANDS = 0.9, 4
 CLIP, CLIP_OF_HEAD = 2.0, head.CLIP
 COMPUTE = {"expected_batch_size": 1_250, "steps": 20}
 COMPUTE_OF_HEAD = {"expected_batch_size": 5_000, "steps": 60}
-TRAINED = {
-    "head": "the head alone",
-    "bias": "biases and normalisations",
-    "lora": "adapters (LoRA)",
-    "all": "all parameters",
-}
 
 _SGD = {"kind": "sgd", "momentum": MOMENTUM}
 _ADAM = {"kind": "adam"}
