@@ -54,8 +54,6 @@ RATES = {
     "lora": {"adam": 5e-3, "adam_bc": 5e-3, "sgd": 0.3, "dp2": 0.01},
     "all": {"adam": 2e-4, "adam_bc": 1e-4, "sgd": 0.02, "dp2": 1e-3},
 }
-
-
 STAGES = ("first-head-mean", "first-head", "encoder", "last-head-mean", "last-head")
 
 
