@@ -78,8 +78,9 @@ class PretrainedReviews(Indexed):
         if trained == "head":
             inputs = (of_train(),)
             if epsilon > 0:
-                centre = _Centre(inputs[0][private].shape, epsilon, delta, jax.random.key(2_000))
-                self._head.mean[...], self.release = jax.jit(centre.of)(inputs[0][private]), centre.event
+                features = inputs[0][private]
+                plan = head.mean_plan(*features.shape, epsilon=epsilon, delta=delta, key=jax.random.key(2_000))
+                self._head.mean[...], self.release = _mean(plan, jnp.asarray(features)), plan.event
             tests = (self._features(test_texts, source, f"imdb-test-{len(tested)}-{length}-{dtype}"),)
         elif epsilon > 0:
             features, labels = of_train()[private], split.train_labels[private]
@@ -164,18 +165,10 @@ class PretrainedReviews(Indexed):
         return jnp.mean(jax.lax.map(is_right, self._test, batch_size=TOGETHER))
 
 
-class _Centre:
-    """How the mean of features of shape ``(n, features)`` is released."""
-
-    def __init__(self, shape: tuple[int, int], epsilon: float, delta: float, key: jax.Array):
-        self._plan = head.mean_plan(*shape, epsilon=epsilon, delta=delta, key=key)
-        self._shape, self.event = shape, self._plan.event
-
-    def of(self, features: jax.Array) -> jax.Array:
-        """The noisy mean: ``(features,)``."""
-        count, width = self._shape
-        params, step = jnp.zeros(width), self._plan.train_step(head.distance)
-        return step(params, self._plan.optimizer.init(params), features, jnp.ones(count, bool))[0]
+def _mean(plan: dpopt.Plan, features: jax.Array) -> jax.Array:
+    """The noisy mean of features ``(n, features)``, by a `head.mean_plan`."""
+    params, step = jnp.zeros(features.shape[1]), plan.train_step(head.distance)
+    return step(params, plan.optimizer.init(params), features, jnp.ones(len(features), bool))[0]
 
 
 class _HeadPlans:
@@ -185,17 +178,16 @@ class _HeadPlans:
     """
 
     def __init__(self, shape: tuple[int, int], epsilon: float, delta: float, share: float, number: int):
-        count, self._width = shape
         keys = jax.random.split(jax.random.fold_in(jax.random.key(2_000), number))
-        self._centre = _Centre(shape, epsilon, delta, keys[0])
-        budget = {"epsilon": share * epsilon, "delta": delta, "earlier": self._centre.event}
-        self._plan = head.plan(count, key=keys[1], **budget)
-        self.event = dp_accounting.ComposedDpEvent([self._centre.event, self._plan.event])
+        self._mean = head.mean_plan(*shape, epsilon=epsilon, delta=delta, key=keys[0])
+        budget = {"epsilon": share * epsilon, "delta": delta, "earlier": self._mean.event}
+        self._plan = head.plan(shape[0], key=keys[1], **budget)
+        self.event = dp_accounting.ComposedDpEvent([self._mean.event, self._plan.event])
 
     def learn(self, features: jax.Array, labels: jax.Array) -> Any:
         """The state of a `bert.Head` trained on them."""
-        own = bert.Head(self._width, CLASSES, rngs=nnx.Rngs(0))
-        own.mean[...] = self._centre.of(features)
+        own = bert.Head(features.shape[1], CLASSES, rngs=nnx.Rngs(0))
+        own.mean[...] = _mean(self._mean, features)
         loss_fn, params = head.loss_and_params(own)
         step, drawn = self._plan.train_step(loss_fn), [self._plan.sampler.drawn(t) for t in range(self._plan.steps)]
 
