@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 from jax.extend import core
 
-from dpopt.engines.programs import equations, scan_arguments, subprograms
+from dpopt.engines.programs import CALLS, equations, scan_arguments, subprograms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +41,6 @@ class Counter:
 # None: public. A string: private, with its description.
 Label: TypeAlias = str | Bounded | Counter | None
 
-_UNNOISED = "the clipped sum without its noise"
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
 _UNCHANGED = {"copy", "copy_p", "optimization_barrier", "sharding_constraint", "reshard"}
 
 _inspecting: contextvars.ContextVar[bool] = contextvars.ContextVar("dpopt_inspecting", default=False)
@@ -108,14 +96,9 @@ def advanced(count: jax.Array, following: jax.Array) -> jax.Array:
 
 
 def follow(program: core.Jaxpr, counters: range) -> tuple[list[str | None], int]:
-    """Whether each output of a program is public (None) or a description of the private value that it depends on.
+    """For each output of a traced update None, or the private value that it depends on; and the number of releases.
 
-    Args:
-        program: a traced update. Its last outputs are the new values of the inputs ``counters``.
-        counters: indices of inputs that may be counts of noise draws.
-
-    Returns:
-        The labels of the outputs, and the number of released sums.
+    ``counters`` are the indices of inputs that may be counts of noise draws; the last outputs are their new values.
 
     Raises:
         ValueError: if a value that must be public depends on a private one, a release is not of one clipped sum, or a
@@ -135,7 +118,7 @@ def follow(program: core.Jaxpr, counters: range) -> tuple[list[str | None], int]
 
 def _text(label: Label) -> str | None:
     if isinstance(label, Bounded):
-        return _UNNOISED
+        return "the clipped sum without its noise"
     return None if isinstance(label, Counter) else label
 
 
@@ -165,28 +148,28 @@ class _Walk:
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: core.JaxprEqn, labels: list[Label], once: bool) -> Sequence[Label]:
-        name, params = eqn.primitive.name, eqn.params
+        name, inner = eqn.primitive.name, list(subprograms(eqn))
         if eqn.primitive is _mark:
-            return self.mark(labels, once, **params)
+            return self.mark(labels, once, **eqn.params)
         if name in _UNCHANGED:
             return labels
-        if name in _CALLS and _CALLS[name] in params:
-            return self.program(params[_CALLS[name]], labels, once)
+        if name in CALLS | {"custom_vjp_call"} and len(inner) == 1:
+            return self.program(inner[0], labels, once)
         if name == "cond":
             return self.branches(eqn, labels)
         if name == "while":
             return self.while_loop(eqn, labels)
         if name == "scan":
             return self.scan(eqn, labels)
-        if any(e.primitive is _mark for p in subprograms(eqn) for e in equations(p)):
+        if any(e.primitive is _mark for p in inner for e in equations(p)):
             raise ValueError(f"a sum is clipped or released inside {name!r}, which dpopt cannot follow.")
         worst = _worst(labels)
         self.no_side_effect(eqn, worst)
         return [worst] * len(eqn.outvars)
 
     def no_side_effect(self, eqn: core.JaxprEqn, label: Label) -> None:
-        name = eqn.primitive.name
-        if label is not None and ("callback" in name or any(_is_a_side_effect(e) for e in eqn.effects)):
+        name, kinds = eqn.primitive.name, {type(effect).__name__ for effect in eqn.effects}
+        if label is not None and ("callback" in name or kinds - {"NamedAxisEffect"}):  # a collective has none
             raise ValueError(f"{_text(label)} can leak through a side effect ({name}) before any noise is added.")
 
     def mark(self, labels: list[Label], once: bool, kind: str, what: str) -> Sequence[Label]:
@@ -260,7 +243,3 @@ def _fixed_point(step: Callable[[list[Label]], list[Label]], carry: list[Label])
         if following == carry:
             return carry
         carry = following
-
-
-def _is_a_side_effect(effect: Any) -> bool:
-    return type(effect).__name__ != "NamedAxisEffect"  # a collective over devices

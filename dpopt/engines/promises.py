@@ -20,20 +20,12 @@ from dpopt.common import trees
 from dpopt.common.lazy import ghost
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.constants import constants_of, given
-from dpopt.engines import explicit_axes, fallback, sums
+from dpopt.engines import explicit_axes, fallback, stacked, sums
 from dpopt.engines.blocks import Blocks
 from dpopt.engines.programs import equations
 from dpopt.engines.rare_branch import if_any
 from dpopt.engines.rows import check_rows_are_independent, custom_batching
-from dpopt.engines.stacked import (
-    ClipFunction,
-    EngineResult,
-    clip_stacked,
-    finite_rows,
-    layer_axes,
-    own_clip_norms,
-    row_coefficients,
-)
+from dpopt.engines.stacked import ClipFunction, EngineResult
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr
@@ -113,23 +105,16 @@ class Rows(abc.ABC):
         # The examples' filter gradients are one grouped convolution, which XLA may compute as a dense convolution over
         # all examples with zeros between them: 0 * nan then spreads to every example. So bad examples are found one by
         # one and replaced by a good one, and the others get the gradients that they would get without bad ones.
-        bad = ~finite_rows(together[1]) & jnp.asarray(mask)
+        bad = ~stacked.finite_rows(together[1]) & jnp.asarray(mask)
 
         def without_bad_ones(_: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             alone = jax.lax.map(self._value_and_grad, batch)
-            fine = finite_rows(alone[1])
+            fine = stacked.finite_rows(alone[1])
             rows = jnp.where(fine, jnp.arange(len(fine)), jnp.argmax(fine))
             others = jax.vmap(self._value_and_grad)(jax.tree.map(lambda x: x[rows], batch))
             return jax.tree.map(lambda a, b: jnp.where(trees.per_example(fine, a), a, b), others, alone)
 
         return if_any(bad, without_bad_ones, together)
-
-    def _vmap_engine(
-        self, batch: Batch, mask: jax.Array, scale: PyTree, offset: PyTree, clip: ClipFunction
-    ) -> EngineResult:
-        values, grads = self._value_and_grads(batch, mask)
-        losses, aux = values if self.has_aux else (values, None)
-        return clip_stacked(grads, mask, scale, offset, clip)._replace(losses=losses, aux=aux)
 
     def _choose(self, scale: PyTree, offset: PyTree, clip: ClipFunction) -> tuple[int, ghost.Plan | None]:
         """The microbatch size, and the ghost engine's plan for it.
@@ -155,8 +140,8 @@ class Rows(abc.ABC):
                 self.memory,
                 may_split=self.microbatch_size is None and is_traced,
                 may_vmap=self.engine == "auto",
-                limits=own_clip_norms(clip, self.params),
-                layer_axes=layer_axes(clip, self.params),
+                limits=stacked.own_clip_norms(clip, self.params),
+                layer_axes=stacked.layer_axes(clip, self.params),
             )
         except ghost.CannotFollow as reason:
             fallback.to_vmap(reason.primitive, str(reason))
@@ -173,26 +158,32 @@ class Rows(abc.ABC):
         plan: ghost.Plan | None,
     ) -> EngineResult:
         """The clipped sum of one microbatch, computed by the chosen engine."""
+
+        def by_vmap() -> EngineResult:
+            values, grads = self._value_and_grads(batch, mask)
+            losses, aux = values if self.has_aux else (values, None)
+            return stacked.clip_stacked(grads, mask, scale, offset, clip)._replace(losses=losses, aux=aux)
+
         if plan is None:
-            return self._vmap_engine(batch, mask, scale, offset, clip)
+            return by_vmap()
         try:
             ran = ghost.clipped_sum(
                 self.loss_fn,
                 self.params,
                 batch,
-                coefficients=functools.partial(row_coefficients, clip),
+                coefficients=functools.partial(stacked.row_coefficients, clip),
                 mask=mask,
                 scale=scale,
                 offset=offset,
                 has_aux=self.has_aux,
                 plan=plan,
-                limits=own_clip_norms(clip, self.params),
-                layer_axes=layer_axes(clip, self.params),
+                limits=stacked.own_clip_norms(clip, self.params),
+                layer_axes=stacked.layer_axes(clip, self.params),
             )
         except jax.errors.JaxRuntimeError:  # such as out of memory: vmap would need even more
             raise
         except Exception as error:
-            result = self._vmap_engine(batch, mask, scale, offset, clip)  # raises again if it is the user's error
+            result = by_vmap()  # raises again if it is the user's error
             fallback.to_vmap(
                 type(error).__name__,
                 f"ghost clipping cannot run this loss ({type(error).__name__}: {fallback.first_line(error)})",
@@ -206,15 +197,8 @@ class Rows(abc.ABC):
         mesh = explicit_axes.explicit_mesh(args)
         if mesh is not None:
 
-            def run(
-                params: PyTree,
-                batch: Batch,
-                mask: jax.Array,
-                scale: PyTree,
-                offset: PyTree,
-                constants: PyTree,
-                clip_arrays: ClipFunction | None,
-            ) -> EngineResult:
+            def run(*args: PyTree) -> EngineResult:
+                params, batch, mask, scale, offset, constants, clip_arrays = args
                 loss_fn = given(self.loss_fn, constants)
                 loss = dataclasses.replace(self, loss_fn=loss_fn, params=params, batch=batch)
                 return loss.run(mask, scale, offset, clip if clip_arrays is None else clip_arrays)

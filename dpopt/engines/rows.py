@@ -14,24 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from dpopt.engines.programs import equations, scan_arguments, subprograms
+from dpopt.engines.programs import CALLS, equations, scan_arguments, subprograms
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "scan"}
 _STREAMS = {"rng_bit_generator", "rng_uniform"}  # vmap splits one stream among the rows
 _ALL_AT_ONCE = {"expand_dims", "broadcast_all", "legacy_vectorized"}
 _NO_DRAW = {"random_seed", "random_wrap", "random_unwrap", "random_clone"}
 
 
 def check_rows_are_independent(program: Jaxpr) -> None:
-    """Raises if the program of one row, a closed jaxpr whose inputs are the row, may read other rows.
-
-    Raises:
-        ValueError: for a collective over an outer axis, or a mutable reference from outside.
-        TypeError: for random bits that depend on the row and do not come from threefry.
-    """
+    """Raises if the program of one row, a closed jaxpr whose inputs are the row, may read other rows."""
     axes = sorted(str(cast(Any, e).name) for e in program.effects if type(e).__name__ == "NamedAxisEffect")
     if axes:
         raise ValueError(
@@ -92,9 +86,10 @@ def _follow_one(eqn: JaxprEqn, of_row: Sequence[bool]) -> tuple[list[str], list[
     if name.startswith("random_") and name not in _NO_DRAW:
         dtypes = (cast(ShapedArray, v.aval).dtype for v, is_marked in zip(eqn.invars, of_row, strict=True) if is_marked)
         keys = [t for t in dtypes if jnp.issubdtype(t, jax.dtypes.prng_key)]
-        return [f"{name} with keys of type {t}" for t in keys if t != _threefry()], every
+        threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+        return [f"{name} with keys of type {t}" for t in keys if t != threefry], every
     inner = list(subprograms(eqn))
-    if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(of_row):
+    if name in CALLS | {"scan"} and len(inner) == 1 and len(inner[0].invars) == len(of_row):
         return _follow_scan(eqn, inner[0], of_row) if name == "scan" else _follow(inner[0], of_row)
     # Under vmap all rows run a branch or loop whose condition depends on the row, whatever its inputs.
     return [draw for jaxpr in inner for draw in _follow(jaxpr, [True] * len(jaxpr.invars))[0]], every
@@ -109,7 +104,3 @@ def _follow_scan(eqn: JaxprEqn, jaxpr: Jaxpr, of_row: Sequence[bool]) -> tuple[l
         if joined == of_row[first : first + count]:
             return draws, [*joined, *outs[count:]]
         of_row[first : first + count] = joined
-
-
-def _threefry() -> jax.typing.DTypeLike:
-    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype

@@ -98,8 +98,7 @@ class EngineResult(NamedTuple):
 
 def finite_rows(grads: PyTree) -> Bool[Array, " batch"]:
     """Which examples' gradients, leaves ``(B, ...)``, are finite."""
-    finite = [_finite(g) for g in jax.tree.leaves(grads)]
-    return jnp.all(jnp.stack(finite), axis=0)
+    return jnp.all(jnp.stack([_finite(g) for g in jax.tree.leaves(grads)]), axis=0)
 
 
 def _finite(grad: Float[Array, "batch ..."], axes: int = 1) -> Bool[Array, " batch *layers"]:
@@ -122,7 +121,14 @@ def clip_stacked(
     """
     axes = [1 + k for k in layer_axes(clip, jax.tree.map(lambda g: g[0], grads))]
     grads, tree = jax.tree.flatten(affine(trees.upcast(grads), scale, offset))
-    grads, fine = _without_bad_rows(grads, axes)
+    fine = [_finite(g, k) for g, k in zip(grads, axes, strict=True)]
+    bad = ~jnp.stack([jnp.all(f) for f in fine])
+
+    def without_bad_ones(grads: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.where(trees.per_example(f, g), g, 0) for f, g in zip(fine, grads, strict=True)]
+
+    # `if_any` keeps XLA from computing them a second time: what is added up has to be exactly what was clipped.
+    grads = if_any(bad, without_bad_ones, grads)
     norms = [safe_norm(g.reshape(*g.shape[:k], -1), axis=k) for g, k in zip(grads, axes, strict=True)]
     norms = [jnp.where(f, n, jnp.nan) for f, n in zip(fine, norms, strict=True)]
     leaf_norms = tree.unflatten(norms)
@@ -137,22 +143,6 @@ def clip_stacked(
     return EngineResult(
         tree.unflatten(total.value), leaf_norms, None, None, jnp.isfinite(global_norms(leaf_norms)), rest
     )
-
-
-def _without_bad_rows(
-    grads: list[Float[Array, "batch ..."]], axes: list[int]
-) -> tuple[list[Float[Array, "batch ..."]], list[Bool[Array, " batch *layers"]]]:
-    """The gradients with zeros where they are not finite, and where they are finite, along their first ``axes`` axes.
-
-    `if_any` keeps XLA from computing them a second time: what is added up has to be exactly what was clipped.
-    """
-    fine = [_finite(g, k) for g, k in zip(grads, axes, strict=True)]
-    bad = ~jnp.stack([jnp.all(f) for f in fine])
-
-    def without_bad_ones(grads: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.where(trees.per_example(f, g), g, 0) for f, g in zip(fine, grads, strict=True)]
-
-    return if_any(bad, without_bad_ones, grads), fine
 
 
 def affine(grads: PyTree, scale: PyTree, offset: PyTree) -> PyTree:

@@ -130,17 +130,7 @@ def shares(size: int) -> int:
 
 def in_blocks(one_block: Callable[[Any], PyTree], inputs: Any) -> PyTree:
     """``one_block(inputs)``, summed over blocks of at most `ROWS` rows, one after another to save memory."""
-    size = _length(inputs)
-    whole = size // ROWS
-
-    def block(start: jax.typing.ArrayLike, rows: int) -> PyTree:
-        return one_block(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, rows), inputs))
-
-    if size <= ROWS:
-        return one_block(inputs)
-    total = block(0, ROWS)
-    total = lax.fori_loop(1, whole, lambda i, t: jax.tree.map(jnp.add, t, block(i * ROWS, ROWS)), total)
-    return jax.tree.map(jnp.add, total, block(whole * ROWS, size % ROWS)) if size % ROWS else total
+    return _one_after_another(one_block, inputs, ROWS, lambda a, b: jax.tree.map(jnp.add, a, b))
 
 
 def fold(parts: Sum, rows: int) -> Sum:
@@ -159,18 +149,22 @@ def _length(tree: PyTree) -> int:
     return jax.tree.leaves(tree)[0].shape[0]
 
 
-def _in_groups(of_group: Callable[[Any], PyTree], inputs: Any) -> Sum:
-    size, group = _length(inputs), BLOCKS * ROWS
+def _in_groups(one_group: Callable[[Any], PyTree], inputs: Any) -> Sum:
+    if _length(inputs) <= BLOCKS * ROWS:
+        return Sum(one_group(inputs))
+    return _one_after_another(lambda group: paired(Sum(one_group(group))), inputs, BLOCKS * ROWS, add)
 
-    def one_group(start: jax.typing.ArrayLike, count: int) -> Sum:
-        rows = inputs
-        if count < size:
-            rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), inputs)
-        return Sum(of_group(rows))
 
-    if size <= group:
-        return one_group(0, size)
-    total = paired(one_group(0, group))
-    whole = size // group
-    total = lax.fori_loop(1, whole, lambda i, total: add(total, one_group(i * group, group)), total)
-    return add(total, one_group(whole * group, size - whole * group)) if size % group else total
+def _one_after_another(
+    one_part: Callable[[Any], PyTree], inputs: Any, rows: int, plus: Callable[[Any, Any], PyTree]
+) -> PyTree:
+    size = _length(inputs)
+    whole = size // rows
+
+    def part(start: jax.typing.ArrayLike, count: int) -> PyTree:
+        return one_part(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), inputs))
+
+    if size <= rows:
+        return one_part(inputs)
+    total = lax.fori_loop(1, whole, lambda i, total: plus(total, part(i * rows, rows)), part(0, rows))
+    return plus(total, part(whole * rows, size % rows)) if size % rows else total

@@ -92,7 +92,7 @@ def test_auto_decides_for_the_batch_not_for_its_parts(monkeypatch):
     monkeypatch.setattr(planning, "MARGIN", np.inf)
     plan = ghost.plan_clipped_sum(loss_fn, params, batch, has_aux=True)
     assert not plan.prefers_vmap and plan.of(2).prefers_vmap
-    monkeypatch.setattr(promises.Loss, "_vmap_engine", lambda *_: pytest.fail("vmap was chosen"))
+    monkeypatch.setattr(promises.stacked, "clip_stacked", lambda *_: pytest.fail("vmap was chosen"))
     assert loops(lambda p, b: clipped(p, b, engine="auto"), params, batch) == [6]
 
 
