@@ -77,10 +77,10 @@ class InParts:
                     f"again after {self.parts}: no theorem covers that. Use a strategy of at most {self.parts} bands "
                     f"(dpopt.correlated.banded), CyclicPoissonSampler(..., parts={strategy.bands}), or an EpochSampler."
                 )
+            if count == 0:
+                return dp_accounting.NoOpDpEvent()
             sample = dp_accounting.PoissonSampledDpEvent(self.sampling_prob, dp_accounting.GaussianDpEvent(multiplier))
-            if count <= 1:
-                return sample if count else dp_accounting.NoOpDpEvent()
-            return dp_accounting.SelfComposedDpEvent(sample, count)
+            return sample if count == 1 else dp_accounting.SelfComposedDpEvent(sample, count)
         cost = None if strategy is None else strategy.cost(self.parts)
         squared = count if cost is None else float(cost[last] - cost[first])  # the sensitivity
         if squared <= 0:
@@ -92,6 +92,9 @@ class _PartSampler(_Sampler[InParts]):
     def part(self, step: int) -> Indices:
         """The indices of the part that step ``step`` reads."""
         return np.arange(step % self.scheme.parts, self.num_examples, self.scheme.parts)
+
+    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
+        return self.part(step)
 
 
 class CyclicPoissonSampler(_PartSampler):
@@ -180,10 +183,6 @@ class EpochSampler(_PartSampler):
         self.expected_batch_size = expected_batch_size
         self.scheme = InParts(parts)
 
-    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
-        del rng
-        return self.part(step)
-
 
 class BallsInBinsSampler(_PartSampler):
     """Every example once per epoch, in a part drawn independently for each example and kept for all epochs.
@@ -222,10 +221,6 @@ class BallsInBinsSampler(_PartSampler):
 
     def part(self, step: int) -> Indices:
         return np.flatnonzero(_bins(self.seed, self.num_examples, self.scheme.parts) == step % self.scheme.parts)
-
-    def _draw(self, rng: np.random.Generator, step: int) -> Indices:
-        del rng
-        return self.part(step)
 
 
 @functools.lru_cache(maxsize=2)  # all steps of a segment use the same

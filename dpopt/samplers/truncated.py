@@ -65,8 +65,6 @@ noise_multiplier=2.0)
 class TruncatedPoissonSampler(_Sampler[TruncatedPoisson]):
     """Poisson samples in batches of exactly ``max_batch_size`` rows: smaller samples are padded, larger ones truncated.
 
-    This is a separate class, since a `dpopt.PoissonSampler` never truncates a sample.
-
     Args:
         num_examples: size of the data set.
         expected_batch_size: expected number of examples drawn, at most ``num_examples``.
@@ -106,8 +104,7 @@ class TruncatedPoissonSampler(_Sampler[TruncatedPoisson]):
         del step
         # Given its size, a Poisson sample is a uniform subset, and so is a random subset of it. So only the size has to
         # be drawn and truncated.
-        drawn = rng.binomial(self.num_examples, self.scheme.sampling_prob)
-        size = min(drawn, self.scheme.max_batch_size)
+        size = min(rng.binomial(self.num_examples, self.scheme.sampling_prob), self.scheme.max_batch_size)
         return rng.choice(self.num_examples, size, replace=False, shuffle=False).astype(np.int64)
 
 
@@ -143,5 +140,4 @@ def ample_batch_size(
         raise ValueError(f"expected_batch_size {expected_batch_size} exceeds num_examples {num_examples}.")
     if delta >= 1:
         raise ValueError(f"delta must be below 1; got {delta}.")
-    q = expected_batch_size / num_examples
-    return 1 + int(stats.binom.isf(share * delta / steps, num_examples, q))
+    return 1 + int(stats.binom.isf(share * delta / steps, num_examples, expected_batch_size / num_examples))
