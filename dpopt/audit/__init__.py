@@ -8,6 +8,9 @@ sampling, in the data pipeline, in the account. One that does not has found none
 * in many small runs, with one canary (`repeat`, `small_run`, `many_runs_bound`): nearly tight, for a small stand-in.
 
 `report` puts a bound beside the claim. `gaussian_estimate` and the bounds on mu assume a Gaussian mechanism.
+
+*Privacy*: where nothing else is said, a function reads released scores, the coins of canaries or runs, and counts of
+them. None of these is about a person, unless a canary is.
 """
 
 from dpopt.audit.bound import Bound as Bound

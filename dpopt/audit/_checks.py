@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 
-_BEYOND = 1_000.0  # the logarithm of the largest float64 is 710
-
 
 def scores_and_coins(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]:
     """Scores as float64 and coins as bool, both ``(n,)``."""
@@ -26,15 +24,14 @@ def scores_and_coins(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray
     if np.isinf(scores).any():  # between which no threshold can be taken
         # Only the order matters, and each score keeps it by itself: ranks would depend on scores that are yet to count.
         finite = np.copysign(np.log1p(np.abs(scores)), scores)
-        scores = np.where(np.isinf(scores), np.copysign(_BEYOND, scores), finite)
+        scores = np.where(np.isinf(scores), np.copysign(1_000.0, scores), finite)  # log of the largest float64: 710
     return scores, included
 
 
-def significance(value: float) -> float:
+def significance(value: float) -> None:
     """A probability of error, in (0, 0.5)."""
     if not isinstance(value, float) or not 0 < value < 0.5:
         raise ValueError(f"significance, the probability of a wrong bound, must lie in (0, 0.5); got {value!r}.")
-    return value
 
 
 def delta(value: float) -> float:

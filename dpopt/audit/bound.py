@@ -25,8 +25,6 @@ class Bound:
             possible, both at once. None for one run, whose canaries are not independent of each other.
         roc: empirical false and true positive rates at all thresholds, ``(n,)`` each, for a plot.
 
-    *Privacy*: counts over canaries.
-
     >>> Bound(epsilon=1.0, delta=0.0, significance=0.05, method="one run", trials=9, guesses=9, right=9).confidence
     0.95
     """
@@ -56,8 +54,6 @@ def clopper_pearson(right: Any, present: int, wrong: Any, absent: int, significa
         wrong, absent: how many of those without. Counts of right and wrong guesses may be arrays of several tests.
         significance: the probability that the two rates of a test are not both within their bounds, at most.
 
-    *Privacy*: arithmetic on counts of runs.
-
     >>> least, most = clopper_pearson(90, 100, 10, 100, 0.05)
     >>> round(float(least), 2), round(float(most), 2)
     (0.82, 0.18)
@@ -71,8 +67,6 @@ def clopper_pearson(right: Any, present: int, wrong: Any, absent: int, significa
 def epsilon_of_rates(least: float, most: float, delta: float) -> float:
     """The epsilon at ``delta`` that a test with these rates of right and wrong guesses refutes; 0 for none.
 
-    *Privacy*: arithmetic on rates.
-
     >>> round(epsilon_of_rates(0.9, 0.1, 0.0), 2)
     2.2
     """
@@ -81,8 +75,6 @@ def epsilon_of_rates(least: float, most: float, delta: float) -> float:
 
 def roc(scores: np.ndarray, included: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Empirical false and true positive rates of the guess "in" above every threshold, from the highest down.
-
-    *Privacy*: as public as the scores and the coins of canaries.
 
     >>> [rates.tolist() for rates in roc(np.array([3.0, 2.0, 1.0]), np.array([True, False, True]))]
     [[0.0, 0.0, 1.0, 1.0], [0.0, 0.5, 0.5, 1.0]]

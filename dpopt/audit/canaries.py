@@ -22,6 +22,7 @@ import numpy as np
 from dpopt.audit.directions import Directions, OneHot, RandomDirections
 from dpopt.audit.planted_loss import Row, loss_change, with_gradients, without_number
 from dpopt.common import validate
+from dpopt.common.types import LossFn
 from dpopt.federated import Clients
 from dpopt.run.data import rows_of
 from dpopt.samplers.truncated import TruncatedPoisson
@@ -48,7 +49,7 @@ class Planted(NamedTuple):
     (14, (4,))
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: LossFn
     data: Callable[[np.ndarray], Any]
     num_examples: int
     included: np.ndarray
@@ -56,11 +57,7 @@ class Planted(NamedTuple):
     coins: str
 
     def sampler(self, sampler: Any) -> Any:
-        """The sampler of the data in which canaries are as the coins decided: it never draws those that are out.
-
-        Args:
-            sampler: of `num_examples` rows.
-        """
+        """A sampler of `num_examples` rows, made to draw no canary that the coins left out."""
         if sampler.num_examples != self.num_examples:
             raise ValueError(
                 f"the sampler draws from {sampler.num_examples} rows; with the canaries there are {self.num_examples}: "
@@ -115,8 +112,6 @@ def gradient_canaries(
             gradient would fill one only.
         usage: for one-hot canaries, how much the data move each coordinate, like ``params`` (`coordinate_usage`): the
             least used ones are taken. None for coordinates at random.
-    Returns:
-        What `plant` takes.
 
     Raises:
         ValueError, TypeError: for a bad argument, or more one-hot canaries than coordinates.
@@ -139,14 +134,7 @@ def gradient_canaries(
     return OneHot.of(params, count, float(length), seed, usage)
 
 
-def plant(
-    canaries: Any,
-    loss_fn: Callable[..., Any],
-    data: Any,
-    num_examples: int,
-    *,
-    seed: int | None = None,
-) -> Planted:
+def plant(canaries: Any, loss_fn: LossFn, data: Any, num_examples: int, *, seed: int | None = None) -> Planted:
     """Puts canaries into a run, each with a probability of one half.
 
     Args:
@@ -157,9 +145,6 @@ def plant(
         data: as for `dpopt.train`: a pytree of arrays, a source of examples, or a function from row numbers to a batch.
         num_examples: how many rows the data have.
         seed: of the coins. None for the operating system's, as an audit needs: whoever trains or scores must not know.
-
-    Returns:
-        A `Planted`.
 
     Raises:
         ValueError, TypeError: for data that do not fit.
@@ -201,7 +186,10 @@ def plant(
         batch = rows(np.where(number < 0, indices, number % num_examples))
         if examples is not None:
             batch = jax.tree.map(lambda x, c: _chosen(number, np.asarray(x), c), batch, examples)
-        return _numbered(batch, number)
+        if isinstance(batch, Clients):  # whose rows hold many examples: each knows whose it is
+            size = jax.tree.leaves(batch.data)[0].shape[:2]
+            return Clients(Row(batch.data, np.broadcast_to(number[:, None], size)), batch.example_mask)
+        return Row(batch, number)
 
     def scores(before: Any, after: Any) -> jax.Array:
         if isinstance(canaries, Directions):
@@ -218,14 +206,7 @@ def _chosen(number: np.ndarray, x: np.ndarray, canaries: np.ndarray) -> np.ndarr
     return np.where(is_canary, canaries[np.maximum(number, 0)].astype(x.dtype), x)
 
 
-def _numbered(batch: Any, number: np.ndarray) -> Any:
-    if isinstance(batch, Clients):  # whose rows hold many examples: each knows whose it is
-        size = jax.tree.leaves(batch.data)[0].shape[:2]
-        return Clients(Row(batch.data, np.broadcast_to(number[:, None], size)), batch.example_mask)
-    return Row(batch, number)
-
-
-def coordinate_usage(loss_fn: Callable[..., Any], params: Any, batch: Any) -> Any:
+def coordinate_usage(loss_fn: LossFn, params: Any, batch: Any) -> Any:
     """How much each coordinate of the parameters is moved by a batch: the sum of squared per-example gradients.
 
     Args:

@@ -10,16 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Directions:
-    """As many fixed vectors like the parameters, of one length; made by `dpopt.audit.gradient_canaries`.
-
-    *Privacy*: public constants.
-
-    >>> len(RandomDirections(3, 1.0, seed=0))
-    3
-    """
+    """As many fixed vectors like the parameters, of one length; made by `dpopt.audit.gradient_canaries`."""
 
     count: int
+    length: float
 
     def __len__(self) -> int:
         return self.count
@@ -36,16 +32,8 @@ class Directions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneHot(Directions):
-    """Each along one coordinate.
+    """Each along one coordinate."""
 
-    *Privacy*: public constants.
-
-    >>> float(OneHot.of(jnp.zeros(2), 2, 5.0, seed=0).along(jnp.ones(2), 1))
-    5.0
-    """
-
-    count: int
-    length: float
     leaf: np.ndarray  # (count,) int32: which leaf, and which of its entries
     entry: np.ndarray
 
@@ -79,18 +67,8 @@ class OneHot(Directions):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomDirections(Directions):
-    """Each drawn from the sphere.
+    """Each drawn from the sphere."""
 
-    *Privacy*: public constants.
-
-    >>> directions = RandomDirections(1, 2.0, seed=0)
-    >>> tree = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
-    >>> round(float(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.grad(directions.along)(tree, 0).values()))), 3)
-    2.0
-    """
-
-    count: int
-    length: float
     seed: int
 
     def along(self, tree: Any, number: Any) -> jax.Array:

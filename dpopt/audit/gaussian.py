@@ -9,7 +9,6 @@ show, and holds only as far as the run is Gaussian.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -18,14 +17,12 @@ from scipy import optimize, special, stats
 from dpopt import accounting
 from dpopt.audit import _checks
 from dpopt.audit.many_runs import chosen_threshold, counted, halves
-from dpopt.audit.one_run import default_guesses, right_guesses
+from dpopt.audit.one_run import Guesses, default_guesses, right_guesses
 from dpopt.common.lazy import dp_accounting
 
 
 def epsilon_of_mu(mu: float, *, delta: float) -> float:
     """Epsilon at delta of mu-Gaussian-DP.
-
-    *Privacy*: arithmetic on public constants.
 
     >>> round(epsilon_of_mu(1.0, delta=1e-5), 2)
     4.38
@@ -40,8 +37,6 @@ def refutes_mu(mu: float, *, right: int, guesses: int, canaries: int, significan
         mu: the claim.
         right, guesses, canaries: see `one_run_p_value`.
         significance: the probability of a refutation that is wrong, at most.
-
-    *Privacy*: arithmetic on public counts.
 
     Reference: Mahloujifar, Melis and Chaudhuri (2024), Auditing f-Differential Privacy in One Run, Algorithm 3,
     https://arxiv.org/abs/2410.22235.
@@ -58,18 +53,10 @@ def refutes_mu(mu: float, *, right: int, guesses: int, canaries: int, significan
     return bool(r + h > guesses / canaries)
 
 
-def one_run_mu(
-    scores: Any, included: Any, *, significance: float = 0.05, guesses: Sequence[tuple[int, int]] | None = None
-) -> float:
+def one_run_mu(scores: Any, included: Any, *, significance: float = 0.05, guesses: Guesses | None = None) -> float:
     """The largest mu that one run with many canaries refutes; 0 for none.
 
-    Args:
-        scores, included, significance, guesses: see `one_run_bound`.
-
-    Raises:
-        ValueError, TypeError: see `one_run_bound`.
-
-    *Privacy*: reads released scores and the coins of canaries.
+    Arguments and errors are those of `one_run_bound`.
 
     >>> rng = np.random.default_rng(0)
     >>> included = rng.random(1_000) < 0.5
@@ -102,14 +89,7 @@ def many_runs_mu(scores: Any, included: Any, *, significance: float = 0.05) -> f
 
     Half of the runs choose a threshold, the others are counted. Under mu-Gaussian-DP every test has
     :math:`\mu \ge \Phi^{-1}(\mathrm{TPR}) - \Phi^{-1}(\mathrm{FPR})`; both rates get a Clopper-Pearson bound.
-
-    Args:
-        scores, included, significance: see `many_runs_bound`.
-
-    Raises:
-        ValueError, TypeError: see `many_runs_bound`.
-
-    *Privacy*: reads released scores and the coins of runs.
+    Arguments and errors are those of `many_runs_bound`.
 
     Reference: Nasr et al. (2023), Tight Auditing of Differentially Private Machine Learning,
     https://arxiv.org/abs/2302.07956.
@@ -140,8 +120,6 @@ class GaussianEstimate:
         delta: the delta of `epsilon`.
         confidence: of the interval, nominal.
 
-    *Privacy*: made of released scores and the coins of runs.
-
     >>> GaussianEstimate(mu=1.0, epsilon=4.4, interval=(4.0, 4.8), delta=1e-5, confidence=0.95).epsilon
     4.4
     """
@@ -171,8 +149,6 @@ def gaussian_estimate(
 
     Raises:
         ValueError, TypeError: see `many_runs_bound`; or if all runs are of one kind.
-
-    *Privacy*: reads released scores and the coins of runs.
 
     Reference: Nasr et al. (2023), Tight Auditing of Differentially Private Machine Learning, who fit mu, too.
 

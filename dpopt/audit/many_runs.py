@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy import special
@@ -13,13 +13,13 @@ from dpopt.audit import _checks
 from dpopt.audit.bound import Bound, clopper_pearson, epsilon_of_rates, roc
 from dpopt.common.lazy import dp_accounting
 
+Worth: TypeAlias = Callable[[float, float], float]  # of a test, from the bounds on its rates (`counted`)
+
 THRESHOLDS = (*np.linspace(0.01, 0.99, 50), 0.995)
 
 
 def counted(scores: np.ndarray, included: np.ndarray, thresholds: Any, significance: float) -> tuple[Any, Any]:
     """Bounds on the rates of the guess "in" above each threshold: right at least, wrong at most (`clopper_pearson`).
-
-    *Privacy*: reads released scores and coins.
 
     >>> bool(counted(np.array([1.0, 2.0]), np.array([False, True]), 1.5, 0.05)[0] < 0.05)
     True
@@ -31,15 +31,9 @@ def counted(scores: np.ndarray, included: np.ndarray, thresholds: Any, significa
 
 
 def chosen_threshold(
-    scores: np.ndarray,
-    included: np.ndarray,
-    worth: Callable[[float, float], float],
-    significance: float,
-    quantiles: Any = THRESHOLDS,
+    scores: np.ndarray, included: np.ndarray, worth: Worth, significance: float, quantiles: Any = THRESHOLDS
 ) -> float:
     """The threshold, of some quantiles of the scores, whose bounds on the rates are worth most.
-
-    *Privacy*: reads released scores and coins.
 
     >>> scores, included = np.arange(8.0), np.arange(8) > 3
     >>> 3 < chosen_threshold(scores, included, lambda least, most: least - most, 0.05) < 4
@@ -55,8 +49,6 @@ def halves(scores: np.ndarray, included: np.ndarray) -> list[tuple[np.ndarray, n
 
     Raises:
         ValueError: if one of them has runs of one kind only.
-
-    *Privacy*: splits what it is given.
 
     >>> [len(part[0]) for part in halves(np.arange(5.0), np.array([True, False, True, True, False]))]
     [2, 3]
@@ -88,19 +80,12 @@ def many_runs_bound(
     Args:
         scores: ``(n,)``, one a run, high where the canary seems to be in its data.
         included: ``(n,)`` bool: as independent coins fell, in that order.
-        delta: where the bound is stated.
-        significance: the probability that a sound run's bound exceeds its epsilon, at most.
+        delta, significance: see `one_run_bound`.
         claim: the event of a run, where the threshold is to be chosen that says most against it (at any delta, and not
             at this one).
 
-    Returns:
-        A `Bound`, with the rates.
-
     Raises:
-        ValueError, TypeError: for scores that are NaN, shapes that differ, coins that are not boolean, a number out of
-            range, or a half of the runs that are all of one kind.
-
-    *Privacy*: reads released scores and the coins of runs.
+        ValueError, TypeError: see `one_run_bound`; or for a half of the runs that are all of one kind.
 
     Reference: Nasr et al. (2023), Tight Auditing of Differentially Private Machine Learning, for the attack;
     Clopper and Pearson (1934) for the intervals.
@@ -136,7 +121,7 @@ def many_runs_bound(
     )
 
 
-def _excess_over(claim: dp_accounting.DpEvent) -> Callable[[float, float], float]:
+def _excess_over(claim: dp_accounting.DpEvent) -> Worth:
     """By how much a test detects more than an event allows, in standard deviations of a Gaussian test."""
     grid = np.concatenate([[0], np.geomspace(1e-6, 1, 400)])
     curve = trade_off.true_positive_rates(claim, grid)

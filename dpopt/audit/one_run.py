@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy import special, stats
 
 from dpopt.audit import _checks
 from dpopt.audit.bound import Bound, roc
+
+Guesses: TypeAlias = Sequence[tuple[int, int]]  # how many guesses "in" and how many "out": pairs to choose from
 
 # Shares of the canaries that are guessed "in" and "out" if the caller fixes none. Few guesses show most where scores
 # are well told apart only in the tails, many where a build is broken; and where a canary that is in may never have
@@ -21,14 +23,11 @@ def right_guesses(scores: Any, included: Any, guesses_in: int, guesses_out: int)
     """Guesses "in" for the highest and "out" for the lowest scores, and counts what is right.
 
     Args:
-        scores: ``(m,)``, one a canary, high where it seems to be in the data.
-        included: ``(m,)`` bool.
+        scores, included: see `one_run_bound`.
         guesses_in, guesses_out: how many canaries to guess on, at most m together.
 
     Raises:
         ValueError, TypeError: for scores that are NaN, shapes that differ, or more guesses than canaries.
-
-    *Privacy*: reads released scores and the coins of canaries.
 
     >>> right_guesses([0.1, 3.0, 2.0, -1.0], np.array([True, True, False, False]), 1, 1)
     2
@@ -57,8 +56,6 @@ def one_run_p_value(*, right: int, guesses: int, canaries: int, epsilon: float, 
 
     Raises:
         ValueError: for numbers that do not fit each other.
-
-    *Privacy*: arithmetic on public counts.
 
     Reference: Steinke, Nasr and Jagielski (2023), Privacy Auditing with One (1) Training Run, Theorem 5.2,
     https://arxiv.org/abs/2305.08846.
@@ -91,8 +88,6 @@ def one_run_epsilon(*, right: int, guesses: int, canaries: int, delta: float, si
     Raises:
         ValueError: for an argument out of range.
 
-    *Privacy*: arithmetic on public counts.
-
     >>> round(one_run_epsilon(right=100, guesses=100, canaries=100, delta=0.0, significance=0.05), 3)
     3.493
     """
@@ -114,12 +109,7 @@ def one_run_epsilon(*, right: int, guesses: int, canaries: int, delta: float, si
 
 
 def one_run_bound(
-    scores: Any,
-    included: Any,
-    *,
-    delta: float,
-    significance: float = 0.05,
-    guesses: Sequence[tuple[int, int]] | None = None,
+    scores: Any, included: Any, *, delta: float, significance: float = 0.05, guesses: Guesses | None = None
 ) -> Bound:
     """A lower bound on the epsilon of a run at delta, from its canaries' scores.
 
@@ -135,14 +125,9 @@ def one_run_bound(
         significance: the probability that a sound run's bound exceeds its epsilon, at most.
         guesses: pairs of how many guesses "in" and how many "out" to make; None for `SHARES` of the canaries.
 
-    Returns:
-        A `Bound`.
-
     Raises:
         ValueError, TypeError: for scores that are NaN, shapes that differ, coins that are not boolean, or a number out
             of range.
-
-    *Privacy*: reads released scores and the coins of canaries. Nothing here is about a person, unless a canary is.
 
     Reference: Steinke, Nasr and Jagielski (2023), Privacy Auditing with One (1) Training Run.
 
@@ -158,18 +143,17 @@ def one_run_bound(
     pairs = default_guesses(canaries) if guesses is None else list(guesses)
     if not pairs:
         raise ValueError("guesses is empty: give at least one pair (guesses in, guesses out).")
-    best = (-1.0, 0, 0)
-    for guesses_in, guesses_out in pairs:
-        right, number = right_guesses(scores, included, guesses_in, guesses_out), guesses_in + guesses_out
-        share = significance / len(pairs)
-        found = one_run_epsilon(
-            right=right, guesses=number, canaries=canaries, delta=_checks.delta(delta), significance=share
-        )
-        best = max(best, (found, number, right), key=lambda b: b[0])
-    epsilon, number, right = best
+    counts = [(right_guesses(scores, included, k_in, k_out), k_in + k_out) for k_in, k_out in pairs]
+    delta, share = _checks.delta(delta), significance / len(pairs)
+    epsilons = [
+        one_run_epsilon(right=right, guesses=number, canaries=canaries, delta=delta, significance=share)
+        for right, number in counts
+    ]
+    best = int(np.argmax(epsilons))
+    right, number = counts[best]
     return Bound(
-        epsilon=epsilon,
-        delta=float(delta),
+        epsilon=epsilons[best],
+        delta=delta,
         significance=significance,
         method="one run",
         trials=canaries,
@@ -181,8 +165,6 @@ def one_run_bound(
 
 def default_guesses(canaries: int) -> list[tuple[int, int]]:
     """Pairs of guesses "in" and "out" for `SHARES` of so many canaries.
-
-    *Privacy*: arithmetic on a public number.
 
     >>> default_guesses(100)
     [(3, 0), (5, 5), (10, 0), (15, 15), (40, 0), (50, 50)]

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from dpopt.audit.directions import Directions
+from dpopt.common.types import LossFn
 from dpopt.federated import Clients
 
 
 class Row(NamedTuple):
-    """A row of data with canaries.
-
-    *Privacy*: private data.
-
-    >>> Row(0.5, -1).canary
-    -1
-    """
+    """A row of data with canaries."""
 
     example: Any
     canary: Any  # int32: the canary's number, -1 for the user's own example
 
 
-def with_gradients(loss_fn: Callable[..., Any], directions: Directions) -> Callable[..., Any]:
+def with_gradients(loss_fn: LossFn, directions: Directions) -> LossFn:
     """A loss of rows, which at a canary is linear in the parameters: its gradient is the canary's direction.
-
-    *Privacy*: changes nothing; a row's loss depends on that row alone.
 
     >>> from dpopt.audit.directions import OneHot
     >>> loss = with_gradients(lambda w, x: jnp.sum(w * x), OneHot.of(jnp.zeros(2), 2, 9.0, seed=0))
@@ -47,14 +39,8 @@ def with_gradients(loss_fn: Callable[..., Any], directions: Directions) -> Calla
     return _like(at_row, loss_fn)
 
 
-def without_number(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss of rows, all of which are examples.
-
-    *Privacy*: changes nothing.
-
-    >>> without_number(lambda w, x: w * x)(2.0, Row(3.0, 0))
-    6.0
-    """
+def without_number(loss_fn: LossFn) -> LossFn:
+    """A loss of rows, all of which are examples."""
     return _like(lambda params, row: loss_fn(params, _unpacked(row)[0]), loss_fn)
 
 
@@ -66,34 +52,26 @@ def _unpacked(row: Any) -> tuple[Any, Any]:
     return (row.example, key), row.canary
 
 
-def _like(at_row: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _like(at_row: LossFn, loss_fn: LossFn) -> LossFn:
     cast(Any, at_row).takes_key = getattr(loss_fn, "takes_key", False)  # `dpopt.train` asks
     return at_row
 
 
-def loss_change(loss_fn: Callable[..., Any], before: Any, after: Any, examples: Any) -> jax.Array:
+def loss_change(loss_fn: LossFn, before: Any, after: Any, examples: Any) -> jax.Array:
     """By how much each example's loss has fallen, ``(m,)``; for `dpopt.federated.Clients` a client's mean loss.
-
-    Args:
-        loss_fn: ``loss_fn(params, example) -> scalar``.
-        before, after: parameters.
-        examples: leaves ``(m, ...)``.
-
-    *Privacy*: of canaries and released parameters.
 
     >>> loss_change(lambda w, x: (w - x) ** 2, 0.0, 1.0, jnp.array([1.0, 2.0])).tolist()
     [1.0, 3.0]
     """
 
+    def fall(example: Any) -> jax.Array:
+        was, is_now = loss_fn(before, example), loss_fn(after, example)
+        return was[0] - is_now[0] if isinstance(was, tuple) else was - is_now
+
     def one(example: Any) -> jax.Array:
         if not isinstance(example, Clients):
-            return _value(loss_fn(before, example)) - _value(loss_fn(after, example))
-        falls = jax.vmap(lambda e: _value(loss_fn(before, e)) - _value(loss_fn(after, e)))(example.data)
+            return fall(example)
         counts = example.example_mask
-        return jnp.sum(jnp.where(counts, falls, 0)) / jnp.maximum(jnp.sum(counts), 1)
+        return jnp.sum(jnp.where(counts, jax.vmap(fall)(example.data), 0)) / jnp.maximum(jnp.sum(counts), 1)
 
     return jax.jit(lambda examples: jax.lax.map(one, examples, batch_size=64))(examples)
-
-
-def _value(found: Any) -> jax.Array:
-    return found[0] if isinstance(found, tuple) else found

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpopt.common import validate
+from dpopt.common.types import LossFn
 from dpopt.run.training import make_train_step
 
+Train: TypeAlias = Callable[[jax.Array, jax.Array], Any]  # (is the canary in the data, key) -> what the attacker sees
 
-def repeat(
-    train: Callable[[jax.Array, jax.Array], Any],
-    runs: int,
-    *,
-    key: jax.Array,
-    at_once: int | None = None,
-) -> tuple[Any, np.ndarray]:
+
+def repeat(train: Train, runs: int, *, key: jax.Array, at_once: int | None = None) -> tuple[Any, np.ndarray]:
     """Runs a function many times, each time with a fair coin and a key of its own, as one compiled program.
 
     Args:
@@ -54,14 +51,14 @@ def repeat(
 
 
 def small_run(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     make_optimizer: Callable[[jax.Array], Any],
     params: Any,
     rows: Any,
     *,
     sampling_prob: float,
     steps: int,
-) -> Callable[[jax.Array, jax.Array], Any]:
+) -> Train:
     """A run for `repeat`, on a few rows, the last of which is the canary.
 
     Every step is `dpopt.make_train_step`'s, on all rows, of which a Poisson sample counts: each row with the same
@@ -104,8 +101,7 @@ def small_run(
 
         def one(carry: tuple[Any, Any], step_key: jax.Array) -> tuple[tuple[Any, Any], None]:
             mask = jax.random.bernoulli(step_key, sampling_prob, (count,)) & there
-            params, state = carry
-            return step(params, state, rows, mask)[:2], None
+            return step(*carry, rows, mask)[:2], None
 
         start = params, optimizer.init(params)
         return jax.lax.scan(one, start, jax.random.split(of_samples, steps))[0][0]

@@ -25,8 +25,6 @@ class Report:
         bound: what the attack has shown.
         estimate: an estimate beside it, or None.
 
-    *Privacy*: public constants, and counts over canaries.
-
     >>> bound = Bound(epsilon=9.0, delta=1e-5, significance=0.05, method="one run", trials=900, guesses=900, right=900)
     >>> found = report(dp_accounting.GaussianDpEvent(2.0), bound)
     >>> found.exceeds_claim, found.verdict.split(":")[0]
@@ -87,12 +85,11 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""
-        fields = dataclasses.fields(self.bound)
         return {
             "verdict": self.verdict,
             "exceeds_claim": self.exceeds_claim,
             "claimed_epsilon": self.claim.epsilon,
-            "bound": {f.name: getattr(self.bound, f.name) for f in fields if f.name != "roc"},
+            "bound": {name: value for name, value in vars(self.bound).items() if name != "roc"},
             "estimate": None if self.estimate is None else dataclasses.asdict(self.estimate),
         }
 
@@ -100,13 +97,8 @@ class Report:
         """The trade-off curve of the claim, what the attack reached, and what it is sure of.
 
         The claim holds if no test is above its curve. The dashed line is all that the bound refutes: if a test reached
-        nothing above it, epsilon could be as low as the bound.
-
-        Args:
-            axes: of matplotlib; None for new ones.
-
-        Returns:
-            The axes. Needs matplotlib (``dpopt[benchmarks]``).
+        nothing above it, epsilon could be as low as the bound. ``axes`` are matplotlib's (``dpopt[benchmarks]``), which
+        are returned, None for new ones.
         """
         axes = self.claim.plot(axes)
         bound = self.bound
@@ -132,13 +124,8 @@ def report(claim: Any, bound: Bound, estimate: GaussianEstimate | None = None) -
         bound: what `one_run_bound` or `many_runs_bound` returned; its delta is the one to be compared at, and positive.
         estimate: what `gaussian_estimate` returned, to stand beside it.
 
-    Returns:
-        A `Report`.
-
     Raises:
         ValueError, TypeError: for a claim of another kind, or one that no accountant takes.
-
-    *Privacy*: reads public constants and counts over canaries.
 
     >>> bound = Bound(epsilon=0.5, delta=1e-5, significance=0.05, method="one run", trials=100, guesses=100, right=70)
     >>> print(report(dp_accounting.GaussianDpEvent(2.0), bound).verdict)
