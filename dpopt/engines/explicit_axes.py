@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from dpopt.common.types import Batch, PyTree
+from dpopt.common.types import PyTree
 
 
 def explicit_mesh(tree: PyTree) -> Mesh | AbstractMesh | None:
@@ -36,16 +36,6 @@ def with_automatic_types(tree: PyTree) -> PyTree:
         return jax.device_put(x, NamedSharding(mesh, sharding.spec))
 
     return jax.tree.map(retyped, tree)
-
-
-def like_parameters(params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """The sharding of each parameter."""
-    return jax.tree.map(lambda p: NamedSharding(mesh, jax.typeof(p).sharding.spec), params)
-
-
-def by_row(batch: Batch, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of arrays with one entry per row of the batch."""
-    return NamedSharding(mesh, PartitionSpec(*jax.typeof(jax.tree.leaves(batch)[0]).sharding.spec[:1]))
 
 
 def with_automatic_axes(

@@ -155,12 +155,9 @@ class _Walk:
             return labels
         if name in CALLS | {"custom_vjp_call"} and len(inner) == 1:
             return self.program(inner[0], labels, once)
-        if name == "cond":
-            return self.branches(eqn, labels)
-        if name == "while":
-            return self.while_loop(eqn, labels)
-        if name == "scan":
-            return self.scan(eqn, labels)
+        control = {"cond": self.branches, "while": self.while_loop, "scan": self.scan}
+        if name in control:
+            return control[name](eqn, labels)
         if any(e.primitive is _mark for p in inner for e in equations(p)):
             raise ValueError(f"a sum is clipped or released inside {name!r}, which dpopt cannot follow.")
         worst = _worst(labels)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dpopt.common import trees
 from dpopt.common.lazy import ghost
@@ -204,8 +205,9 @@ class Rows(abc.ABC):
                 return loss.run(mask, scale, offset, clip if clip_arrays is None else clip_arrays)
 
             def shardings(result: EngineResult) -> EngineResult:
-                like, rows = explicit_axes.like_parameters(self.params, mesh), explicit_axes.by_row(self.batch, mesh)
-                each = jax.tree.map(lambda _: rows, result)
+                like = jax.tree.map(lambda p: NamedSharding(mesh, jax.typeof(p).sharding.spec), self.params)
+                rows = PartitionSpec(*jax.typeof(jax.tree.leaves(self.batch)[0]).sharding.spec[:1])
+                each = jax.tree.map(lambda _: NamedSharding(mesh, rows), result)
                 return each._replace(sum=like, remainder=None if result.remainder is None else like)
 
             # The arrays of a clip that is a pytree have explicit axes too.

@@ -140,9 +140,8 @@ def clip_stacked(
 
     total = sums.over_examples(lambda group: sums.in_blocks(weighted_sum, group), (grads, coefficients))
     rest = None if total.remainder is None else tree.unflatten(total.remainder)
-    return EngineResult(
-        tree.unflatten(total.value), leaf_norms, None, None, jnp.isfinite(global_norms(leaf_norms)), rest
-    )
+    is_finite = jnp.isfinite(global_norms(leaf_norms))
+    return EngineResult(tree.unflatten(total.value), leaf_norms, None, None, is_finite, rest)
 
 
 def affine(grads: PyTree, scale: PyTree, offset: PyTree) -> PyTree:

@@ -94,11 +94,8 @@ def _add(
 
 def needs_remainder(size: int) -> bool:
     """Whether `over_examples` returns pairs of floats for ``size`` examples."""
-    total = jax.eval_shape(
-        lambda x: over_examples(lambda group: in_blocks(lambda rows: jnp.sum(rows), group), x),
-        jax.ShapeDtypeStruct((size,), jnp.float32),
-    )
-    return total.remainder is not None
+    rows = jax.ShapeDtypeStruct((size,), jnp.float32)
+    return jax.eval_shape(lambda x: over_examples(lambda group: jnp.sum(group), x), rows).remainder is not None
 
 
 def over_examples(one_group: Callable[[Any], PyTree], inputs: Any) -> Sum:

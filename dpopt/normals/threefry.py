@@ -31,11 +31,9 @@ def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax
 def counters(shape: tuple[int, ...], limit: int = COUNTERS) -> tuple[jax.Array, jax.Array]:
     """A different pair of uint32 for every entry of an array: (0, flat index) if that fits into one word.
 
-    In larger arrays the second word counts over as many of the last axes as fit, the first word over the others. Each
-    is a sum of one iota per axis, so that the counters of a sharded array are computed shard by shard.
-
-    Raises:
-        ValueError: if the axes cannot be split like that (2^63 entries, or an axis longer than 2^32).
+    In larger arrays the second word counts over as many of the last axes as fit, the first word over the others; 2^63
+    entries, or an axis longer than 2^32, are refused. Each word is a sum of one iota per axis, so that the counters of
+    a sharded array are computed shard by shard.
     """
     words, axis = [], len(shape)
     for word_limit in (limit, limit // 2):  # `blocks_at` uses the top bit of the first word
