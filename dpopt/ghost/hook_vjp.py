@@ -48,10 +48,8 @@ def with_hook(
     return inner(hook, values)
 
 
-def batched(
-    of_one: Callable[..., PyTree], of_batch: Callable[..., PyTree], is_per_example: PyTree
-) -> Callable[..., PyTree]:
-    """``of_one(*rows, shared)``, or ``of_batch`` for all rows at once where the engine maps it over the batch.
+def batched(of_batch: Callable[..., PyTree], is_per_example: PyTree) -> Callable[..., PyTree]:
+    """``of_batch(*rows, shared)`` for one example's rows, or for all at once where the engine maps it over the batch.
 
     ``is_per_example`` is a prefix of the output. Where it is False the output belongs to the whole batch, and the
     engine's ``vmap`` returns it unchanged.
@@ -59,7 +57,8 @@ def batched(
 
     @jax.custom_batching.custom_vmap
     def function(rows: tuple[PyTree, ...], shared: PyTree) -> PyTree:
-        return of_one(*rows, shared)
+        out = of_batch(*jax.tree.map(lambda x: x[None], rows), shared)
+        return jax.tree.map(lambda own, part: jax.tree.map(lambda x: x[0], part) if own else part, is_per_example, out)
 
     @function.def_vmap
     def _(size: int, are_mapped: PyTree, rows: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:

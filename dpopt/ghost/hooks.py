@@ -32,7 +32,6 @@ from dpopt.ghost.contacts import (
     weighs_input,
 )
 from dpopt.ghost.hook_vjp import batched, with_hook
-from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
 from dpopt.ghost.values import Contact
@@ -82,11 +81,10 @@ class TwoPassHook:
         del keep
         return dataclasses.replace(self, bounds=slots[0], total=slots[1], coefficient=coefficients[self.group])
 
-    def split(self, is_mapped: bool) -> tuple[TwoPassHook, Callable[[TwoPassHook], TwoPassHook]]:
+    def split(self) -> tuple[TwoPassHook, Callable[[TwoPassHook], TwoPassHook]]:
         """The part of the hook that is sliced for each step of a loop, and a function from a slice to the step's hook.
 
-        (Each step has its own weight, ``is_mapped``: otherwise steps have cross terms, and the contact is recorded.)"""
-        del is_mapped
+        (Each step has its own weight: otherwise steps have cross terms, and the contact is recorded.)"""
         return dataclasses.replace(self, adds_up=None, coefficient=None), lambda own: dataclasses.replace(
             own, adds_up=self.adds_up, coefficient=self.coefficient
         )
@@ -108,13 +106,8 @@ class TwoPassHook:
 
             return lax.cond(adds_up, added, bounds)
 
-        def of_one(x: jax.Array, y: jax.Array, c: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
-            x, y, c = jax.tree.map(lambda z: z[None], (x, y, c))
-            bounds, total = of_batch(x, y, c, shared)
-            return bounds[0], total
-
         def backward(hook: TwoPassHook, x: jax.Array | None, y: jax.Array) -> TwoPassHook:
-            both = batched(of_one, of_batch, (True, False))((x, y, hook.coefficient), (hook.adds_up, hook.diagonal))
+            both = batched(of_batch, (True, False))((x, y, hook.coefficient), (hook.adds_up, hook.diagonal))
             return dataclasses.replace(
                 hook, bounds=both[0], total=both[1], adds_up=None, diagonal=None, coefficient=None
             )
@@ -146,8 +139,7 @@ class ClipHook:
         del coefficients
         return dataclasses.replace(self, bounds=slots[0], total=slots[1], keep=keep)
 
-    def split(self, is_mapped: bool) -> tuple[ClipHook, Callable[[ClipHook], ClipHook]]:
-        del is_mapped  # as for `TwoPassHook`
+    def split(self) -> tuple[ClipHook, Callable[[ClipHook], ClipHook]]:
         return dataclasses.replace(self, keep=None), lambda own: dataclasses.replace(own, keep=self.keep)
 
     def attach(
@@ -161,13 +153,8 @@ class ClipHook:
             nothing = bounds, jax.tree.map(jnp.zeros_like, self.total)
             return lax.cond(jnp.any(keep > 0), lambda: _clipped(contact, self, (x, y, keep), *shared), lambda: nothing)
 
-        def of_one(x: jax.Array, y: jax.Array, keep: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
-            x, y, keep = jax.tree.map(lambda z: z[None], (x, y, keep))
-            bounds, total = of_batch(x, y, keep, shared)
-            return bounds[0], total
-
         def backward(hook: ClipHook, x: jax.Array | None, y: jax.Array) -> ClipHook:
-            both = batched(of_one, of_batch, (True, False))((x, y, hook.keep), (hook.limit, hook.diagonal))
+            both = batched(of_batch, (True, False))((x, y, hook.keep), (hook.limit, hook.diagonal))
             return dataclasses.replace(hook, bounds=both[0], total=both[1], limit=None, diagonal=None, keep=None)
 
         return with_hook(self, run, values, at, backward)
@@ -213,15 +200,14 @@ def _clipped_as_formed(
 
     Norm and sum are computed from the same numbers, so rounding errors of these do not matter."""
     size = len(rows[-1])
-    diagonal = None if diagonal is None else cast(Factors, contact.factors).fold(diagonal)
+    diagonal = None if diagonal is None else contact.fold(diagonal)
 
     def of_chunk(x: jax.Array, y: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
         formed = jax.vmap(lambda x, y: form(contact, Seen(x, y)))(x, y)
         scaled = formed if diagonal is None else formed * diagonal[None]
         norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
         fine = (keep > 0) & jnp.isfinite(norm)
-        c = jnp.where(fine, shrink_to(limit[None], norm), 0)
-        other = jnp.ones_like(norm)
+        c, other = jnp.where(fine, shrink_to(limit[None], norm), 0), jnp.ones_like(norm)
         lost = lost_to_weighing(contact, other, size) * (1 if diagonal is None else largest(diagonal))
         c = jnp.where(can_weigh(c, limit[None], lost * formed[0].size ** 0.5), c, 0)
         total = combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
@@ -247,19 +233,15 @@ def _bounds(
     contact: Contact, hook: TwoPassHook | ClipHook, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
 ) -> jax.Array:
     """``[B, 3]``, computed for a chunk of examples at a time."""
-    several = jax.vmap(lambda rows: _bounds_of_one(contact, hook, rows[0], rows[1], diagonal))
-    return in_chunks(several, (x, y), y.shape[0], hook.chunk)
 
+    def of_one(rows: tuple[jax.Array | None, jax.Array]) -> jax.Array:
+        def of_layer(y: jax.Array, diagonal: jax.Array | None) -> jax.Array:
+            return jnp.stack(_norm_of_one(contact, hook.method, rows[0], y, diagonal)).astype(hook.bounds.dtype)
 
-def _bounds_of_one(
-    contact: Contact, hook: TwoPassHook | ClipHook, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
-) -> jax.Array:
-    def of_layer(y: jax.Array, diagonal: jax.Array | None) -> jax.Array:
-        bounds = _norm_of_one(contact, hook.method, x, y, diagonal)
-        return jnp.stack(bounds).astype(hook.bounds.dtype)
+        # A weight that no loop slices has all its layers in one gradient; then there is no input.
+        return jax.vmap(of_layer)(rows[1], diagonal) if hook.bounds.ndim > 1 else of_layer(rows[1], diagonal)
 
-    # A weight that no loop slices has all its layers in one gradient; then x is None.
-    return jax.vmap(of_layer)(y, diagonal) if hook.bounds.ndim > 1 else of_layer(y, diagonal)
+    return in_chunks(jax.vmap(of_one), (x, y), y.shape[0], hook.chunk)
 
 
 def _norm_of_one(
@@ -274,7 +256,7 @@ def _norm_of_one(
     lost, unit = terms * tiny(y.dtype), jnp.ones(())
     if diagonal is not None:  # its entries are below 2 once scaled
         (diagonal, unit), lost = to_one(diagonal), 2 * lost
-    square = square_of_one(contact, method, x, y, diagonal, lost)
+    square = square_of_one(contact, method, Seen(x, y), diagonal, lost)
     upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
     other = y_unit if x is not None and weighs_input(contact, x, y) else x_unit
     return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower)), 2 * other

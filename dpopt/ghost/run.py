@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.common.types import PyTree
+from dpopt.engines.norms import safe_norm
 from dpopt.ghost.contacts import Seen, along
 from dpopt.ghost.hooks import ClipHook, TwoPassHook
 from dpopt.ghost.plan import Plan, is_direct
@@ -95,6 +96,11 @@ class Run:
         scale, offset = self.scales[leaf], self.offsets[leaf]
         gradient = gradient if scale is None else gradient * scale
         return gradient if offset is None else gradient + offset
+
+    def offset_norm(self, leaf: int) -> jax.Array | float:
+        """The norm of o for one parameter, a float if there is none."""
+        offset = self.offsets[leaf]
+        return 0.0 if offset is None else safe_norm(offset.reshape(-1), axis=0)
 
     def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[dict[int, jax.Array | None]]:
         """For each parameter and each of its contacts, the factor from the contact's gradient to ``S g``, by entry.

@@ -34,7 +34,7 @@ from dpopt.engines.blocks import Blocks
 from dpopt.engines.norms import safe_norm
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one
-from dpopt.ghost.contacts import Formed, Seen
+from dpopt.ghost.contacts import Recorded, Records, Seen
 from dpopt.ghost.hooks import ClipHook, TwoPassHook
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.run import Run
@@ -106,7 +106,7 @@ class _FirstPass(NamedTuple):
     norms: list[jax.Array]
     weights: dict[int, jax.Array]  # coefficients of the parameters that are still to be added up
     totals: dict[int, Sum]  # sums of the parameters that were clipped in this pass
-    records: dict[Contact, Seen | Formed]
+    records: dict[Contact, Recorded]
 
 
 def _first_pass(
@@ -138,7 +138,7 @@ def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bounds[..., 0], bounds[..., 1]
 
 
-def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> Sum:
+def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Records) -> Sum:
     """The sums of some parameters, all of whose contacts were recorded."""
     chosen = {}
     for contact in run.contacts_of(list(weights)):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.ghost.contacts import Formed, Seen, can_weigh, is_added_up, lost_to_weighing, not_weighed
+from dpopt.ghost.contacts import Records, can_weigh, is_added_up, lost_to_weighing, not_weighed
 from dpopt.ghost.plan import is_direct
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import largest
@@ -22,7 +22,7 @@ def without_underflowing(
     run: Run,
     weights: Mapping[int, jax.Array],
     norms: Mapping[int, jax.Array],
-    records: Mapping[Contact, Seen | Formed],
+    records: Records,
     known: Mapping[Contact, jax.Array],
     diagonals: Mapping[int, jax.Array],
 ) -> dict[int, jax.Array]:
@@ -49,7 +49,7 @@ def without_underflowing(
 def _lost(
     run: Run,
     leaves: list[int],
-    records: Mapping[Contact, Seen | Formed],
+    records: Records,
     known: Mapping[Contact, jax.Array],
     diagonals: Mapping[int, jax.Array],
 ) -> jax.Array:
@@ -79,7 +79,7 @@ def _largest_entry(run: Run, leaf: int, contact: Contact, known: jax.Array) -> j
     return lax.cond(jnp.isfinite(known), lambda: known, computed)
 
 
-def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Mapping[Contact, Seen | Formed]) -> bool:
+def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Records) -> bool:
     """Whether underflow only makes an example's gradient smaller, since no other term would have cancelled it."""
     if run.offsets[leaf] is not None or len(run.contacts_of([leaf])) > 1 or contact not in records:
         return False

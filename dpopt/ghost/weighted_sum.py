@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from dpopt.engines import sums
-from dpopt.ghost.contacts import Formed, Seen, weighted
+from dpopt.ghost.contacts import Recorded, Records, weighted
 from dpopt.ghost.run import Run
 from dpopt.ghost.values import Contact
 
@@ -17,14 +17,12 @@ from dpopt.ghost.values import Contact
 Weigh: TypeAlias = Callable[[list[Float[Array, " batch *layers"]], Bool[Array, " batch"]], list[Array]]
 
 
-def weighted_sum(
-    run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Mapping[Contact, Seen | Formed]
-) -> sums.Sum:
+def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:
     """``sum_i c_i (S g_i + o)`` for some parameters; ``weights`` are their c, zero for examples that do not count."""
     distinct, groups = grouped(weights)
     contacts = run.contacts_of(list(weights))
 
-    def one_group(rows: tuple[list[Array], list[Seen | Formed]]) -> list[Array]:
+    def one_group(rows: tuple[list[Array], list[Recorded]]) -> list[Array]:
         coefficients, own = rows[0], dict(zip(contacts, rows[1], strict=True))
 
         def added(contact: Contact, group: int) -> Array:
