@@ -258,13 +258,16 @@ def _hooks(
         if leaf in run.plan.single and layer_axes[leaf] > len(steps):  # the weight itself, with all its layers
             steps = list(contact.weight.shape[: layer_axes[leaf]])
         dtype = wide_dtype(contact.tap_dtype)
-        bounds, chunk = jnp.zeros((*steps, 3), dtype), run.plan.streamed_chunk(contact)
         zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
-        total = Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None)
+        common: dict[str, Any] = dict(
+            bounds=jnp.zeros((*steps, 3), dtype),
+            total=Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None),
+            diagonal=diagonal, method=method, chunk=run.plan.streamed_chunk(contact),
+        )  # fmt: skip
         if leaf not in run.plan.single:
-            hooks[contact] = TwoPassHook(bounds, total, adds_up, diagonal, method, chunk, groups[leaf])
+            hooks[contact] = TwoPassHook(**common, adds_up=adds_up, group=groups[leaf])
             continue
         # A gradient that is multiplied by a number later is clipped to C divided by that number.
         limit = limits[leaf] if number is None else limits[leaf] / jnp.abs(number)
-        hooks[contact] = ClipHook(bounds, total, jnp.full(steps, limit, dtype), diagonal, method, chunk)
+        hooks[contact] = ClipHook(**common, limit=jnp.full(steps, limit, dtype))
     return hooks
