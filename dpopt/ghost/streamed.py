@@ -94,9 +94,7 @@ def _one_pass(
 ) -> Streamed:  # fmt: skip
     losses, aux, seen, hooked = run.passes(batch, _hooks(run, limits, layer_axes, {}, None), mask)
     first = _first_pass(run, hooked, seen, losses, weigh, mask)
-    totals = first.totals
-    if first.weights:
-        totals |= dict(zip(first.weights, _each(_recorded_sum(run, first.weights, first.records)), strict=True))
+    totals = first.totals | _recorded_sums(run, first.weights, first.records)
     return Streamed(_listed(_joined(totals)), first.norms, losses, aux, mask & finite([*first.norms, mask]))
 
 
@@ -138,13 +136,17 @@ def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bounds[..., 0], bounds[..., 1]
 
 
-def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Records) -> Sum:
+def _recorded_sums(run: Run, weights: Mapping[int, jax.Array], records: Records) -> dict[int, Sum]:
     """The sums of some parameters, all of whose contacts were recorded."""
+    if not weights:
+        return {}
     chosen = {}
     for contact in run.contacts_of(list(weights)):
         counts = jnp.any(jnp.stack([weights[leaf] != 0 for leaf in contact.weight.leaves]), axis=0)
         chosen[contact] = jax.tree.map(lambda x, counts=counts: selected(counts, x), records[contact])
-    return weighted_sum(run, weights, chosen)
+    total = weighted_sum(run, weights, chosen)
+    rests = [None] * len(weights) if total.remainder is None else total.remainder
+    return {leaf: Sum(*pair) for leaf, *pair in zip(weights, total.value, rests, strict=True)}
 
 
 class _PerBlock(NamedTuple):
@@ -200,8 +202,7 @@ def _two_passes(
         def second() -> tuple[list[jax.Array], list[jax.Array], dict[int, Sum]]:
             recorded = {leaf: coefficients[groups[leaf]] for leaf in rest if leaf not in single}
             records = {c: s._replace(out=None) for c, s in seen.items()}
-            total = _each(_recorded_sum(run, recorded, records)) if recorded else []
-            others = {leaf: nothing[leaf] for leaf in single} | dict(zip(recorded, total, strict=True))
+            others = {leaf: nothing[leaf] for leaf in single} | _recorded_sums(run, recorded, records)
             return own(found.norms), coefficients, others
 
         norms, weights, others = lax.cond(adds_up, second, first)
@@ -214,23 +215,12 @@ def _two_passes(
         return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0), found, now), total
 
     start = _joined(nothing) if whole else sums.zero(zeros, blocks.rows, blocks.count)
-    found, total = lax.fori_loop(0, 2 * blocks.count, step, (_nothing_found(run, blocks, norms, shared), start))
-
+    losses, *aux = (jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results)
+    of_block = _PerBlock(norms, shared, losses, aux)
+    found = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), of_block)
+    found, total = lax.fori_loop(0, 2 * blocks.count, step, (found, start))
     norms, losses, aux, counts = blocks.join((found.norms, found.losses, found.aux, mask))
     return Streamed(_listed(total), norms, losses, aux, counts & finite([*norms, counts]))
-
-
-def _nothing_found(run: Run, blocks: Blocks, norms: list[jax.Array], weights: list[jax.Array]) -> _PerBlock:
-    """Zeros, for results with these norms and coefficients of a block."""
-    losses, *aux = (jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results)
-    of_block = _PerBlock(norms, weights, losses, aux)
-    return jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), of_block)
-
-
-def _each(total: Sum) -> list[Sum]:
-    """The sum of each of a list of parameters."""
-    rests = [None] * len(total.value) if total.remainder is None else total.remainder
-    return [Sum(*pair) for pair in zip(total.value, rests, strict=True)]
 
 
 def _joined(totals: Mapping[int, Sum]) -> Sum:

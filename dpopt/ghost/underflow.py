@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,11 @@ from dpopt.ghost.squares import largest
 from dpopt.ghost.values import Contact
 from dpopt.ghost.weighted_sum import grouped
 
+ByLeaf: TypeAlias = Mapping[int, jax.Array]  # for some parameters
+
 
 def without_underflowing(
-    run: Run,
-    weights: Mapping[int, jax.Array],
-    norms: Mapping[int, jax.Array],
-    records: Records,
-    known: Mapping[Contact, jax.Array],
-    diagonals: Mapping[int, jax.Array],
+    run: Run, weights: ByLeaf, norms: ByLeaf, records: Records, known: Mapping[Contact, jax.Array], diagonals: ByLeaf
 ) -> dict[int, jax.Array]:
     """The ``weights``, coefficients ``[B]`` per parameter, with zeros for examples that would lose too much.
 
@@ -47,11 +44,7 @@ def without_underflowing(
 
 
 def _lost(
-    run: Run,
-    leaves: list[int],
-    records: Records,
-    known: Mapping[Contact, jax.Array],
-    diagonals: Mapping[int, jax.Array],
+    run: Run, leaves: list[int], records: Records, known: Mapping[Contact, jax.Array], diagonals: ByLeaf
 ) -> jax.Array:
     """How much of ``S g`` may underflow, in units of tiny: a number, or ``[B]``."""
     contacts, lost = run.contacts_of(leaves), jnp.zeros(())
