@@ -7,7 +7,7 @@ traced loss under ``vmap``, so examples cannot mix. By linearity the weighted su
 primitive applied to ``c_i y_i``: one ordinary kernel for the whole batch.
 
 Where a norm is not finite, or not certain enough, that example's gradient is formed for its norm, which is slow and
-rare. Everything else is computed as usual.
+rare.
 """
 
 from __future__ import annotations

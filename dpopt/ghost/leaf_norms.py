@@ -197,8 +197,7 @@ def roundings(
 
     Args:
         gains: from `Run.gains`.
-        formed: the example's gradients at the contacts.
-        records: what they were formed from.
+        formed: the example's gradients at the contacts, formed from ``records``.
         norm: an upper bound on the norm of an array.
         size_of_terms: a function of factors, x, y and a diagonal, like `term_sizes.size`.
     """
@@ -219,5 +218,4 @@ def roundings(
 
 
 def _root_of_terms(factors: Factors, x: Array, y: Array, scale: Array | None) -> Array:
-    found = term_sizes.square(factors, x, y, scale)
-    return jnp.sqrt(found.value + found.missing)
+    return _roots(term_sizes.square(factors, x, y, scale))[0]

@@ -127,12 +127,8 @@ class Plan:
                         ways = [m for m in ways if m in ("explicit", "rank_one", "segments")]
                     chosen[contact] = min(ways, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
         # Contacts that share a tap are recorded together or not at all.
-        groups: dict[Contact, set[Contact]] = {}
-        for contact in self.trace.contacts:
-            groups.setdefault(contact.shares or contact, set()).add(contact)
-        for members in groups.values():
-            if not members <= chosen.keys():
-                chosen = {c: m for c, m in chosen.items() if c not in members}
+        recorded = {c.shares or c for c in self.trace.contacts if c not in chosen}
+        chosen = {c: m for c, m in chosen.items() if (c.shares or c) not in recorded}
         leaves = {leaf for c in chosen for leaf in c.weight.leaves}
         return dataclasses.replace(self, streamed=chosen, single=leaves & frozenset(single), kept=frozenset())
 

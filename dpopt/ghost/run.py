@@ -1,13 +1,9 @@
-"""One batch run through a plan: the passes with taps, and what norms and sums need of each parameter.
-
-Gradients of single examples are formed only if that is cheap according to the plan. Where a norm is not finite, or not
-certain, they are formed one at a time (one_by_one.py).
-"""
+"""One batch run through a plan: the passes with taps, and what norms and sums need of each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +16,13 @@ from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
 
+PerLeaf: TypeAlias = Sequence[jax.Array | None]
+
 
 class Run:
     """A plan together with the parameters, diagonals S and offsets o that it is run with, one per leaf."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        leaves: list[jax.Array],
-        scales: Sequence[jax.Array | None],
-        offsets: Sequence[jax.Array | None],
-    ):
+    def __init__(self, plan: Plan, leaves: list[jax.Array], scales: PerLeaf, offsets: PerLeaf):
         self.plan, self.trace, self.leaves = plan, plan.trace, leaves
         # For a look-up table, S multiplies the rows that are looked up, which saves a pass over the whole table.
         # (Not with hooks: the second pass adds up gradients that are not scaled yet.)
@@ -83,10 +75,9 @@ class Run:
         )
 
     def _with_row_scale(self, contact: Contact, x: jax.Array, y: jax.Array) -> jax.Array:
-        leaves = contact.weight.leaves & self.row_scales.keys()
-        if not leaves:
+        if not contact.weight.leaves & self.row_scales.keys():
             return y
-        (leaf,) = leaves
+        (leaf,) = contact.weight.leaves
         table = jnp.broadcast_to(self.row_scales[leaf], self.wide[leaf].shape).astype(self.wide[leaf].dtype)
         diagonal = self.pull_back.push(leaf, table, [contact])[0]
         return y * jax.vmap(lambda row: along(contact, diagonal, row))(x)

@@ -28,9 +28,7 @@ def without_underflowing(
     Parameters that share an array still share one.
 
     Args:
-        norms: per parameter, ``[B]``.
-        records: of the examples at contacts.
-        known: at the other contacts, the largest entries of the factor that is not weighted, ``[B]``.
+        known: at contacts without records, the largest entries of the factor that is not weighted, ``[B]``.
         diagonals: for some parameters with one contact, an upper bound on the entries of S there.
     """
     distinct, groups = grouped(weights)
