@@ -36,8 +36,7 @@ def forming_bytes(contact: Contact) -> int:
 
 
 def activation_bytes(contact: Contact) -> int:
-    cotangent = nbytes(contact.tap_shape, contact.tap_dtype)
-    return cotangent + nbytes(contact.input_shape, contact.weight.dtype)
+    return nbytes(contact.tap_shape, contact.tap_dtype) + nbytes(contact.input_shape, contact.weight.dtype)
 
 
 def product(contact: Contact) -> float:

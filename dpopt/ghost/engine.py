@@ -154,7 +154,8 @@ def clipped_sum(
         return GhostResult(tree.unflatten(total.value), tree.unflatten(norms), losses, aux_tree, ok, remainder)
 
     if plan.streamed:
-        return result(*streamed.clipped_sum(run, batch, weigh, mask, limits, layer_axes or [0] * len(leaves)))
+        clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))
+        return result(*streamed.clipped_sum(run, batch, clip, mask))
     losses, aux, seen, _ = run.passes(batch)
     found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen))
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -155,6 +155,9 @@ class ClipHook(_Hook):
         # A conditional materialises its inputs: norms and sums use the same bits.
         clipped = functools.partial(_clipped, contact, self, rows, shared.limit, shared.diagonal)
         return lax.cond(jnp.any(keep > 0), clipped, lambda: nothing)
+
+
+Hooks = Mapping[Contact, TwoPassHook | ClipHook]
 
 
 def _clipped(contact: Contact, hook: ClipHook, rows: _Rows, limit: jax.Array, diagonal: jax.Array | None) -> _Results:

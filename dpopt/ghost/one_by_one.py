@@ -72,7 +72,7 @@ def _norms(
 
     def one(rows: tuple[list[Recorded], jax.Array, list[jax.Array]]) -> list[jax.Array]:
         records, is_chosen, known = rows
-        formed = _formed(contacts, records)
+        formed = [_formed(c, r) for c, r in zip(contacts, records, strict=True)]
         gradients = [run.affine(i, g) for i, g in zip(leaves, run.pull_back(contacts, formed, leaves), strict=True)]
 
         def wanted(norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -92,10 +92,8 @@ def _norms(
     return jax.tree.map(join_rows, several)
 
 
-def _formed(contacts: Sequence[Contact], records: Sequence[Recorded]) -> list[jax.Array]:
-    """One example's gradients at the contacts, by the transposed primitives: few operations, quick to compile."""
-    batches_of_one = jax.tree.map(lambda x: x[None], records)
-    return [
-        c.unfold(r.gradient) if isinstance(r, Formed) else weighted(c, alone, jnp.ones(1))
-        for c, r, alone in zip(contacts, records, batches_of_one, strict=True)
-    ]
+def _formed(contact: Contact, record: Recorded) -> jax.Array:
+    """One example's gradient at a contact, by the transposed primitive: few operations, quick to compile."""
+    if isinstance(record, Formed):
+        return contact.unfold(record.gradient)
+    return weighted(contact, jax.tree.map(lambda x: x[None], record), jnp.ones(1))

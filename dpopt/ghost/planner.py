@@ -117,19 +117,18 @@ def _kept(trace: Trace, chosen: Sequence[LeafPlan], shifted: bool) -> tuple[froz
     """The contacts whose formed gradients are kept, and new plans for parameters that are now cheaper to form."""
     budget = _KEPT_SHARE * sum(costs.activation_bytes(c) for c in trace.contacts)
     kept: set[Contact] = set()
-    for contact in sorted(_forming(chosen), key=costs.formed_bytes):
+    replanned = {}
+    forming = [(contact, None) for contact in sorted(_forming(chosen), key=costs.formed_bytes)]
+    savings = [] if shifted else [(*found, plan) for plan in chosen if (found := _saving(plan))]
+    savings.sort(key=lambda s: costs.formed_bytes(s[1]) / s[0])
+    for contact, plan in [*forming, *((contact, plan) for _, contact, plan in savings)]:
         size = 0 if contact.factors is None else costs.formed_bytes(contact)
         if size <= min(budget, _KEPT_RATIO * costs.activation_bytes(contact)):
             kept.add(contact)
             budget -= size
-    replanned = {}
-    savings = [] if shifted else [(*found, plan) for plan in chosen if (found := _saving(plan))]
-    for _, contact, plan in sorted(savings, key=lambda s: costs.formed_bytes(s[1]) / s[0]):
-        if costs.formed_bytes(contact) <= min(budget, _KEPT_RATIO * costs.activation_bytes(contact)):
-            kept.add(contact)
-            budget -= costs.formed_bytes(contact)
-            operations, size = costs.norm_cost(contact, "explicit", False)
-            replanned[plan.leaf] = dataclasses.replace(plan, method="explicit", operations=operations, bytes=size)
+            if plan is not None:
+                operations, extra = costs.norm_cost(contact, "explicit", False)
+                replanned[plan.leaf] = dataclasses.replace(plan, method="explicit", operations=operations, bytes=extra)
     return frozenset(kept), replanned
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dpopt.common.types import PyTree
 from dpopt.engines.norms import safe_norm
 from dpopt.ghost.contacts import Seen, along
-from dpopt.ghost.hooks import ClipHook, TwoPassHook
+from dpopt.ghost.hooks import Hooks
 from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
@@ -34,16 +34,13 @@ class Run:
         self.pull_back = PullBack(self.trace, self.wide)
 
     def passes(
-        self,
-        batch: Sequence[jax.Array],
-        hooks: Mapping[Contact, TwoPassHook | ClipHook] | None = None,
-        mask: jax.Array | None = None,
+        self, batch: Sequence[jax.Array], hooks: Hooks | None = None, mask: jax.Array | None = None,
         coefficients: Sequence[jax.Array] = (),
-    ) -> tuple[jax.Array, list[jax.Array], dict[Contact, Seen], dict[Contact, Any]]:
+    ) -> tuple[jax.Array, list[jax.Array], dict[Contact, Seen], dict[Contact, Any]]:  # fmt: skip
         """Losses, aux, what was seen at each contact, all ``[B, ...]``, and the results of each hook.
 
         Cotangents of table rows are scaled. Contacts with hooks (hooks.py) are not among those seen."""
-        static, hooks = self.trace.run_prologue(self.leaves), dict(hooks or {})
+        static, hooks = self.trace.run_prologue(self.leaves), hooks or {}
         keep = jnp.ones(self.plan.batch_size) if mask is None else jnp.where(mask, 1.0, 0.0)
         contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
@@ -120,6 +117,6 @@ class Run:
         tangent = jnp.ones(self.trace.leaves[leaf].shape, self.wide[leaf].dtype)
         return self.pull_back.push(leaf, tangent if scale is None else tangent * scale, [contact])[0]
 
-    def contacts_of(self, leaves: Sequence[int] | None) -> list[Contact]:
-        """The contacts whose weights depend on some of ``leaves`` (None: on any)."""
-        return [k for k in self.trace.contacts if leaves is None or k.weight.leaves & set(leaves)]
+    def contacts_of(self, leaves: Collection[int]) -> list[Contact]:
+        """The contacts whose weights depend on some of ``leaves``."""
+        return [k for k in self.trace.contacts if not k.weight.leaves.isdisjoint(leaves)]

@@ -118,9 +118,8 @@ def cancelled(value: jax.Array, total: jax.Array) -> jax.Array:
 def cancelled_before(square: Square, terms: Square) -> Square:
     """`cancelled` for terms added up before a linear map; ``terms`` is the square of their size after the map."""
     share = _ROUNDINGS * jnp.finfo(square.value.dtype).eps
-    return square._replace(
-        value=jnp.maximum(square.value, 0) + share * terms.value, missing=square.missing + share * terms.missing
-    )
+    value = jnp.maximum(square.value, 0) + share * terms.value
+    return square._replace(value=value, missing=square.missing + share * terms.missing)
 
 
 def with_roundings(norm: jax.Array, total: jax.Array) -> jax.Array:

@@ -102,11 +102,10 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]
     if weights and primitive in primitives.CALLS:
         inner = eqn.params[primitives.CALLS[primitive]]
         return _walk(inner.jaxpr, inner.consts, inputs, scope)
-    dynamic = any(v.dynamic for v in inputs)
-    outputs = [Value.of(v, dynamic) for v in eqn.outvars]
-    if not dynamic and _belongs_to_body(eqn, inputs, outputs, scope):
-        dynamic = True
-        outputs = [Value(v.shape, v.dtype, dynamic) for v in outputs]
+    outputs = [Value.of(v) for v in eqn.outvars]
+    dynamic = any(v.dynamic for v in inputs) or _belongs_to_body(eqn, inputs, outputs, scope)
+    for out in outputs:
+        out.dynamic = dynamic
     if not dynamic:
         if _is_index_arithmetic(inputs, outputs):
             with jax.ensure_compile_time_eval():

@@ -23,14 +23,13 @@ Added: TypeAlias = Callable[[Contact, int], Array]
 def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:
     """``sum_i c_i (S g_i + o)`` for some parameters; ``weights`` are their c, zero for examples that do not count."""
     distinct, groups = grouped(weights)
-    contacts = run.contacts_of(list(weights))
+    contacts = run.contacts_of(weights)
 
     def one_group(rows: tuple[list[Array], list[Recorded]]) -> list[Array]:
         coefficients, own = rows[0], dict(zip(contacts, rows[1], strict=True))
 
         def added(contact: Contact, group: int) -> Array:
-            block = own[contact], coefficients[group]
-            return sums.in_blocks(lambda block: weighted(contact, *block), block)
+            return sums.in_blocks(lambda block: weighted(contact, *block), (own[contact], coefficients[group]))
 
         return to_leaves(run, groups, coefficients, added)
 

@@ -90,10 +90,9 @@ def arranger(shape: tuple[int, ...], *groups: tuple[int, ...]) -> tuple[_Rearran
     order = [axis for group in groups for axis in group]
     inverse = sorted(range(len(order)), key=order.__getitem__)
     merged = (1, *(axes_size(shape, group) for group in groups))
-    permuted = tuple(shape[i] for i in order)
     return (
         lambda w: jnp.transpose(w, order).reshape(merged),
-        lambda g: jnp.transpose(g.reshape(permuted), inverse),
+        lambda g: jnp.transpose(g.reshape([shape[i] for i in order]), inverse),
     )
 
 
