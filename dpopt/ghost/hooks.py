@@ -20,17 +20,8 @@ from jax import lax
 from dpopt.common.trees import per_example
 from dpopt.engines import sums
 from dpopt.engines.norms import safe_norm, shrink_to
+from dpopt.ghost import contacts
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
-from dpopt.ghost.contacts import (
-    Seen,
-    can_weigh,
-    combined,
-    form,
-    lost_to_weighing,
-    square_of_one,
-    transposed,
-    weighs_input,
-)
 from dpopt.ghost.hook_vjp import batched, with_hook
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
@@ -43,7 +34,7 @@ _Results = tuple[jax.Array, sums.Sum]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Hook:
-    """Computes what its slots, ``bounds`` and ``total``, have as cotangents. Layers of an unsliced weight are steps."""
+    """What both hooks have in common. Layers of a weight that no loop slices count as steps."""
 
     # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
     bounds: jax.Array
@@ -96,7 +87,9 @@ class _Hook:
     def added(self, contact: Contact, x: jax.Array | None, y: jax.Array, c: jax.Array) -> sums.Sum:
         """The sum of a batch's gradients, weighted by ``c``."""
         rows = selected(c != 0, x), selected(c != 0, y), c
-        total = sums.over_examples(lambda group: sums.in_blocks(lambda rows: transposed(contact, *rows), group), rows)
+        total = sums.over_examples(
+            lambda group: sums.in_blocks(lambda rows: contacts.transposed(contact, *rows), group), rows
+        )
         total = total if self.total.remainder is None else sums.paired(total)  # the sum of a single example is not
         return jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
 
@@ -168,8 +161,8 @@ def _clipped(contact: Contact, hook: ClipHook, rows: _Rows, limit: jax.Array, di
     bounds = hook.norms(contact, x, y, diagonal)
     upper = bounds[..., 0]
     c = jnp.where((per_example(keep, upper) > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
-    lost = lost_to_weighing(contact, bounds[..., 2], len(keep))
-    c = jnp.where(can_weigh(c, limit[None], lost * _gain(hook, contact, diagonal)), c, 0)
+    lost = contacts.lost_to_weighing(contact, bounds[..., 2], len(keep))
+    c = jnp.where(contacts.can_weigh(c, limit[None], lost * _gain(hook, contact, diagonal)), c, 0)
     return bounds, hook.added(contact, x, y, c)
 
 
@@ -191,14 +184,14 @@ def _clipped_as_formed(
     diagonal = None if diagonal is None else contact.fold(diagonal)
 
     def of_chunk(x: jax.Array | None, y: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
-        formed = jax.vmap(lambda x, y: form(contact, Seen(x, y)))(x, y)
+        formed = jax.vmap(lambda x, y: contacts.form(contact, contacts.Seen(x, y)))(x, y)
         scaled = formed if diagonal is None else formed * diagonal[None]
         norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
         fine = (keep > 0) & jnp.isfinite(norm)
         c, other = jnp.where(fine, shrink_to(limit[None], norm), 0), jnp.ones_like(norm)
-        lost = lost_to_weighing(contact, other, size) * (1 if diagonal is None else largest(diagonal))
-        c = jnp.where(can_weigh(c, limit[None], lost * formed[0].size ** 0.5), c, 0)
-        total = combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
+        lost = contacts.lost_to_weighing(contact, other, size) * (1 if diagonal is None else largest(diagonal))
+        c = jnp.where(contacts.can_weigh(c, limit[None], lost * formed[0].size ** 0.5), c, 0)
+        total = contacts.combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
         return jnp.stack([norm, norm, other], axis=1).astype(hook.bounds.dtype), total
 
     chunk = together(size, hook.chunk)
@@ -229,7 +222,7 @@ def _norm_of_one(
     lost, unit = terms * tiny(y.dtype), jnp.ones(())
     if diagonal is not None:  # its entries are below 2 once scaled
         (diagonal, unit), lost = to_one(diagonal), 2 * lost
-    square = square_of_one(contact, method, Seen(x, y), diagonal, lost)
+    square = contacts.square_of_one(contact, method, contacts.Seen(x, y), diagonal, lost)
     upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
-    other = y_unit if x is not None and weighs_input(contact, x, y) else x_unit
+    other = y_unit if x is not None and contacts.weighs_input(contact, x, y) else x_unit
     return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower)), 2 * other
