@@ -34,12 +34,9 @@ def channels_last(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.A
 
         for eqn in closed.jaxpr.eqns:
             args = [read(v) for v in eqn.invars]
-            if eqn.primitive is CONVOLUTION:
-                outs = [_convolve(eqn.primitive, *args, **eqn.params)]
-            else:
-                out = eqn.primitive.bind(*args, **eqn.params)
-                outs = out if eqn.primitive.multiple_results else [out]
-            env.update(zip(eqn.outvars, outs, strict=True))
+            bind = _convolve if eqn.primitive is CONVOLUTION else eqn.primitive.bind
+            out = bind(*args, **eqn.params)
+            env.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
         (out,) = closed.jaxpr.outvars
         return read(out)
 
@@ -54,7 +51,7 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list
     processed one after the other.
     """
     in_turn = jax.custom_batching.sequential_vmap if len(moving) > 1 else lambda function: function
-    forward = in_turn(lambda *operands: _convolve(eqn.primitive, *operands, **eqn.params))
+    forward = in_turn(lambda *operands: _convolve(*operands, **eqn.params))
 
     def gradient(i: int) -> Callable[..., jax.Array]:
         """The gradient of operand i, from the other operand and the output's cotangent."""
@@ -85,12 +82,7 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list
 
 
 def _convolve(
-    primitive: core.Primitive,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    dimension_numbers: lax.ConvDimensionNumbers,
-    **params: object,
+    lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: lax.ConvDimensionNumbers, **params: object
 ) -> jax.Array:
     lhs_spec, rhs_spec, out_spec = dimension_numbers
     n = lhs.ndim
@@ -99,7 +91,7 @@ def _convolve(
     rhs = jnp.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
     images, filters = (0, n - 1, *inner), (n - 1, n - 2, *range(n - 2))
     numbers = lax.ConvDimensionNumbers(images, filters, images)
-    out = primitive.bind(lhs, rhs, dimension_numbers=numbers, **params)
+    out = CONVOLUTION.bind(lhs, rhs, dimension_numbers=numbers, **params)
     sources = [0] * n  # the axis of `out` that becomes each axis of the result
     for axis, place in zip((0, n - 1, *inner), out_spec, strict=True):
         sources[place] = axis

@@ -10,7 +10,8 @@ float32 that takes factors, or diagonals, some 1e28 times the clip norm.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,11 @@ class Formed(NamedTuple):
     gradient: jax.Array  # folded where there are factors
 
 
-def form(contact: Contact, record: Seen | Formed) -> jax.Array:
+Recorded: TypeAlias = Seen | Formed
+Records: TypeAlias = Mapping[Contact, Recorded]
+
+
+def form(contact: Contact, record: Recorded) -> jax.Array:
     """One example's gradient of a contact's weight, folded where there are factors."""
     if isinstance(record, Formed):
         return record.gradient
@@ -50,7 +55,7 @@ def form(contact: Contact, record: Seen | Formed) -> jax.Array:
     return norms.explicit(contact.factors, record.x, record.y)
 
 
-def is_sum(contact: Contact, record: Seen | Formed) -> bool:
+def is_sum(contact: Contact, record: Recorded) -> bool:
     """Whether one example's gradient is a sum of several terms wherever it is computed.
 
     A gradient that is kept is computed once, and so counts as one term."""
@@ -58,27 +63,30 @@ def is_sum(contact: Contact, record: Seen | Formed) -> bool:
 
 
 def square_of_one(
-    contact: Contact, method: str, x: Any, y: jax.Array, diagonal: jax.Array | None, lost: jax.Array | float
+    contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float
 ) -> Square:
     """``|S * G|^2`` for one example; ``diagonal`` is S, like the weight; for ``lost`` see `squares.of_entries`."""
-    return with_terms(contact, *parts_of_one(contact, method, x, y, diagonal, lost), diagonal)
+    diagonal = None if diagonal is None else contact.fold(diagonal)
+    return with_terms(contact, *parts_of_one(contact, method, record, diagonal, lost), diagonal)
 
 
 def parts_of_one(
-    contact: Contact, method: str, x: Any, y: jax.Array, diagonal: jax.Array | None, lost: jax.Array | float
+    contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float
 ) -> tuple[Square, term_sizes.Columns | None]:
-    """`square_of_one` without the part that is cheaper for all examples together, which `with_terms` adds."""
+    """`square_of_one` without the part that is cheaper for all examples together, which `with_terms` adds.
+
+    Here and there ``diagonal`` is folded."""
     factors = contact.factors
-    diagonal = _folded(contact, diagonal)
     if method != "explicit":
+        x, y, _ = cast(Seen, record)
         return norms.square(method, cast(Factors, factors), x, y, diagonal), None
-    formed = form(contact, Seen(x, y))
+    formed = form(contact, record)
     found = of_entries(formed if diagonal is None else formed * diagonal, lost)
-    if factors is None or factors.positions == 1:
+    if isinstance(record, Formed) or factors is None or factors.positions == 1:
         return found, None
     if diagonal is None or factors.one_hot:
-        return cancelled_before(found, term_sizes.square(factors, x, y, diagonal)), None
-    return found, term_sizes.columns(factors, x, y)
+        return cancelled_before(found, term_sizes.square(factors, record.x, record.y, diagonal)), None
+    return found, term_sizes.columns(factors, record.x, record.y)
 
 
 def with_terms(
@@ -87,20 +95,10 @@ def with_terms(
     """`square_of_one` from the result of `parts_of_one`."""
     if columns is None:
         return square
-    return cancelled_before(
-        square, term_sizes.behind(cast(Factors, contact.factors), columns, _folded(contact, diagonal))
-    )
+    return cancelled_before(square, term_sizes.behind(cast(Factors, contact.factors), columns, cast(Any, diagonal)))
 
 
-def _folded(contact: Contact, diagonal: jax.Array | None) -> Any:
-    return diagonal if diagonal is None or contact.factors is None else contact.factors.fold(diagonal)
-
-
-def unfold(contact: Contact, gradient: jax.Array) -> jax.Array:
-    return gradient if contact.factors is None else contact.factors.unfold(gradient)
-
-
-def weighted(contact: Contact, record: Seen | Formed, c: jax.Array) -> jax.Array:
+def weighted(contact: Contact, record: Recorded, c: jax.Array) -> jax.Array:
     """``sum_i c_i G_i`` at one contact."""
     if isinstance(record, Formed):
         return combined(contact, record.gradient, c)
@@ -109,11 +107,7 @@ def weighted(contact: Contact, record: Seen | Formed, c: jax.Array) -> jax.Array
 
 def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
     """The same from formed gradients."""
-    return unfold(contact, jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
-
-
-def _weight_shape(contact: Contact) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))
+    return contact.unfold(jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
 
 
 def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
@@ -124,15 +118,16 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
         x = _weighted(x, c)
     else:
         y = _weighted(y, c)
-    if is_product(contact) and len(c) > 1:  # for a single example XLA would store a broadcast
-        # XLA would first transpose y for the transposed primitive: a tenth of the time of an MLP's gradient.
-        factors = cast(Factors, contact.factors)
+    factors = contact.factors
+    # For the transposed primitive XLA would first transpose y, a tenth of the time of an MLP's gradient. (For a product
+    # of a single example's factors it would store a broadcast.)
+    if contact.primitive is DOT and factors is not None and factors.shape[:2] == (1, 1) and len(c) > 1:
         (left,), right = jax.vmap(factors.split)(x, y)
         left, right = (wide(z).reshape(-1, z.shape[-1]) for z in (left, right))
         total = lax.dot_general(left, right, (((0,), (0,)), ((), ())), precision=_PRECISION)
         return factors.unfold(total[None, None])
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
-    shape = _weight_shape(contact)
+    shape = jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))
     out = jax.eval_shape(batched, shape, x)
     transposed = jax.linear_transpose(lambda w: batched(w, x), shape)
     return channels_last(lambda y: transposed(y)[0])(y.astype(out.dtype))
@@ -143,7 +138,7 @@ def weighs_input(contact: Contact, x: jax.Array, y: jax.Array) -> bool:
     return contact.primitive in BILINEAR and x.size < y.size
 
 
-def is_added_up(contact: Contact, record: Seen | Formed) -> bool:
+def is_added_up(contact: Contact, record: Recorded) -> bool:
     """Whether entries of one example's weighted gradient are sums of several products."""
     if isinstance(record, Formed) or contact.apply is None:
         return False
@@ -152,7 +147,7 @@ def is_added_up(contact: Contact, record: Seen | Formed) -> bool:
     return contact.factors is None or contact.factors.positions > 1
 
 
-def not_weighed(contact: Contact, record: Seen | Formed) -> jax.Array:
+def not_weighed(contact: Contact, record: Recorded) -> jax.Array:
     """``[B]``: the largest entry of the factor that is not weighted; 1 where there is no such factor."""
     if isinstance(record, Formed):
         return jnp.ones(len(record.gradient))
@@ -183,19 +178,13 @@ def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array) -> jax.Array
     return lost < clipped_to * (TOLERANCE / tiny(c.dtype))
 
 
-def is_product(contact: Contact) -> bool:
-    """Whether one example's gradient is a single matrix product of its input and its cotangent."""
-    return contact.primitive is DOT and contact.factors is not None and contact.factors.shape[:2] == (1, 1)
-
-
 def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
     return x * c.reshape(*c.shape, *[1] * (x.ndim - c.ndim)).astype(wide_dtype(x.dtype))
 
 
 def along(contact: Contact, direction: jax.Array, x: jax.Array) -> jax.Array:
     """How the contact's output changes with a change of its weight, for one example."""
-    apply = contact.apply
-    if apply is None:
+    if (apply := contact.apply) is None:
         return direction
     # By jvp: a gather with an index out of range returns a constant, which has no gradient.
     return jax.jvp(lambda w: apply(w, x), (direction,), (direction,))[1]

@@ -21,12 +21,8 @@ from dpopt.ghost.values import Contact, wide_dtype
 OPERATIONS_PER_BYTE = 8
 
 
-def size(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
 def nbytes(shape: Sequence[int], dtype: DTypeLike) -> int:
-    return size(shape) * wide_dtype(dtype).itemsize
+    return math.prod(shape) * wide_dtype(dtype).itemsize
 
 
 def formed_bytes(contact: Contact) -> int:
@@ -40,14 +36,13 @@ def forming_bytes(contact: Contact) -> int:
 
 
 def activation_bytes(contact: Contact) -> int:
-    cotangent = nbytes(contact.tap_shape, contact.tap_dtype)
-    return cotangent + nbytes(contact.input_shape, contact.weight.dtype)
+    return nbytes(contact.tap_shape, contact.tap_dtype) + nbytes(contact.input_shape, contact.weight.dtype)
 
 
 def product(contact: Contact) -> float:
     """Operations of the weighted sum at this contact, for one example."""
     if contact.factors is None:
-        return size(contact.tap_shape)
+        return math.prod(contact.tap_shape)
     K, N, a, p = contact.factors.shape
     if contact.factors.one_hot:  # a scatter-add, bound by memory
         return 2 * OPERATIONS_PER_BYTE * nbytes(contact.tap_shape, contact.tap_dtype)
@@ -56,20 +51,18 @@ def product(contact: Contact) -> float:
 
 def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float]:
     """(operations, extra bytes) of the squared norm of one example."""
-    formed = formed_bytes(contact)
     if method == "explicit":
+        formed = formed_bytes(contact)
         if contact.factors is None:  # the backward pass has formed it already
             return OPERATIONS_PER_BYTE * formed, 0
-        writes = 2 * OPERATIONS_PER_BYTE * formed
-        return product(contact) + writes, formed
+        return product(contact) + 2 * OPERATIONS_PER_BYTE * formed, formed
     factors = cast(Factors, contact.factors)  # all other methods need them
     K, N, a, p = factors.shape
     T = factors.positions
     width = wide_dtype(contact.weight.dtype).itemsize
     if method == "rank_one":
         reads = OPERATIONS_PER_BYTE * width * N * (K * a + p)
-        mixed = scaled and not factors.one_hot
-        return reads + (2 * K * N * a * p if mixed else 0), 0
+        return reads + (2 * K * N * a * p if scaled and not factors.one_hot else 0), 0
     if method == "segments":
         return N * (T * T + 8 * OPERATIONS_PER_BYTE * width * T * p), N * width * T * p
     square = N * T * T * width
@@ -111,5 +104,5 @@ def forward_work(scope: Scope) -> tuple[float, int]:
             total, count = total + steps * inner, count + steps * equations
         elif getattr(op, "primitive", None) not in LAYOUT:
             values = [v for v in op.outputs if jnp.issubdtype(v.dtype, jnp.floating)]
-            total, count = total + sum(size(v.shape) * v.dtype.itemsize for v in values), count + 1
+            total, count = total + sum(math.prod(v.shape) * v.dtype.itemsize for v in values), count + 1
     return total, count

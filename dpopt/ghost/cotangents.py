@@ -26,9 +26,8 @@ def share_taps(scope: Scope, results: Sequence[Value]) -> None:
 
     def origin(value: Value) -> Hashable:
         """What the cotangent of ``value`` is computed from. Values with equal origins have equal cotangents."""
-        found = readers.get(value, [])
-        op = found[0] if len(found) == 1 else None
-        if not isinstance(op, Op):
+        op, *others = readers.get(value, [None])
+        if others or not isinstance(op, Op):
             return value
         if op.primitive is ADD and value.shape == op.outputs[0].shape:
             return origin(op.outputs[0])

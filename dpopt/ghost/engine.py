@@ -7,7 +7,7 @@ traced loss under ``vmap``, so examples cannot mix. By linearity the weighted su
 primitive applied to ``c_i y_i``: one ordinary kernel for the whole batch.
 
 Where a norm is not finite, or not certain enough, that example's gradient is formed for its norm, which is slow and
-rare. Everything else is computed as usual.
+rare.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from dpopt.common.trees import at_once
+from dpopt.common.trees import at_once, per_example
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, streamed
@@ -28,7 +28,7 @@ from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.planner import leaf_paths, make_plan
 from dpopt.ghost.run import Run
-from dpopt.ghost.selection import finite, settled
+from dpopt.ghost.selection import finite, settled, without_bad_entries
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.underflow import without_underflowing
 from dpopt.ghost.values import wide_dtype
@@ -72,17 +72,10 @@ def plan_clipped_sum(
 
 
 def plan_example(
-    loss_fn: LossFn,
-    params: PyTree,
-    example: Example,
-    batch_size: int,
-    scale: PyTree,
-    offset: PyTree,
-    has_aux: bool,
+    loss_fn: LossFn, params: PyTree, example: Example, batch_size: int, scale: PyTree, offset: PyTree, has_aux: bool
 ) -> Plan:
     """`plan_clipped_sum` from a single example, whose values are not read."""
-    scales = _like(params, scale)
-    scaled = [s is not None and s.size > 1 for s in scales]
+    scaled = [s is not None and s.size > 1 for s in _like(params, scale)]
     trace = trace_loss(loss_fn, params, example, has_aux)
     with planning():
         return make_plan(trace, batch_size, scaled, offset is not None, leaf_paths(params))
@@ -140,7 +133,8 @@ def clipped_sum(
         plan = plan_clipped_sum(loss_fn, params, batch, scale=scale, offset=offset, has_aux=has_aux)
     leaves, tree = jax.tree.flatten(params)
     mask = jnp.ones(plan.batch_size, bool) if mask is None else jnp.asarray(mask, bool)
-    batch = _finite_padding(batch, mask)
+    # Padding with NaN or Inf must not take the slow path.
+    batch = without_bad_entries(~mask, jax.tree.leaves(batch))
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
     def weigh(norms: list[jax.Array], mask: jax.Array) -> list[jax.Array]:
@@ -148,34 +142,28 @@ def clipped_sum(
         norms = at_once(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), norms)
         given = coefficients(jax.tree.unflatten(tree, norms))
         masked: dict[int, jax.Array] = {}  # one array per distinct coefficient, so that sums are shared
-        return [masked.setdefault(id(c), _masked(c, mask)) for c in tree.flatten_up_to(given)]
+        return [
+            masked.setdefault(id(c), jnp.where(per_example(mask, c) & (c > 0), c, 0)) for c in tree.flatten_up_to(given)
+        ]
 
     def result(
         total: Sum, norms: list[jax.Array], losses: jax.Array, aux: list[jax.Array], ok: jax.Array
     ) -> GhostResult:
-        aux_tree = jax.tree.unflatten(plan.trace.aux_tree, aux) if has_aux else None
-        remainder = None if total.remainder is None else jax.tree.unflatten(tree, total.remainder)
-        value, norms = jax.tree.unflatten(tree, total.value), jax.tree.unflatten(tree, norms)
-        return GhostResult(value, norms, losses, aux_tree, ok, remainder)
+        aux_tree = plan.trace.aux_tree.unflatten(aux) if has_aux else None
+        remainder = None if total.remainder is None else tree.unflatten(total.remainder)
+        return GhostResult(tree.unflatten(total.value), tree.unflatten(norms), losses, aux_tree, ok, remainder)
 
     if plan.streamed:
-        return result(
-            *streamed.clipped_sum(run, jax.tree.leaves(batch), weigh, mask, limits, layer_axes or [0] * len(leaves))
-        )
-    losses, aux, seen, _ = run.passes(jax.tree.leaves(batch))
+        clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))
+        return result(*streamed.clipped_sum(run, batch, clip, mask))
+    losses, aux, seen, _ = run.passes(batch)
     found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen))
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
-    is_fine = finite([*norms, mask])
+    ok = mask & finite([*norms, mask])
     weights = dict(enumerate(weigh(norms, mask)))
     weights = without_underflowing(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)
-    return result(weighted_sum(run, weights, records), norms, losses, aux, mask & is_fine)
-
-
-def _masked(c: jax.Array, mask: jax.Array | bool) -> jax.Array:
-    """Coefficients, ``[B]`` or ``[B, layers]``, with zeros where masked."""
-    keep = jnp.reshape(mask, (-1, *[1] * (c.ndim - 1)))
-    return jnp.where(keep & (c > 0), c, 0)
+    return result(weighted_sum(run, weights, records), norms, losses, aux, ok)
 
 
 def _like(params: PyTree, tree: PyTree) -> list[jax.Array | None]:
@@ -189,15 +177,3 @@ def _like(params: PyTree, tree: PyTree) -> list[jax.Array | None]:
         return x.reshape(()) if x.size == 1 and p.size > 1 else jnp.broadcast_to(x, p.shape)
 
     return [shaped(x, p) for x, p in zip(structure.flatten_up_to(tree), leaves, strict=True)]
-
-
-def _finite_padding(batch: Batch, mask: jax.Array) -> Batch:
-    """The batch with zeros for NaN and Inf in masked examples, so that padding does not take the slow path."""
-
-    def clean(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        keep = mask.reshape(-1, *[1] * (x.ndim - 1)) | jnp.isfinite(x)
-        return jnp.where(keep, x, 0)
-
-    return jax.tree.map(clean, batch)

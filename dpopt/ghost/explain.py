@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import jax
@@ -13,7 +14,6 @@ from dpopt.engines.stacked import ClipFunction, layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
 from dpopt.ghost.memory import Memory, Way, choose, estimate
 from dpopt.ghost.plan import Plan
-from dpopt.ghost.values import Contact
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,7 @@ class Explanation:
         """One row per parameter, or per group of parameters that differ only in the numbers in their names."""
         equal: dict[tuple[str, ...], list[str]] = {}
         for leaf in self.plan.leaves:
-            names: dict[str, int] = {}
-            for c in leaf.contacts:
-                names[_name(c)] = names.get(_name(c), 0) + 1
+            names = Counter("identity" if c.primitive is None else c.primitive.name for c in leaf.contacts)
             notes = ", standardized" if leaf.standardized else ""
             if leaf.method == "explicit" and set(leaf.contacts) <= self.plan.kept:
                 notes += ", kept"
@@ -63,12 +61,10 @@ class Explanation:
     def _ways(self) -> list[tuple[str, ...]]:
         """The cost of each way. The second of two passes is an ordinary gradient."""
         plan, memory, ordinary = self.plan, self.memory, max(self.plan.ordinary_cost, 1.0)
-        parts = plan.parts
         found = [("ghost", plan.ghost_cost, memory.recorded(1))]
-        if parts > 1:
-            found.append(
-                (f"ghost in {parts} parts of {plan.batch_size // parts}", plan.ghost_cost, memory.recorded(parts))
-            )
+        if (parts := plan.parts) > 1:
+            name = f"ghost in {parts} parts of {plan.batch_size // parts}"
+            found.append((name, plan.ghost_cost, memory.recorded(parts)))
         found += [
             ("ghost in two passes", plan.ghost_cost + plan.ordinary_cost, memory.streamed),
             ("vmap", plan.vmap_cost, memory.vmap),
@@ -87,10 +83,6 @@ class Explanation:
         # Not the table: `explain` has already printed it when a notebook shows its value.
         ratio = self.plan.ghost_cost / max(self.plan.ordinary_cost, 1.0)
         return f"<Explanation: {len(self.plan.leaves)} parameters, {ratio:.2f} times an ordinary gradient>"
-
-
-def _name(contact: Contact) -> str:
-    return "identity" if contact.primitive is None else contact.primitive.name
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -33,16 +33,14 @@ def factored(
         return None
     located, loops = scope.locate(weight)
     steps = tuple(length for length, _ in loops)
-    apply = _wide_apply(eqn, position, moving[0], fixed)
-    of_step = Contact(
-        -1, weight, eqn.primitive, out.shape, out.dtype, factors, apply, x.shape, x.dtype, _is_precise(eqn)
-    )
+    apply, is_precise = _wide_apply(eqn, position, moving[0], fixed), _is_precise(eqn)
+    of_step = Contact(-1, weight, eqn.primitive, out.shape, out.dtype, factors, apply, x.shape, x.dtype, is_precise)
     for length, mapped in reversed(loops):
         factors = rules.lift(factors, length, mapped)
         apply = jax.vmap(apply, in_axes=(0 if mapped else None, 0))
     contact = scope.trace.new_contact(
         located, eqn.primitive, (*steps, *out.shape), out.dtype, factors, apply,
-        (*steps, *x.shape), x.dtype, _is_precise(eqn), loops=loops, of_step=of_step,
+        (*steps, *x.shape), x.dtype, is_precise, loops=loops, of_step=of_step,
     )  # fmt: skip
     return ContactOp(contact, differentiated(eqn, moving), inputs, outputs, moving[0])
 
@@ -60,13 +58,12 @@ def _wide_apply(eqn: core.JaxprEqn, position: int, moving: int, fixed: dict[int,
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(jnp.promote_types(x.dtype, weight.dtype))
             weight = weight.astype(x.dtype)
-        args = [fixed.get(i) for i in range(len(eqn.invars))]
-        args[position], args[moving] = weight, x
+        args = {**fixed, position: weight, moving: x}
         params = dict(eqn.params)
         if params.get("preferred_element_type") is not None:
             params["preferred_element_type"] = weight.dtype
         if "precision" in params:  # like the norms, whatever precision the model uses
             params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-        return eqn.primitive.bind(*args, **params)
+        return eqn.primitive.bind(*(args[i] for i in sorted(args)), **params)
 
     return apply

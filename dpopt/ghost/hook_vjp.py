@@ -48,25 +48,23 @@ def with_hook(
     return inner(hook, values)
 
 
-def batched(
-    of_one: Callable[..., PyTree], of_batch: Callable[..., PyTree], is_per_example: PyTree
-) -> Callable[..., PyTree]:
-    """``of_one(*rows, shared)``, or ``of_batch`` for all rows at once where the engine maps it over the batch.
+def batched(of_batch: Callable[..., tuple[jax.Array, PyTree]]) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """``of_batch(rows, shared)`` for one example's rows, or for all at once where the engine maps it over the batch.
 
-    ``is_per_example`` is a prefix of the output. Where it is False the output belongs to the whole batch, and the
-    engine's ``vmap`` returns it unchanged.
+    The first result is per example. The second belongs to the whole batch, and ``vmap`` returns it unchanged.
     """
 
     @jax.custom_batching.custom_vmap
-    def function(rows: tuple[PyTree, ...], shared: PyTree) -> PyTree:
-        return of_one(*rows, shared)
+    def function(rows: PyTree, shared: PyTree) -> tuple[jax.Array, PyTree]:
+        each, total = of_batch(jax.tree.map(lambda x: x[None], rows), shared)
+        return each[0], total
 
     @function.def_vmap
     def _(size: int, are_mapped: PyTree, rows: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         def filled(x: jax.Array, is_mapped: bool) -> jax.Array:
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
 
-        out = of_batch(*jax.tree.map(filled, rows, are_mapped[0]), shared)
-        return out, jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), is_per_example, out)
+        each, total = of_batch(jax.tree.map(filled, rows, are_mapped[0]), shared)
+        return (each, total), (True, jax.tree.map(lambda _: False, total))
 
     return function

@@ -8,194 +8,162 @@ engine maps over examples by ``vmap``; `hook_vjp.batched` gives a hook all examp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import typing
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.common.types import PyTree
+from dpopt.common.trees import per_example
 from dpopt.engines import sums
 from dpopt.engines.norms import safe_norm, shrink_to
+from dpopt.ghost import contacts
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
-from dpopt.ghost.contacts import (
-    Seen,
-    can_weigh,
-    combined,
-    form,
-    lost_to_weighing,
-    square_of_one,
-    transposed,
-    weighs_input,
-)
 from dpopt.ghost.hook_vjp import batched, with_hook
-from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
 from dpopt.ghost.values import Contact
 
-_Class = TypeVar("_Class", bound=type)
+_STATIC = {"static": True}
+_Rows = tuple[jax.Array | None, jax.Array, jax.Array]  # inputs, cotangents and coefficients
+_Results = tuple[jax.Array, sums.Sum]
 
 
-@typing.dataclass_transform(frozen_default=True)
-def _hook(*, static: Sequence[str] = ()) -> Callable[[_Class], _Class]:
-    """A frozen dataclass that is a pytree, with ``static`` fields as metadata."""
-
-    def register(cls: _Class) -> _Class:
-        made = dataclasses.dataclass(frozen=True)(cls)
-        arrays = [f.name for f in dataclasses.fields(made) if f.name not in static]
-        return cast(_Class, jax.tree_util.register_dataclass(made, data_fields=arrays, meta_fields=list(static)))
-
-    return register
-
-
-@_hook(static=("method", "chunk", "group"))
-class TwoPassHook:
-    """Computes the norms of a contact's gradients, the cotangent of ``bounds``, or their sum, that of ``total``.
-
-    The choice is made at run time, so that one program does both (streamed.py)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Hook:
+    """What both hooks have in common. Layers of a weight that no loop slices count as steps."""
 
     # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
     bounds: jax.Array
     total: sums.Sum  # zeros like the weight, at least float32; the sum is over the whole batch
-    adds_up: jax.Array | None  # () bool
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
-    method: str
-    chunk: int  # examples at a time
-    group: int  # index of this parameter's coefficient
+    method: str = dataclasses.field(metadata=_STATIC)
+    chunk: int = dataclasses.field(metadata=_STATIC)  # examples at a time
     coefficient: jax.Array | None = None  # (): this example's; 0 excludes it, whatever it contains
 
     slot_axes = (0, None)  # of the slots' cotangents: whether they have a batch axis
 
     @property
-    def slots(self) -> tuple[jax.Array, sums.Sum]:
+    def slots(self) -> _Results:
         """The inputs whose cotangents are the hook's results."""
         return self.bounds, self.total
 
-    def filled(
-        self, slots: tuple[jax.Array, sums.Sum], keep: jax.Array, coefficients: Sequence[jax.Array]
-    ) -> TwoPassHook:
+    def results(self, contact: Contact, rows: _Rows, shared: Any) -> _Results:
+        """Bounds, ``[B, *steps, 3]``, and the total of a batch; ``shared`` is the hook with what all examples share."""
+        raise NotImplementedError
+
+    def attach(
+        self, contact: Contact, run: Callable[..., jax.Array], values: list[jax.Array], at: int | None
+    ) -> jax.Array:
+        """The contact's output, with the hook attached; see `with_hook`."""
+
+        def backward(hook: _Hook, x: jax.Array | None, y: jax.Array) -> _Hook:
+            shared = dataclasses.replace(hook, bounds=None, total=None, coefficient=None)
+            bounds, total = batched(functools.partial(self.results, contact))((x, y, hook.coefficient), shared)
+            return dataclasses.replace(jax.tree.map(lambda _: None, hook), bounds=bounds, total=total)
+
+        return with_hook(self, run, values, at, backward)
+
+    def nothing(self, size: int) -> _Results:
+        """The results of a batch in which no example counts."""
+        bounds = jnp.zeros((size, *self.bounds.shape), self.bounds.dtype)
+        return bounds, jax.tree.map(jnp.zeros_like, self.total)
+
+    def norms(self, contact: Contact, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None) -> jax.Array:
+        """The bounds of a batch, computed for a chunk of examples at a time."""
+
+        def of_one(rows: tuple[jax.Array | None, jax.Array]) -> jax.Array:
+            def of_layer(y: jax.Array, diagonal: jax.Array | None) -> jax.Array:
+                return jnp.stack(_norm_of_one(contact, self.method, rows[0], y, diagonal)).astype(self.bounds.dtype)
+
+            # A weight that no loop slices has all its layers in one gradient; then there is no input.
+            return jax.vmap(of_layer)(rows[1], diagonal) if self.bounds.ndim > 1 else of_layer(rows[1], diagonal)
+
+        return in_chunks(jax.vmap(of_one), (x, y), y.shape[0], self.chunk)
+
+    def added(self, contact: Contact, x: jax.Array | None, y: jax.Array, c: jax.Array) -> sums.Sum:
+        """The sum of a batch's gradients, weighted by ``c``."""
+        rows = selected(c != 0, x), selected(c != 0, y), c
+        total = sums.over_examples(
+            lambda group: sums.in_blocks(lambda rows: contacts.transposed(contact, *rows), group), rows
+        )
+        total = total if self.total.remainder is None else sums.paired(total)  # the sum of a single example is not
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoPassHook(_Hook):
+    """Computes the norms of a contact's gradients, or their sum.
+
+    The choice is made at run time, so that one program does both (streamed.py)."""
+
+    adds_up: jax.Array | None  # () bool
+    group: int = dataclasses.field(metadata=_STATIC)  # index of this parameter's coefficient
+
+    def filled(self, slots: _Results, keep: jax.Array, coefficients: Sequence[jax.Array]) -> TwoPassHook:
         """The hook with these slots, for an example that counts unless ``keep`` is 0."""
         del keep
         return dataclasses.replace(self, bounds=slots[0], total=slots[1], coefficient=coefficients[self.group])
 
-    def split(self, is_mapped: bool) -> tuple[TwoPassHook, Callable[[TwoPassHook], TwoPassHook]]:
+    def split(self) -> tuple[TwoPassHook, Callable[[TwoPassHook], TwoPassHook]]:
         """The part of the hook that is sliced for each step of a loop, and a function from a slice to the step's hook.
 
-        (Each step has its own weight, ``is_mapped``: otherwise steps have cross terms, and the contact is recorded.)"""
-        del is_mapped
-        return dataclasses.replace(self, adds_up=None, coefficient=None), lambda own: dataclasses.replace(
-            own, adds_up=self.adds_up, coefficient=self.coefficient
+        (Each step has its own weight: otherwise steps have cross terms, and the contact is recorded.)"""
+        same = {"adds_up": self.adds_up, "coefficient": self.coefficient}
+        sliced = dataclasses.replace(self, adds_up=None, coefficient=None)
+        return sliced, lambda own: dataclasses.replace(own, **same)
+
+    def results(self, contact: Contact, rows: _Rows, shared: TwoPassHook) -> _Results:
+        x, y, c = rows
+        return lax.cond(
+            cast(jax.Array, shared.adds_up),
+            lambda: (self.nothing(len(c))[0], self.added(contact, x, y, c)),
+            lambda: (self.norms(contact, x, y, shared.diagonal), self.nothing(len(c))[1]),
         )
 
-    def attach(
-        self, contact: Contact, run: Callable[..., jax.Array], values: list[jax.Array], at: int | None
-    ) -> jax.Array:
-        """The contact's output, with the hook attached; see `with_hook`."""
 
-        def of_batch(x: jax.Array, y: jax.Array, c: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
-            adds_up, diagonal = shared
-
-            def added() -> tuple[jax.Array, sums.Sum]:
-                total = _added(contact, self, selected(c != 0, x), selected(c != 0, y), c)
-                return jnp.zeros((len(c), *self.bounds.shape), self.bounds.dtype), total
-
-            def bounds() -> tuple[jax.Array, sums.Sum]:
-                return _bounds(contact, self, x, y, diagonal), jax.tree.map(jnp.zeros_like, self.total)
-
-            return lax.cond(adds_up, added, bounds)
-
-        def of_one(x: jax.Array, y: jax.Array, c: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
-            x, y, c = jax.tree.map(lambda z: z[None], (x, y, c))
-            bounds, total = of_batch(x, y, c, shared)
-            return bounds[0], total
-
-        def backward(hook: TwoPassHook, x: jax.Array | None, y: jax.Array) -> TwoPassHook:
-            both = batched(of_one, of_batch, (True, False))((x, y, hook.coefficient), (hook.adds_up, hook.diagonal))
-            return dataclasses.replace(
-                hook, bounds=both[0], total=both[1], adds_up=None, diagonal=None, coefficient=None
-            )
-
-        return with_hook(self, run, values, at, backward)
-
-
-@_hook(static=("method", "chunk"))
-class ClipHook:
-    """Computes the norms of a contact's gradients, clips by them and adds up: cotangents of ``bounds`` and ``total``.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClipHook(_Hook):
+    """Computes the norms of a contact's gradients, clips by them and adds up.
 
     For a parameter, or a loop step's part of one, whose coefficient depends on its own norm alone."""
 
-    bounds: jax.Array  # (*steps, 3) zeros, as for `TwoPassHook`; layers of an unsliced weight count as steps
-    total: sums.Sum  # zeros like the weight, at least float32; the sum is over the whole batch
     limit: jax.Array  # (*steps,), like bounds: the clip norm
-    diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
-    method: str
-    chunk: int
-    keep: jax.Array | None = None  # (): 0 excludes this example, whatever it contains
 
-    slot_axes = (0, None)
-
-    @property
-    def slots(self) -> tuple[jax.Array, sums.Sum]:
-        return self.bounds, self.total
-
-    def filled(self, slots: tuple[jax.Array, sums.Sum], keep: jax.Array, coefficients: Sequence[jax.Array]) -> ClipHook:
+    def filled(self, slots: _Results, keep: jax.Array, coefficients: Sequence[jax.Array]) -> ClipHook:
         del coefficients
-        return dataclasses.replace(self, bounds=slots[0], total=slots[1], keep=keep)
+        return dataclasses.replace(self, bounds=slots[0], total=slots[1], coefficient=keep)
 
-    def split(self, is_mapped: bool) -> tuple[ClipHook, Callable[[ClipHook], ClipHook]]:
-        del is_mapped  # as for `TwoPassHook`
-        return dataclasses.replace(self, keep=None), lambda own: dataclasses.replace(own, keep=self.keep)
+    def split(self) -> tuple[ClipHook, Callable[[ClipHook], ClipHook]]:
+        sliced = dataclasses.replace(self, coefficient=None)
+        return sliced, lambda own: dataclasses.replace(own, coefficient=self.coefficient)
 
-    def attach(
-        self, contact: Contact, run: Callable[..., jax.Array], values: list[jax.Array], at: int | None
-    ) -> jax.Array:
-        """The contact's output, with the hook attached; see `with_hook`."""
-
-        def of_batch(x: jax.Array, y: jax.Array, keep: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
-            # A conditional materialises its inputs: norms and sums use the same bits.
-            bounds = jnp.zeros((len(keep), *self.bounds.shape), self.bounds.dtype)
-            nothing = bounds, jax.tree.map(jnp.zeros_like, self.total)
-            return lax.cond(jnp.any(keep > 0), lambda: _clipped(contact, self, (x, y, keep), *shared), lambda: nothing)
-
-        def of_one(x: jax.Array, y: jax.Array, keep: jax.Array, shared: PyTree) -> tuple[jax.Array, sums.Sum]:
-            x, y, keep = jax.tree.map(lambda z: z[None], (x, y, keep))
-            bounds, total = of_batch(x, y, keep, shared)
-            return bounds[0], total
-
-        def backward(hook: ClipHook, x: jax.Array | None, y: jax.Array) -> ClipHook:
-            both = batched(of_one, of_batch, (True, False))((x, y, hook.keep), (hook.limit, hook.diagonal))
-            return dataclasses.replace(hook, bounds=both[0], total=both[1], limit=None, diagonal=None, keep=None)
-
-        return with_hook(self, run, values, at, backward)
+    def results(self, contact: Contact, rows: _Rows, shared: ClipHook) -> _Results:
+        keep, nothing = rows[-1], self.nothing(len(rows[-1]))
+        # A conditional materialises its inputs: norms and sums use the same bits.
+        clipped = functools.partial(_clipped, contact, self, rows, shared.limit, shared.diagonal)
+        return lax.cond(jnp.any(keep > 0), clipped, lambda: nothing)
 
 
-def _clipped(
-    contact: Contact, hook: ClipHook, rows: tuple[jax.Array, ...], limit: jax.Array, diagonal: jax.Array | None
-) -> tuple[jax.Array, sums.Sum]:
-    """Bounds, ``[B, 3]``, and the clipped sum."""
+Hooks = Mapping[Contact, TwoPassHook | ClipHook]
+
+
+def _clipped(contact: Contact, hook: ClipHook, rows: _Rows, limit: jax.Array, diagonal: jax.Array | None) -> _Results:
+    """Bounds and the clipped sum."""
     x, y, keep = rows
     if hook.method == "explicit" and contact.factors is not None and len(keep) <= sums.ROWS:
         return _clipped_as_formed(contact, hook, rows, limit, diagonal)
-    bounds = _bounds(contact, hook, x, y, diagonal)
+    bounds = hook.norms(contact, x, y, diagonal)
     upper = bounds[..., 0]
-    keep = keep.reshape(-1, *[1] * (upper.ndim - 1))
-    c = jnp.where((keep > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
-    lost = lost_to_weighing(contact, bounds[..., 2], len(keep))
-    c = jnp.where(can_weigh(c, limit[None], lost * _gain(hook, contact, diagonal)), c, 0)
-    return bounds, _added(contact, hook, selected(c != 0, x), selected(c != 0, y), c)
-
-
-def _added(contact: Contact, hook: TwoPassHook | ClipHook, x: jax.Array | None, y: jax.Array, c: jax.Array) -> sums.Sum:
-    """The sum of the examples' gradients, weighted by ``c``, like ``hook.total``."""
-    total = sums.over_examples(
-        lambda group: sums.in_blocks(lambda block: transposed(contact, *block), group), (x, y, c)
-    )
-    total = total if hook.total.remainder is None else sums.paired(total)  # the sum of a single example is not
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, hook.total)
+    c = jnp.where((per_example(keep, upper) > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
+    lost = contacts.lost_to_weighing(contact, bounds[..., 2], len(keep))
+    c = jnp.where(contacts.can_weigh(c, limit[None], lost * _gain(hook, contact, diagonal)), c, 0)
+    return bounds, hook.added(contact, x, y, c)
 
 
 def _gain(hook: ClipHook, contact: Contact, diagonal: jax.Array | None) -> jax.Array:
@@ -207,24 +175,23 @@ def _gain(hook: ClipHook, contact: Contact, diagonal: jax.Array | None) -> jax.A
 
 
 def _clipped_as_formed(
-    contact: Contact, hook: ClipHook, rows: tuple[jax.Array, ...], limit: jax.Array, diagonal: jax.Array | None
-) -> tuple[jax.Array, sums.Sum]:
-    """Bounds, ``[B, 3]``, and the clipped sum, from gradients formed once; for batches that floats can add up.
+    contact: Contact, hook: ClipHook, rows: _Rows, limit: jax.Array, diagonal: jax.Array | None
+) -> _Results:
+    """`_clipped` from gradients formed once; for batches that floats can add up.
 
     Norm and sum are computed from the same numbers, so rounding errors of these do not matter."""
     size = len(rows[-1])
-    diagonal = None if diagonal is None else cast(Factors, contact.factors).fold(diagonal)
+    diagonal = None if diagonal is None else contact.fold(diagonal)
 
-    def of_chunk(x: jax.Array, y: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
-        formed = jax.vmap(lambda x, y: form(contact, Seen(x, y)))(x, y)
+    def of_chunk(x: jax.Array | None, y: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
+        formed = jax.vmap(lambda x, y: contacts.form(contact, contacts.Seen(x, y)))(x, y)
         scaled = formed if diagonal is None else formed * diagonal[None]
         norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
         fine = (keep > 0) & jnp.isfinite(norm)
-        c = jnp.where(fine, shrink_to(limit[None], norm), 0)
-        other = jnp.ones_like(norm)
-        lost = lost_to_weighing(contact, other, size) * (1 if diagonal is None else largest(diagonal))
-        c = jnp.where(can_weigh(c, limit[None], lost * formed[0].size ** 0.5), c, 0)
-        total = combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
+        c, other = jnp.where(fine, shrink_to(limit[None], norm), 0), jnp.ones_like(norm)
+        lost = contacts.lost_to_weighing(contact, other, size) * (1 if diagonal is None else largest(diagonal))
+        c = jnp.where(contacts.can_weigh(c, limit[None], lost * formed[0].size ** 0.5), c, 0)
+        total = contacts.combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
         return jnp.stack([norm, norm, other], axis=1).astype(hook.bounds.dtype), total
 
     chunk = together(size, hook.chunk)
@@ -232,7 +199,7 @@ def _clipped_as_formed(
         bounds, total = of_chunk(*rows)
     else:
 
-        def step(total: jax.Array, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        def step(total: jax.Array, rows: _Rows) -> tuple[jax.Array, jax.Array]:
             bounds, more = of_chunk(*rows)
             return total + more, bounds
 
@@ -241,25 +208,6 @@ def _clipped_as_formed(
         bounds = join_rows(bounds)
     rest = None if hook.total.remainder is None else jnp.zeros_like(hook.total.remainder)
     return bounds, sums.Sum(total, rest)
-
-
-def _bounds(
-    contact: Contact, hook: TwoPassHook | ClipHook, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
-) -> jax.Array:
-    """``[B, 3]``, computed for a chunk of examples at a time."""
-    several = jax.vmap(lambda rows: _bounds_of_one(contact, hook, rows[0], rows[1], diagonal))
-    return in_chunks(several, (x, y), y.shape[0], hook.chunk)
-
-
-def _bounds_of_one(
-    contact: Contact, hook: TwoPassHook | ClipHook, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
-) -> jax.Array:
-    def of_layer(y: jax.Array, diagonal: jax.Array | None) -> jax.Array:
-        bounds = _norm_of_one(contact, hook.method, x, y, diagonal)
-        return jnp.stack(bounds).astype(hook.bounds.dtype)
-
-    # A weight that no loop slices has all its layers in one gradient; then x is None.
-    return jax.vmap(of_layer)(y, diagonal) if hook.bounds.ndim > 1 else of_layer(y, diagonal)
 
 
 def _norm_of_one(
@@ -274,7 +222,7 @@ def _norm_of_one(
     lost, unit = terms * tiny(y.dtype), jnp.ones(())
     if diagonal is not None:  # its entries are below 2 once scaled
         (diagonal, unit), lost = to_one(diagonal), 2 * lost
-    square = square_of_one(contact, method, x, y, diagonal, lost)
+    square = contacts.square_of_one(contact, method, contacts.Seen(x, y), diagonal, lost)
     upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
-    other = y_unit if x is not None and weighs_input(contact, x, y) else x_unit
+    other = y_unit if x is not None and contacts.weighs_input(contact, x, y) else x_unit
     return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower)), 2 * other

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpopt.engines.norms import safe_norm
+from dpopt.engines.norms import Norm, safe_norm
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.chunks import in_chunks
-from dpopt.ghost.contacts import Formed, Seen, form, inner, is_sum, parts_of_one, unfold, with_terms
+from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, inner, is_sum, parts_of_one, with_terms
 from dpopt.ghost.plan import LeafPlan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
@@ -21,22 +21,24 @@ from dpopt.ghost.squares import Square, cancelled, cancelled_before, largest, of
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, wide_dtype
 
+Norms: TypeAlias = Float[Array, " batch *layers"]
 # An upper bound on norms, and the same without what squares.py adds.
-Bounds: TypeAlias = tuple[Float[Array, " batch *layers"], Float[Array, " batch *layers"]]
+Bounds: TypeAlias = tuple[Norms, Norms]
+SeenAt: TypeAlias = Mapping[Contact, Seen]
 
 
 class LeafNorms(NamedTuple):
     """Norms of ``S g + o`` per parameter, and the records that the sum is computed from."""
 
-    upper: list[Float[Array, " batch *layers"]]  # upper bounds
-    lower: list[Float[Array, " batch *layers"]]  # without what is added for squares that underflow (squares.py)
-    records: dict[Contact, Seen | Formed]
+    upper: list[Norms]  # upper bounds
+    lower: list[Norms]  # without what is added for squares that underflow (squares.py)
+    records: dict[Contact, Recorded]
     diagonals: dict[int, Float[Array, ""]]  # for some parameters, an upper bound on entries of S at their contacts
 
 
-def leaf_norms(run: Run, seen: Mapping[Contact, Seen], known: Mapping[int, Bounds] | None = None) -> LeafNorms:
+def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None) -> LeafNorms:
     """Norms of all parameters, except ``known`` ones, which are returned unchanged."""
-    records: dict[Contact, Seen | Formed] = {
+    records: dict[Contact, Recorded] = {
         c: _kept(run, c, s) if c in run.plan.kept else s._replace(out=None) for c, s in seen.items()
     }
     found: list[Any] = [(known or {}).get(leaf) for leaf in range(len(run.leaves))]
@@ -71,14 +73,11 @@ def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
     return Formed(in_chunks(several, seen, run.plan.batch_size, run.plan.chunk([contact])))
 
 
-def _norm(
-    run: Run, leaf_plan: LeafPlan, seen: Mapping[Contact, Seen], records: Mapping[Contact, Seen | Formed]
-) -> tuple[Bounds, Array | None]:
+def _norm(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records) -> tuple[Bounds, Array | None]:
     """The norms of one parameter whose contacts' gradients are not pulled back, and `Square.diagonal`."""
     leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
-    scale, offset = run.scales[leaf], run.offsets[leaf]
+    scale, offset, number = run.scales[leaf], run.offsets[leaf], run.scalar_scale(leaf)
     shape = run.trace.leaves[leaf].shape
-    number = run.scalar_scale(leaf)
     if method == "none":
         zero = jnp.zeros(shape, run.wide[leaf].dtype)
         alone = jnp.broadcast_to(safe_norm(run.affine(leaf, zero).reshape(-1), axis=0), (run.plan.batch_size,))
@@ -87,12 +86,14 @@ def _norm(
         square = _shared(contacts, [seen[c] for c in contacts])
     else:
         diagonal = None if number is not None else scale
-        of_kind = _direct if leaf_plan.standardized is None else _standardized
-        one, rest, inputs = of_kind(run, leaf_plan, diagonal, seen, records)
+        if leaf_plan.standardized is None:
+            one, rest, inputs = _direct(run, leaf_plan, diagonal, records)
+        else:
+            one, rest, inputs = _standardized(run, leaf_plan, diagonal, seen, records)
         # Kept gradients are squared in chunks, too: otherwise a CNN took 1.11 ordinary gradients instead of 1.03.
         chunk = run.plan.chunk(contacts) if method == "explicit" else run.plan.fitting(leaf_plan.bytes)
-        found_in_chunks = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
-        square = jax.vmap(rest)(*found_in_chunks)  # for all examples, which share a diagonal
+        found = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
+        square = jax.vmap(rest)(*found)  # for all examples, which share a diagonal
     upper, lower = _roots(square)
     if number is not None:  # its square may be out of range
         upper, lower = (x * jnp.abs(number) for x in (upper, lower))
@@ -109,12 +110,11 @@ def _norm(
 
 def _shared(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Square:
     """The squared norms of a matrix that several contacts use."""
-    base = orientation(contacts[0])
-    turned = [orientation(c) != base for c in contacts]
+    turned = [orientation(c) != orientation(contacts[0]) for c in contacts]
 
     def one(xs: list[Array], ys: list[Array]) -> Square:
-        uses = zip([cast(Factors, c.factors) for c in contacts], turned, xs, ys, strict=True)
-        return norms.shared_gram(list(uses))
+        factors = [cast(Factors, c.factors) for c in contacts]
+        return norms.shared_gram(list(zip(factors, turned, xs, ys, strict=True)))
 
     return jax.vmap(one)([s.x for s in seen], [s.y for s in seen])
 
@@ -123,37 +123,22 @@ Parts: TypeAlias = tuple[Callable[..., tuple[Square, Any]], Callable[..., Square
 """A function of one example, mapped in chunks; one from its result to the square, mapped at once; the inputs."""
 
 
-def _direct(
-    run: Run,
-    leaf_plan: LeafPlan,
-    scale: Array | None,
-    seen: Mapping[Contact, Seen],
-    records: Mapping[Contact, Seen | Formed],
-) -> Parts:
+def _direct(run: Run, leaf_plan: LeafPlan, scale: Array | None, records: Records) -> Parts:
     """For a weight whose entries each depend on one entry of the parameter."""
     leaf, (contact,) = leaf_plan.leaf, leaf_plan.contacts
     diagonal, lost = run.diagonal(leaf, contact, scale), _lost(run, leaf, [contact])
+    diagonal = None if diagonal is None else contact.fold(diagonal)
+
+    def one(record: Recorded) -> tuple[Square, term_sizes.Columns | None]:
+        return parts_of_one(contact, leaf_plan.method, record, diagonal, lost)
 
     def rest(square: Square, columns: term_sizes.Columns | None) -> Square:
         return with_terms(contact, square, columns, diagonal)
 
-    if contact not in run.plan.kept:
-        inputs = seen[contact].x, seen[contact].y
-        return lambda f: parts_of_one(contact, leaf_plan.method, f[0], f[1], diagonal, lost), rest, inputs
-    folded = diagonal
-    if diagonal is not None and contact.factors is not None:
-        folded = contact.factors.fold(diagonal)
-    formed = cast(Formed, records[contact]).gradient
-    return lambda formed: (of_entries(formed if folded is None else formed * folded, lost), None), rest, formed
+    return one, rest, records[contact]
 
 
-def _standardized(
-    run: Run,
-    leaf_plan: LeafPlan,
-    scale: Array | None,
-    seen: Mapping[Contact, Seen],
-    records: Mapping[Contact, Seen | Formed],
-) -> Parts:
+def _standardized(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: SeenAt, records: Records) -> Parts:
     """For a weight whose filters are normalised."""
     (contact,), found = leaf_plan.contacts, cast(Standardized, leaf_plan.standardized)
     factors, coefficients = cast(Factors, contact.factors), found.coefficients(run.wide[leaf_plan.leaf])
@@ -165,29 +150,26 @@ def _standardized(
         return from_gram, lambda square, columns: square, seen[contact]
     deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
 
-    def explicit(record: Seen | Formed) -> tuple[Square, term_sizes.Columns | None]:
+    def explicit(record: Recorded) -> tuple[Square, term_sizes.Columns | None]:
         square = norms.standardized_explicit(form(contact, record), deviation, diagonal, coefficients)
-        return square, term_sizes.columns(factors, record.x, record.y) if isinstance(record, Seen) and is_sum(
-            contact, record
-        ) else None
+        if isinstance(record, Seen) and is_sum(contact, record):
+            return square, term_sizes.columns(factors, record.x, record.y)
+        return square, None
 
     def rest(square: Square, columns: term_sizes.Columns | None) -> Square:
         if columns is None:
             return square
-        return cancelled_before(
-            square, term_sizes.standardized_square(factors, columns, deviation, diagonal, coefficients)
-        )
+        terms = term_sizes.standardized_square(factors, columns, deviation, diagonal, coefficients)
+        return cancelled_before(square, terms)
 
     return explicit, rest, records[contact]
 
 
-def _pulled(
-    run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Mapping[Contact, Seen | Formed]
-) -> list[Square]:
+def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Records) -> list[Square]:
     """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time."""
 
-    def one(records: list[Seen | Formed]) -> list[Square]:
-        formed = [unfold(c, form(c, r)) for c, r in zip(contacts, records, strict=True)]
+    def one(records: list[Recorded]) -> list[Square]:
+        formed = [c.unfold(form(c, r)) for c, r in zip(contacts, records, strict=True)]
         gradients = run.pull_back(contacts, formed, leaves)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
         totals = roundings(gains, contacts, formed, records, _root, _root_of_terms)
@@ -196,7 +178,7 @@ def _pulled(
 
     gains = run.gains(contacts, leaves)
     losses = [_lost(run, i, contacts) for i in leaves]
-    offsets = [0.0 if o is None else safe_norm(o.reshape(-1), axis=0) for o in (run.offsets[i] for i in leaves)]
+    offsets = [run.offset_norm(i) for i in leaves]
     return in_chunks(jax.vmap(one), [records[c] for c in contacts], run.plan.batch_size, run.plan.chunk(contacts))
 
 
@@ -209,14 +191,13 @@ def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
 
 def roundings(
     gains: Sequence[Mapping[int, Array | None]], contacts: Sequence[Contact], formed: list[Array],
-    records: Sequence[Seen | Formed], norm: Callable[[Array], Array], size_of_terms: Callable[..., Array],
+    records: Sequence[Recorded], norm: Norm, size_of_terms: Callable[..., Array],
 ) -> list[Array]:  # fmt: skip
     """For each parameter, the size of the terms that one example's ``S g`` was added up from.
 
     Args:
         gains: from `Run.gains`.
-        formed: the example's gradients at the contacts.
-        records: what they were formed from.
+        formed: the example's gradients at the contacts, formed from ``records``.
         norm: an upper bound on the norm of an array.
         size_of_terms: a function of factors, x, y and a diagonal, like `term_sizes.size`.
     """
@@ -237,5 +218,4 @@ def roundings(
 
 
 def _root_of_terms(factors: Factors, x: Array, y: Array, scale: Array | None) -> Array:
-    found = term_sizes.square(factors, x, y, scale)
-    return jnp.sqrt(found.value + found.missing)
+    return _roots(term_sizes.square(factors, x, y, scale))[0]

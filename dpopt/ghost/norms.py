@@ -29,6 +29,9 @@ from dpopt.ghost.squares import Square
 from dpopt.ghost.standardized import Coefficients, PerFilter
 
 _Folded: TypeAlias = Float[Array, "K N a p"]
+_Input: TypeAlias = Shaped[Array, " ..."]
+_Cotangent: TypeAlias = Float[Array, " ..."]
+_Norms: TypeAlias = Float[Array, " batch"]
 
 
 class Group(NamedTuple):
@@ -63,15 +66,12 @@ class Group(NamedTuple):
 
 
 def over_groups(
-    method: Callable[..., PyTree], factors: Factors, x: Shaped[Array, " ..."], y: Float[Array, " ..."],
+    method: Callable[..., PyTree], factors: Factors, x: _Input, y: _Cotangent,
     scale: _Folded | None = None, more: Sequence[PyTree] = (), grams: bool = False,
 ) -> PyTree:  # fmt: skip
-    """``method`` for every group of one example, stacked.
+    """``method`` for every group of one example, stacked; ``grams``: whether it reads `Group.inner`.
 
-    Args:
-      more: further arguments of ``method``, ``[N, ...]``.
-      grams: whether ``method`` reads `Group.inner`.
-    """
+    ``more`` are further arguments of ``method``, ``[N, ...]``."""
     left, right = factors.split(x, y)
     inner = factors.inner(x, lambda z: einsum("nas,nat->nst", z, z)) if grams and factors.inner else None
     scale = None if scale is None else jnp.swapaxes(scale, 0, 1)
@@ -90,12 +90,9 @@ def mapped(one: Callable[..., PyTree], groups: int) -> Callable[..., PyTree]:
     return lambda *only: jax.tree.map(lambda z: z[None], one(*jax.tree.map(lambda z: jnp.squeeze(z, 0), only)))
 
 
-def square(
-    method: str, factors: Factors, x: Shaped[Array, " ..."], y: Float[Array, " ..."], scale: _Folded | None
-) -> Square:
+def square(method: str, factors: Factors, x: _Input, y: _Cotangent, scale: _Folded | None) -> Square:
     """``|S * G|^2`` for one example; ``scale`` is S, folded."""
-    groups = over_groups(_METHODS[method], factors, x, y, scale, grams=method == "gram")
-    return jax.tree.map(jnp.sum, groups)
+    return jax.tree.map(jnp.sum, over_groups(_METHODS[method], factors, x, y, scale, grams=method == "gram"))
 
 
 def rank_one(group: Group) -> Square:
@@ -188,7 +185,7 @@ def segments(group: Group) -> Square:
 _METHODS: dict[str, Callable[[Group], Square]] = {"rank_one": rank_one, "gram": gram, "segments": segments}
 
 
-def explicit(factors: Factors, x: Shaped[Array, " ..."], y: Float[Array, " ..."]) -> _Folded:
+def explicit(factors: Factors, x: _Input, y: _Cotangent) -> _Folded:
     """G itself, in at least float32."""
     return jnp.swapaxes(over_groups(_formed, factors, x, y), 0, 1)
 
@@ -203,20 +200,12 @@ def _formed(group: Group) -> Float[Array, "K a p"]:
     return einsum("ta,tp->ap", cast(Dense, group.rows()).x, right).reshape(len(left), -1, p)
 
 
-def along_rows(
-    factors: Factors, direction: Float[Array, " ..."], x: Shaped[Array, " ..."], y: Float[Array, " ..."]
-) -> Float[Array, ""]:
+def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: _Cotangent) -> Float[Array, ""]:
     """``<G, direction>`` for one example of a look-up; ``direction`` has the shape of the weight."""
-    groups = over_groups(lambda group: jnp.sum(wide(group.scaled())), factors, x, y, factors.fold(direction))
-    return jnp.sum(groups)
+    return jnp.sum(over_groups(lambda group: jnp.sum(wide(group.scaled())), factors, x, y, factors.fold(direction)))
 
 
-def with_offset(
-    upper: Float[Array, " batch"],
-    lower: Float[Array, " batch"],
-    mixed: Float[Array, " batch"],
-    offset: Float[Array, ""],
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+def with_offset(upper: _Norms, lower: _Norms, mixed: _Norms, offset: Float[Array, ""]) -> tuple[_Norms, _Norms]:
     """Bounds on ``|g + o|`` from bounds on ``|g|``, from ``<g, o>`` and ``|o|``.
 
     Where the two cancel, rounding error is a large share of the result. It counts as missing, so that the norm is
@@ -260,7 +249,7 @@ def standardized_gram(
         return found._replace(value=squares.cancelled(found.value, jnp.sqrt(of_terms)))
 
     size = c.size
-    groups = over_groups(one, factors, x, y, None, (factors.split(x, out)[1], c.per_filter), grams=True)
+    groups = over_groups(one, factors, x, y, more=(factors.split(x, out)[1], c.per_filter), grams=True)
     return jax.tree.map(jnp.sum, groups)
 
 
@@ -283,9 +272,8 @@ def shared_gram(uses: Sequence[tuple[Factors, bool, Array, Array]]) -> Square:
     """
     kinds: dict[tuple[type, type], list[tuple[Rows, Rows]]] = {}
     for factors, transposed, x, y in uses:
-        (left,), right = factors.split(x, y)
         # A plain matrix has one group; otherwise `squeeze` raises.
-        left, right = jnp.squeeze(left, 0), jnp.squeeze(right, 0)
+        (left,), right = jax.tree.map(lambda z: jnp.squeeze(z, 0), factors.split(x, y))
         pair = (OneHot(left, factors.shape[2]) if factors.one_hot else Dense(left), Dense(right))
         pair = pair[::-1] if transposed else pair
         kinds.setdefault((type(pair[0]), type(pair[1])), []).append(pair)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.engines.norms import Norm, all_at_once, safe_norm
+from dpopt.engines.norms import Norm, all_at_once
 from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import Formed, Seen, unfold, weighted
+from dpopt.ghost.contacts import Formed, Recorded, Records, weighted
 from dpopt.ghost.leaf_norms import roundings
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import distinct_arrays, finite, without_bad_entries
@@ -27,14 +27,9 @@ from dpopt.ghost.weighted_sum import Weigh
 
 
 def certain(
-    run: Run,
-    upper: list[jax.Array],
-    lower: list[jax.Array],
-    weigh: Weigh,
-    mask: jax.Array,
-    records: Mapping[Contact, Seen | Formed],
+    run: Run, upper: list[jax.Array], lower: list[jax.Array], weigh: Weigh, mask: jax.Array, records: Records,
     leaves: Sequence[int] | None = None,
-) -> tuple[list[jax.Array], dict[Contact, Seen | Formed]]:
+) -> tuple[list[jax.Array], dict[Contact, Recorded]]:  # fmt: skip
     """The upper bounds on norms, replaced by norms of formed gradients where the difference matters; and the records.
 
     Examples with a norm that is not finite contribute zero. In their records, entries that are not finite are replaced
@@ -68,50 +63,37 @@ def certain(
 
 
 def _norms(
-    run: Run, chosen: jax.Array, known: list[jax.Array], records: Mapping[Contact, Seen | Formed],
-    leaves: Sequence[int],
-) -> list[jax.Array]:  # fmt: skip
+    run: Run, chosen: jax.Array, known: list[jax.Array], records: Records, leaves: Sequence[int]
+) -> list[jax.Array]:
     """Norms of ``leaves``: for ``chosen`` examples of the formed gradients, plus the rounding error of their sum."""
     contacts = run.contacts_of(leaves)
     gains = run.gains(contacts, leaves)
-    offsets = [0.0 if o is None else safe_norm(o.reshape(-1), axis=0) for o in (run.offsets[i] for i in leaves)]
+    offsets = [run.offset_norm(i) for i in leaves]
 
-    def one(rows: tuple[list[Seen | Formed], jax.Array, list[jax.Array]]) -> list[jax.Array]:
+    def one(rows: tuple[list[Recorded], jax.Array, list[jax.Array]]) -> list[jax.Array]:
         records, is_chosen, known = rows
-        formed = _formed(contacts, records)
-        gradients = _gradient(run, contacts, formed, leaves)
+        formed = [_formed(c, r) for c, r in zip(contacts, records, strict=True)]
+        gradients = [run.affine(i, g) for i, g in zip(leaves, run.pull_back(contacts, formed, leaves), strict=True)]
 
         def wanted(norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
             size = functools.partial(term_sizes.size, norm)
             return [norm(g) for g in gradients], roundings(gains, contacts, formed, records, norm, size)
 
-        own, totals = all_at_once(wanted)
-        own = [with_roundings(n, t) for n, t in zip(own, totals, strict=True)]
+        own = [with_roundings(n, total) for n, total in zip(*all_at_once(wanted), strict=True)]
         own = [shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)]
         return [jnp.where(is_chosen, o.astype(n.dtype), n) for n, o in zip(known, own, strict=True)]
 
     rows = [records[c] for c in contacts], chosen, known
-    together = _together(run)
+    # One example per device at a time, so that each processes its share of a sharded batch.
+    together = math.gcd(run.plan.batch_size, jax.device_count())
     if together == 1:
         return lax.map(one, rows)
     several = lax.map(jax.vmap(one), jax.tree.map(lambda x: split_rows(x, together), rows))
     return jax.tree.map(join_rows, several)
 
 
-def _together(run: Run) -> int:
-    """How many examples to process at a time: one per device, so that each processes its share of a sharded batch."""
-    return math.gcd(run.plan.batch_size, jax.device_count())
-
-
-def _formed(contacts: Sequence[Contact], records: Sequence[Seen | Formed]) -> list[jax.Array]:
-    """One example's gradients at the contacts, by the transposed primitives: few operations, quick to compile."""
-    batches_of_one = jax.tree.map(lambda x: x[None], records)
-    return [
-        unfold(c, r.gradient) if isinstance(r, Formed) else weighted(c, alone, jnp.ones(1))
-        for c, r, alone in zip(contacts, records, batches_of_one, strict=True)
-    ]
-
-
-def _gradient(run: Run, contacts: Sequence[Contact], formed: list[jax.Array], leaves: Sequence[int]) -> list[jax.Array]:
-    """One example's ``S g + o``."""
-    return [run.affine(i, g) for i, g in zip(leaves, run.pull_back(contacts, formed, leaves), strict=True)]
+def _formed(contact: Contact, record: Recorded) -> jax.Array:
+    """One example's gradient at a contact, by the transposed primitive: few operations, quick to compile."""
+    if isinstance(record, Formed):
+        return contact.unfold(record.gradient)
+    return weighted(contact, jax.tree.map(lambda x: x[None], record), jnp.ones(1))

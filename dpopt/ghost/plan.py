@@ -70,16 +70,11 @@ class Plan:
         """Groups of contacts and parameters that are connected and have their norms computed together."""
         groups: list[tuple[set[Contact], set[int]]] = []
         for leaf in self.leaves:
-            if leaf.method != "pulled_back":
-                continue
-            contacts, members = set(leaf.contacts), {leaf.leaf}
-            apart = []
-            for other in groups:
-                if other[0] & contacts:
-                    contacts, members = contacts | other[0], members | other[1]
-                else:
-                    apart.append(other)
-            groups = [*apart, (contacts, members)]
+            if leaf.method == "pulled_back":
+                joined = [g for g in groups if g[0] & set(leaf.contacts)]
+                contacts = set(leaf.contacts).union(*(own for own, _ in joined))
+                members = {leaf.leaf}.union(*(own for _, own in joined))
+                groups = [*(g for g in groups if g not in joined), (contacts, members)]
         return [(sorted(c, key=lambda k: k.index), sorted(m)) for c, m in groups]
 
     @property
@@ -89,16 +84,11 @@ class Plan:
 
     def chunk(self, contacts: Sequence[Contact]) -> int:
         """How many examples' gradients to form at a time."""
-        size = sum(forming_bytes(c) for c in contacts if c.factors)
-        return self._divisor(self._chunk_bytes / max(size, 1))
+        return self.fitting(sum(forming_bytes(c) for c in contacts if c.factors))
 
     def fitting(self, size: float) -> int:
         """How many examples to process at a time if each needs buffers of ``size`` bytes."""
-        return self._divisor(self._chunk_bytes / max(size, 1))
-
-    @property
-    def _chunk_bytes(self) -> int:
-        return _STREAMED_CHUNK_BYTES if self.streamed else _CHUNK_BYTES
+        return self._divisor((_STREAMED_CHUNK_BYTES if self.streamed else _CHUNK_BYTES) / max(size, 1))
 
     @property
     def parts(self) -> int:
@@ -137,19 +127,15 @@ class Plan:
                         ways = [m for m in ways if m in ("explicit", "rank_one", "segments")]
                     chosen[contact] = min(ways, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
         # Contacts that share a tap are recorded together or not at all.
-        groups: dict[Contact, set[Contact]] = {}
-        for contact in self.trace.contacts:
-            groups.setdefault(contact.shares or contact, set()).add(contact)
-        for members in groups.values():
-            if not members <= chosen.keys():
-                chosen = {c: m for c, m in chosen.items() if c not in members}
+        recorded = {c.shares or c for c in self.trace.contacts if c not in chosen}
+        chosen = {c: m for c, m in chosen.items() if (c.shares or c) not in recorded}
         leaves = {leaf for c in chosen for leaf in c.weight.leaves}
         return dataclasses.replace(self, streamed=chosen, single=leaves & frozenset(single), kept=frozenset())
 
     def streamed_chunk(self, contact: Contact) -> int:
         """How many examples' gradients, or Gram matrices, of one step to form at a time."""
         one, scaling = cast(Contact, contact.of_step), not cast(Entry, contact.weight.entry).copy
-        return self._divisor(self._chunk_bytes / max(norm_cost(one, self.streamed[contact], scaling)[1], 1))
+        return self.fitting(norm_cost(one, self.streamed[contact], scaling)[1])
 
     def _divisor(self, most: float) -> int:
         """The largest divisor of the batch size up to ``most``, at least one."""
@@ -190,8 +176,7 @@ def is_direct(contact: Contact) -> bool:
 def orientation(contact: Contact) -> tuple[int, int] | None:
     """The parameter's axes that are a and p at this contact, if the parameter is a matrix that is used unchanged."""
     entry, factors = contact.weight.entry, contact.factors
-    if not is_direct(contact) or entry is None or factors is None or factors.axes is None:
+    if not is_direct(contact) or entry is None or not entry.copy or factors is None or factors.axes is None:
         return None
-    if not entry.copy or entry.order is None or len(entry.order) != 2:
-        return None
-    return entry.order[factors.axes[0]], entry.order[factors.axes[1]]
+    order = entry.order or ()
+    return (order[factors.axes[0]], order[factors.axes[1]]) if len(order) == 2 else None

@@ -19,15 +19,7 @@ from typing import cast
 import jax
 
 from dpopt.common.types import PyTree
-from dpopt.ghost.costs import (
-    OPERATIONS_PER_BYTE,
-    activation_bytes,
-    formed_bytes,
-    leaf_bytes,
-    norm_cost,
-    product,
-    shared_cost,
-)
+from dpopt.ghost import costs
 from dpopt.ghost.plan import LeafPlan, Plan, is_direct, methods, orientation
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
@@ -50,37 +42,35 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     """Chooses a method for every parameter.
 
     Args:
-      trace: the traced loss.
-      batch_size: examples in the batch.
       scaled: per parameter, whether a diagonal (not a mere number) multiplies its gradient.
       shifted: whether an offset is added to the gradients.
-      paths: names of the parameters, for ``explain``.
     """
     uses: list[list[Contact]] = [[c for c in trace.contacts if i in c.weight.leaves] for i in range(len(trace.leaves))]
     chosen = [_leaf_plan(trace, leaf, contacts, scaled[leaf], shifted) for leaf, contacts in enumerate(uses)]
     kept, replanned = _kept(trace, chosen, shifted)
     leaves = [replanned.get(plan.leaf, plan) for plan in chosen]
 
-    products = {c: product(c) for c in trace.contacts}
+    products = {c: costs.product(c) for c in trace.contacts}
     passes = 2 * sum(products.values())  # forward, and backward to the inputs
     # A concatenated weight is formed once for all its parameters.
-    repeated = sum((len(c.weight.leaves) - 1) * norm_cost(c, "explicit", False)[0] for c in _forming(chosen))
+    repeated = sum((len(c.weight.leaves) - 1) * costs.norm_cost(c, "explicit", False)[0] for c in _forming(chosen))
     norms = sum(plan.operations for plan in leaves) - repeated
-    weighted = sum(OPERATIONS_PER_BYTE * formed_bytes(c) if c in kept else products[c] for c in trace.contacts)
+    read = {c: costs.OPERATIONS_PER_BYTE * costs.formed_bytes(c) for c in kept}
+    weighted = sum((products | read).values())
     vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive is CONVOLUTION else 1) for c, n in products.items())
     written = sum(_written(trace, i, contacts) for i, contacts in enumerate(uses))
-    per_example = _ALL_FORMED * OPERATIONS_PER_BYTE * written
     return Plan(
         trace, batch_size, leaves, kept,
         ordinary_cost=passes + sum(products.values()), ghost_cost=passes + norms + weighted,
-        vmap_cost=passes + vmapped + per_example, scaled=scaled, shifted=shifted, paths=paths,
+        vmap_cost=passes + vmapped + _ALL_FORMED * costs.OPERATIONS_PER_BYTE * written,
+        scaled=scaled, shifted=shifted, paths=paths,
     )  # fmt: skip
 
 
 def _written(trace: Trace, leaf: int, contacts: Sequence[Contact]) -> float:
     """Bytes that vmap writes for one example's gradient of a parameter: all of it, at every use and in every step."""
     steps = (math.prod(length for length, is_mapped in c.loops if not is_mapped) for c in contacts)
-    return leaf_bytes(trace, leaf) * max(1, sum(steps))
+    return costs.leaf_bytes(trace, leaf) * max(1, sum(steps))
 
 
 def leaf_paths(params: PyTree) -> list[str]:
@@ -98,14 +88,14 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
         if is_direct(contact) or found:
             scaling = scaled or (found is None and not cast(Entry, contact.weight.entry).copy)
             ways = _standardized_methods(contact, scaled) if found else methods(contact, scaling)
-            costs = {m: norm_cost(contact, m, scaling) for m in ways}
-            method = min(costs, key=lambda m: costs[m][0] + (m == "explicit") * product(contact) * 1e-6)
+            options = {m: costs.norm_cost(contact, m, scaling) for m in ways}
+            method = min(options, key=lambda m: options[m][0] + (m == "explicit") * costs.product(contact) * 1e-6)
             pulled = shifted and method == "explicit"
-            return LeafPlan(leaf, (contact,), "pulled_back" if pulled else method, *costs[method], standardized=found)
-    explicit = [norm_cost(c, "explicit", scaled) for c in contacts]
-    whole = sum(n for n, _ in explicit), sum(b for _, b in explicit) + leaf_bytes(trace, leaf)
+            return LeafPlan(leaf, (contact,), "pulled_back" if pulled else method, *options[method], standardized=found)
+    explicit = [costs.norm_cost(c, "explicit", scaled) for c in contacts]
+    whole = sum(n for n, _ in explicit), sum(b for _, b in explicit) + costs.leaf_bytes(trace, leaf)
     if len(contacts) > 1 and not scaled and all(orientation(c) is not None for c in contacts):
-        joined = shared_cost(contacts, [orientation(c) != orientation(contacts[0]) for c in contacts])
+        joined = costs.shared_cost(contacts, [orientation(c) != orientation(contacts[0]) for c in contacts])
         if joined[0] < whole[0]:
             return LeafPlan(leaf, tuple(contacts), "shared_gram", *joined)
     return LeafPlan(leaf, tuple(contacts), "pulled_back", *whole)
@@ -125,21 +115,20 @@ def _forming(chosen: Iterable[LeafPlan]) -> list[Contact]:
 
 def _kept(trace: Trace, chosen: Sequence[LeafPlan], shifted: bool) -> tuple[frozenset[Contact], dict[int, LeafPlan]]:
     """The contacts whose formed gradients are kept, and new plans for parameters that are now cheaper to form."""
-    budget = _KEPT_SHARE * sum(activation_bytes(c) for c in trace.contacts)
+    budget = _KEPT_SHARE * sum(costs.activation_bytes(c) for c in trace.contacts)
     kept: set[Contact] = set()
-    for contact in sorted(_forming(chosen), key=formed_bytes):
-        size = 0 if contact.factors is None else formed_bytes(contact)
-        if size <= min(budget, _KEPT_RATIO * activation_bytes(contact)):
+    replanned = {}
+    forming = [(contact, None) for contact in sorted(_forming(chosen), key=costs.formed_bytes)]
+    savings = [] if shifted else [(*found, plan) for plan in chosen if (found := _saving(plan))]
+    savings.sort(key=lambda s: costs.formed_bytes(s[1]) / s[0])
+    for contact, plan in [*forming, *((contact, plan) for _, contact, plan in savings)]:
+        size = 0 if contact.factors is None else costs.formed_bytes(contact)
+        if size <= min(budget, _KEPT_RATIO * costs.activation_bytes(contact)):
             kept.add(contact)
             budget -= size
-    replanned = {}
-    savings = [] if shifted else [(*found, plan) for plan in chosen if (found := _saving(plan))]
-    for _, contact, plan in sorted(savings, key=lambda s: formed_bytes(s[1]) / s[0]):
-        if formed_bytes(contact) <= min(budget, _KEPT_RATIO * activation_bytes(contact)):
-            kept.add(contact)
-            budget -= formed_bytes(contact)
-            operations, size = norm_cost(contact, "explicit", False)
-            replanned[plan.leaf] = dataclasses.replace(plan, method="explicit", operations=operations, bytes=size)
+            if plan is not None:
+                operations, extra = costs.norm_cost(contact, "explicit", False)
+                replanned[plan.leaf] = dataclasses.replace(plan, method="explicit", operations=operations, bytes=extra)
     return frozenset(kept), replanned
 
 
@@ -148,5 +137,5 @@ def _saving(plan: LeafPlan) -> tuple[float, Contact] | None:
     if plan.method not in ("gram", "segments"):
         return None
     (contact,) = plan.contacts
-    saving = plan.operations + product(contact) - norm_cost(contact, "explicit", False)[0]
+    saving = plan.operations + costs.product(contact) - costs.norm_cost(contact, "explicit", False)[0]
     return (saving, contact) if saving > 0 else None

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read, tap
+from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read
 
 
 class Scope:
@@ -45,7 +45,8 @@ class Scope:
                 contact = self.trace.new_contact(value, None, value.shape, value.dtype)
                 contact.of_step = contact
                 self.promoted[value] = Value(value.shape, value.dtype, dynamic=True)
-                self.trace.identities.append((contact, self.promoted[value]))
+                op = ContactOp(contact, lambda weight: [weight], [value], [self.promoted[value]], None)
+                self.trace.identities.append(op)
         return self.promoted[value]
 
     def contacts(self) -> list[Contact]:
@@ -84,11 +85,6 @@ class LoopScope(Scope):
     def __init__(self, parent: Scope, trace: Trace, length: int):
         super().__init__(parent, trace)
         self.length = length
-        self.depth = 0  # how many loops enclose this one
-        scope: Scope | None = parent
-        while scope is not None:
-            self.depth += isinstance(scope, LoopScope)
-            scope = scope.parent
         self.stacked: dict[Value, Value] = {}
 
     def hoist(self, op: Op) -> None:
@@ -172,23 +168,20 @@ class Loop(Block):
     def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
         contacts = self.scope.contacts()
         tapped = [c for c in contacts if c in taps]
-        needed = self.scope.needs()
+        needed, count = self.scope.needs(), len(self.carries)
         scanned = {v: env[s] for v, s in self.scope.stacked.items() if v in needed}
-        steps = list(scanned)
-        count = len(self.carries)
-        split = {c: _split(taps[c], c.loops[self.scope.depth][1]) for c in tapped}
+        split = {c: _split(taps[c]) for c in tapped}
 
         def body(carry: list[jax.Array], x: tuple[list[jax.Array], list[Any]]):
             values, own_taps = x
             own_taps = [join(own) for own, (_, join) in zip(own_taps, split.values(), strict=True)]
-            local, own = dict(env), _own(record)
-            local.update(zip(self.carries, carry, strict=True))
-            local.update(zip(steps, values, strict=True))
+            local = {**env, **dict(zip([*self.carries, *scanned], [*carry, *values], strict=True))}
+            own = _own(record)
             self.scope.evaluate(local, dict(zip(tapped, own_taps, strict=True)), own)
             results = read(local, self.scope.results)
             return results[:count], (results[count:], _found(own, contacts))
 
-        xs = ([scanned[v] for v in steps], [scanned_tap for scanned_tap, _ in split.values()])
+        xs = (list(scanned.values()), [scanned_tap for scanned_tap, _ in split.values()])
         carry, (ys, recorded) = lax.scan(body, read(env, self.inputs), xs, **self.options)
         env.update(zip(self.outputs, [*carry, *ys], strict=True))
         if record is not None:
@@ -204,9 +197,9 @@ def _found(record: Record | None, contacts: Sequence[Contact]) -> list[tuple[jax
     return [(record or {}).get(c, (None, None)) for c in contacts]
 
 
-def _split(given: Any, is_mapped: bool) -> tuple[Any, Callable[[Any], Any]]:
+def _split(given: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The part of a tap that a loop scans over, and a function that makes one step's tap of its slice."""
-    return given.split(is_mapped) if hasattr(given, "split") else (given, lambda own: own)
+    return given.split() if hasattr(given, "split") else (given, lambda own: own)
 
 
 @dataclass(eq=False)
@@ -217,7 +210,7 @@ class Trace:
     example: list[Value] = field(default_factory=list)
     prologue: list[Op] = field(default_factory=list)
     contacts: list[Contact] = field(default_factory=list)
-    identities: list[tuple[Contact, Value]] = field(default_factory=list)
+    identities: list[ContactOp] = field(default_factory=list)  # contacts on a weight itself
     body: Scope = field(init=False)  # set by trace.py: a scope refers to its trace
     results: list[Value] = field(default_factory=list)  # the loss, then the auxiliary leaves
     aux_tree: Any = None
@@ -242,13 +235,8 @@ class Trace:
 
         A tap is an array, added to the contact's output for differentiation, or a hook (hooks.py)."""
         env = {**static, **dict(zip(self.example, example, strict=True))}
-        for contact, value in self.identities:
-            weight = env[contact.weight]
-            given: Any = taps.get(contact)
-            if hasattr(given, "attach"):
-                env[value] = given.attach(contact.of_step, lambda w: w, [weight], None)
-            else:
-                env[value] = weight if given is None else tap(weight, given)
+        for op in self.identities:
+            op.evaluate(env, taps, record)
         self.body.evaluate(env, taps, record)
         loss, *aux = read(env, self.results)
         return loss, aux, _found(record, self.contacts)

@@ -40,14 +40,12 @@ class PullBack:
         self, contacts: Sequence[Contact], cotangents: Sequence[jax.Array], leaves: Sequence[int]
     ) -> list[jax.Array]:
         """Gradients with respect to the contacts' weights, pulled back to the parameters."""
-        function = self._weights(contacts, leaves)
-        values, pull = jax.vjp(function, [self.wide[i] for i in leaves])
+        values, pull = jax.vjp(self._weights(contacts, leaves), [self.wide[i] for i in leaves])
         return pull([g.astype(v.dtype) for g, v in zip(cotangents, values, strict=True)])[0]
 
     def push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
         """The other direction: the change of the weights for a change of one parameter."""
-        function = self._weights(contacts, [leaf])
-        return jax.jvp(function, ([self.wide[leaf]],), ([tangent],))[1]
+        return jax.jvp(self._weights(contacts, [leaf]), ([self.wide[leaf]],), ([tangent],))[1]
 
     def gains(self, leaf: int, scale: jax.Array | None, contacts: Sequence[Contact]) -> list[jax.Array]:
         """The factor from each entry of the weights' gradients to ``S g``, estimated: column norms of the map between.

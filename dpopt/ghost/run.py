@@ -1,35 +1,28 @@
-"""One batch run through a plan: the passes with taps, and what norms and sums need of each parameter.
-
-Gradients of single examples are formed only if that is cheap according to the plan. Where a norm is not finite, or not
-certain, they are formed one at a time (one_by_one.py).
-"""
+"""One batch run through a plan: the passes with taps, and what norms and sums need of each parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 
 from dpopt.common.types import PyTree
+from dpopt.engines.norms import safe_norm
 from dpopt.ghost.contacts import Seen, along
-from dpopt.ghost.hooks import ClipHook, TwoPassHook
+from dpopt.ghost.hooks import Hooks
 from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
+
+PerLeaf: TypeAlias = Sequence[jax.Array | None]
 
 
 class Run:
     """A plan together with the parameters, diagonals S and offsets o that it is run with, one per leaf."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        leaves: list[jax.Array],
-        scales: Sequence[jax.Array | None],
-        offsets: Sequence[jax.Array | None],
-    ):
+    def __init__(self, plan: Plan, leaves: list[jax.Array], scales: PerLeaf, offsets: PerLeaf):
         self.plan, self.trace, self.leaves = plan, plan.trace, leaves
         # For a look-up table, S multiplies the rows that are looked up, which saves a pass over the whole table.
         # (Not with hooks: the second pass adds up gradients that are not scaled yet.)
@@ -41,16 +34,13 @@ class Run:
         self.pull_back = PullBack(self.trace, self.wide)
 
     def passes(
-        self,
-        batch: Sequence[jax.Array],
-        hooks: Mapping[Contact, TwoPassHook | ClipHook] | None = None,
-        mask: jax.Array | None = None,
+        self, batch: Sequence[jax.Array], hooks: Hooks | None = None, mask: jax.Array | None = None,
         coefficients: Sequence[jax.Array] = (),
-    ) -> tuple[jax.Array, list[jax.Array], dict[Contact, Seen], dict[Contact, Any]]:
+    ) -> tuple[jax.Array, list[jax.Array], dict[Contact, Seen], dict[Contact, Any]]:  # fmt: skip
         """Losses, aux, what was seen at each contact, all ``[B, ...]``, and the results of each hook.
 
         Cotangents of table rows are scaled. Contacts with hooks (hooks.py) are not among those seen."""
-        static, hooks = self.trace.run_prologue(self.leaves), dict(hooks or {})
+        static, hooks = self.trace.run_prologue(self.leaves), hooks or {}
         keep = jnp.ones(self.plan.batch_size) if mask is None else jnp.where(mask, 1.0, 0.0)
         contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
@@ -82,10 +72,9 @@ class Run:
         )
 
     def _with_row_scale(self, contact: Contact, x: jax.Array, y: jax.Array) -> jax.Array:
-        leaves = contact.weight.leaves & self.row_scales.keys()
-        if not leaves:
+        if not contact.weight.leaves & self.row_scales.keys():
             return y
-        (leaf,) = leaves
+        (leaf,) = contact.weight.leaves
         table = jnp.broadcast_to(self.row_scales[leaf], self.wide[leaf].shape).astype(self.wide[leaf].dtype)
         diagonal = self.pull_back.push(leaf, table, [contact])[0]
         return y * jax.vmap(lambda row: along(contact, diagonal, row))(x)
@@ -95,6 +84,11 @@ class Run:
         scale, offset = self.scales[leaf], self.offsets[leaf]
         gradient = gradient if scale is None else gradient * scale
         return gradient if offset is None else gradient + offset
+
+    def offset_norm(self, leaf: int) -> jax.Array | float:
+        """The norm of o for one parameter, a float if there is none."""
+        offset = self.offsets[leaf]
+        return 0.0 if offset is None else safe_norm(offset.reshape(-1), axis=0)
 
     def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[dict[int, jax.Array | None]]:
         """For each parameter and each of its contacts, the factor from the contact's gradient to ``S g``, by entry.
@@ -123,6 +117,6 @@ class Run:
         tangent = jnp.ones(self.trace.leaves[leaf].shape, self.wide[leaf].dtype)
         return self.pull_back.push(leaf, tangent if scale is None else tangent * scale, [contact])[0]
 
-    def contacts_of(self, leaves: Sequence[int] | None) -> list[Contact]:
-        """The contacts whose weights depend on some of ``leaves`` (None: on any)."""
-        return [k for k in self.trace.contacts if leaves is None or k.weight.leaves & set(leaves)]
+    def contacts_of(self, leaves: Collection[int]) -> list[Contact]:
+        """The contacts whose weights depend on some of ``leaves``."""
+        return [k for k in self.trace.contacts if not k.weight.leaves.isdisjoint(leaves)]

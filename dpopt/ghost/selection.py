@@ -53,11 +53,10 @@ def without_bad_entries(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Arr
 
     Other examples may have entries that are not finite if the pull-back drops them. They stay unchanged, since what an
     example adds must not depend on whether another is bad."""
-
-    def cleaned(x: jax.Array) -> jax.Array:
-        return jnp.where(per_example(bad, x) & ~jnp.isfinite(x), 0, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-    return [cleaned(x) for x in arrays]
+    return [
+        jnp.where(per_example(bad, x) & ~jnp.isfinite(x), 0, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        for x in arrays
+    ]
 
 
 def distinct_arrays(trees: Mapping[_Key, Any]) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[_Key, Any]]]:
@@ -65,12 +64,10 @@ def distinct_arrays(trees: Mapping[_Key, Any]) -> tuple[list[jax.Array], Callabl
 
     A layer shares its cotangent with its bias, and layers may share an input: a loop would copy arrays held twice."""
     leaves, structure = jax.tree.flatten(list(trees.values()))
-    place: dict[int, int] = {}
-    for x in leaves:
-        place.setdefault(id(x), len(place))
-    arrays = {place[id(x)]: x for x in leaves}
+    distinct = {id(x): x for x in leaves}
 
-    def rebuild(found: list[jax.Array]) -> dict[_Key, Any]:
-        return dict(zip(trees, jax.tree.unflatten(structure, [found[place[id(x)]] for x in leaves]), strict=True))
+    def rebuild(arrays: list[jax.Array]) -> dict[_Key, Any]:
+        found = dict(zip(distinct, arrays, strict=True))
+        return dict(zip(trees, structure.unflatten(found[id(x)] for x in leaves), strict=True))
 
-    return list(arrays.values()), rebuild
+    return list(distinct.values()), rebuild

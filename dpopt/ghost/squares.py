@@ -45,9 +45,6 @@ class Square(NamedTuple):
     # An upper bound on the squared entries of S, if the method computes one anyway: the search takes a tenth of a step.
     diagonal: jax.Array | None = None
 
-    def times(self, number: jax.Array) -> Square:
-        return Square(self.value * number, self.missing * number)
-
 
 def tiny(dtype: jax.typing.DTypeLike) -> float:
     return float(jnp.finfo(dtype).tiny)
@@ -105,12 +102,8 @@ def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tupl
     T, a, p = sizes
     smallest = tiny(value.dtype)
     missing = (p * T * smallest) * jnp.sum(left) + (a * T * smallest) * jnp.sum(right) + (T * T + 3) * smallest
-    return Square(cancelled(value, mass(left, right)), missing)
-
-
-def mass(left: jax.Array, right: jax.Array) -> jax.Array:
-    """``sum_t |l_t| |r_t|`` from squared norms of rows."""
-    return jnp.sum(jnp.sqrt(left) * jnp.sqrt(right))
+    total = jnp.sum(jnp.sqrt(left) * jnp.sqrt(right))  # sum_t |l_t| |r_t|
+    return Square(cancelled(value, total), missing)
 
 
 def cancelled(value: jax.Array, total: jax.Array) -> jax.Array:
@@ -125,9 +118,8 @@ def cancelled(value: jax.Array, total: jax.Array) -> jax.Array:
 def cancelled_before(square: Square, terms: Square) -> Square:
     """`cancelled` for terms added up before a linear map; ``terms`` is the square of their size after the map."""
     share = _ROUNDINGS * jnp.finfo(square.value.dtype).eps
-    return square._replace(
-        value=jnp.maximum(square.value, 0) + share * terms.value, missing=square.missing + share * terms.missing
-    )
+    value = jnp.maximum(square.value, 0) + share * terms.value
+    return square._replace(value=value, missing=square.missing + share * terms.missing)
 
 
 def with_roundings(norm: jax.Array, total: jax.Array) -> jax.Array:

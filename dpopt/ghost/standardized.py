@@ -23,22 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpopt.ghost.primitives import (
-    ADD,
-    ADD_ANY,
-    BROADCAST,
-    CASTS,
-    DIV,
-    INTEGER_POW,
-    MUL,
-    NEG,
-    PER_FILTER,
-    REDUCE_SUM,
-    SQUARE,
-    SUB,
-)
+from dpopt.ghost import primitives
 from dpopt.ghost.program import Trace
-from dpopt.ghost.values import Contact, Op, Value, wide_dtype
+from dpopt.ghost.values import Contact, Op, Value, read, wide_dtype
 
 
 class PerFilter(NamedTuple):
@@ -93,26 +80,22 @@ class Standardized(NamedTuple):
         def fold(x: jax.Array) -> jax.Array:
             return jnp.transpose(x, (*self.axes, *self.filters)).reshape(self.groups, -1)
 
-        slopes, levels = ((fold(a), fold(b)) for a, b in zip(by_first, by_second, strict=True))
-        n = math.prod(w.shape[i] for i in self.axes)
-        return Coefficients(u, PerFilter(fold(slope), fold(level), slopes, levels, (fold(sums[0]), fold(sums[1]))), n)
+        slopes, levels = zip(by_first, by_second, strict=True)
+        of_filters = jax.tree.map(fold, PerFilter(slope, level, slopes, levels, sums))
+        return Coefficients(u, of_filters, math.prod(w.shape[i] for i in self.axes))
 
     def _run(self, mean: jax.Array, first: jax.Array, second: jax.Array, shape: tuple[int, ...]) -> _Affine:
         """The weight as an affine function of ``u``."""
-        per_filter = _FilterAlgebra(mean, first, second, shape, self.axes)
+        per_filter = _FilterAlgebra(first, second, shape, mean.shape, self.axes)
         env: dict[Value, Any] = {self.source: _Affine(1.0, mean)}
         fixed: set[Value] = set()  # values that do not depend on the parameter
-
-        def read(v: Value) -> Any:
-            return v.constant if v.constant is not None else env[v]
-
         for op in self.ops:
-            args = [read(v) for v in op.inputs]
-            is_fixed = all(v.constant is not None or v in fixed for v in op.inputs)
-            (out,) = op.outputs
-            env[out] = op.run(*args)[0] if is_fixed else per_filter.step(op, args)
-            if is_fixed:
+            args, (out,) = read(env, op.inputs), op.outputs
+            if all(v.constant is not None or v in fixed for v in op.inputs):
                 fixed.add(out)
+                (env[out],) = op.run(*args)
+            else:
+                env[out] = per_filter.step(op, args)
         found = env[self.target]
         if not isinstance(found, _Affine):
             raise _NotStandardized(self.target)
@@ -138,9 +121,8 @@ def standardized(trace: Trace, contact: Contact) -> Standardized | None:
     if any(v.dtype != wide_dtype(source.dtype) for v in outputs if v.leaves and v is not contact.weight):
         return None  # half precision rounds on the way, which the closed form does not
     found = Standardized(ops[::-1], source, contact.weight, axes, filters, factors.shape[1])
-    parameter = jax.ShapeDtypeStruct(source.shape, wide_dtype(source.dtype))
     try:
-        jax.eval_shape(found.coefficients, parameter)
+        jax.eval_shape(found.coefficients, jax.ShapeDtypeStruct(source.shape, wide_dtype(source.dtype)))
     except _NotStandardized:
         return None
     return found
@@ -171,40 +153,36 @@ class _Quadratic(NamedTuple):
 _Operand = _Affine | _Quadratic | _Number
 
 
-class _FilterAlgebra:
+class _FilterAlgebra(NamedTuple):
     """Runs equations on affine functions of a filter's entries."""
 
-    def __init__(
-        self, mean: jax.Array, first: jax.Array, second: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]
-    ):
-        self.first, self.second, self.shape, self.axes = first, second, shape, axes
-        self.size, self.kept = math.prod(shape[i] for i in axes), mean.shape
+    first: jax.Array
+    second: jax.Array
+    shape: tuple[int, ...]  # of the parameter
+    kept: tuple[int, ...]  # the same, with axes of length 1 for those of a filter
+    axes: tuple[int, ...]
 
     def step(self, op: Op, args: Sequence[Any]) -> _Operand:
         """The output of one equation: an affine or quadratic function, or numbers per filter."""
-        are_entries = [isinstance(x, _Affine | _Quadratic) for x in args]
         if op.params is None:  # inside a loop
             raise _NotStandardized(op)
-        if not any(are_entries):
-            if op.primitive not in PER_FILTER:
+        if not any(isinstance(x, _Affine | _Quadratic) for x in args):
+            if op.primitive not in primitives.PER_FILTER:
                 raise _NotStandardized(op)
-            if op.primitive is BROADCAST and op.outputs[0].shape == self.shape != self.kept:
+            if op.primitive is primitives.BROADCAST and op.outputs[0].shape == self.shape != self.kept:
                 return self._spread(op, *args)
             return op.run(*args)[0]
-        if op.primitive in CASTS:
+        if op.primitive in primitives.CASTS:
             return args[0]
-        if op.primitive is REDUCE_SUM and tuple(op.params["axes"]) == self.axes:
+        if op.primitive is primitives.REDUCE_SUM and tuple(op.params["axes"]) == self.axes:
             return jnp.squeeze(self._total(args[0]), self.axes)
-        if op.primitive is SQUARE or (op.primitive is INTEGER_POW and op.params["y"] == 2):
-            return self._combined(_product, args[0], args[0])
-        if op.primitive is NEG:
-            return self._combined(_product, args[0], -1.0)
+        if op.primitive is primitives.SQUARE or (op.primitive is primitives.INTEGER_POW and op.params["y"] == 2):
+            return _product(self._affine(args[0]), self._affine(args[0]))
+        if op.primitive is primitives.NEG:
+            return _product(self._affine(args[0]), self._affine(-1.0))
         if op.primitive not in _AFFINE_RULES:
             raise _NotStandardized(op)
-        return self._combined(_AFFINE_RULES[op.primitive], *args)
-
-    def _combined(self, function: Callable[..., _Affine | _Quadratic], *args: _Operand) -> _Affine | _Quadratic:
-        return function(*(self._affine(x) for x in args))
+        return _AFFINE_RULES[op.primitive](*(self._affine(x) for x in args))
 
     def _affine(self, x: _Operand) -> _Affine:
         if isinstance(x, _Quadratic):
@@ -226,8 +204,8 @@ class _FilterAlgebra:
 
     def _total(self, x: _Affine | _Quadratic) -> jax.Array:
         x = _Quadratic(None, *x) if isinstance(x, _Affine) else x
-        total = jnp.zeros(self.kept, self.first.dtype)
-        for factor, value in zip(x, (self.second, self.first, self.size), strict=True):
+        total, size = jnp.zeros(self.kept, self.first.dtype), math.prod(self.shape[i] for i in self.axes)
+        for factor, value in zip(x, (self.second, self.first, size), strict=True):
             total = total if factor is None else total + factor * value
         return total
 
@@ -253,18 +231,14 @@ def _quotient(x: _Affine, y: _Affine) -> _Affine:
     return _Affine(None if x.slope is None else x.slope / y.level, None if x.level is None else x.level / y.level)
 
 
-def _negative(x: _Affine) -> _Affine:
-    return _Affine(*(None if part is None else -part for part in x))
-
-
 def _sum(x: _Affine, y: _Affine) -> _Affine:
     return _Affine(_plus(x.slope, y.slope), _plus(x.level, y.level))
 
 
 _AFFINE_RULES: dict[core.Primitive, Callable[[_Affine, _Affine], _Affine | _Quadratic]] = {
-    ADD: _sum,
-    ADD_ANY: _sum,
-    SUB: lambda x, y: _sum(x, _negative(y)),
-    MUL: _product,
-    DIV: _quotient,
+    primitives.ADD: _sum,
+    primitives.ADD_ANY: _sum,
+    primitives.SUB: lambda x, y: _sum(x, _Affine(*(None if part is None else -part for part in y))),
+    primitives.MUL: _product,
+    primitives.DIV: _quotient,
 }

@@ -34,8 +34,8 @@ from dpopt.engines.blocks import Blocks
 from dpopt.engines.norms import safe_norm
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one
-from dpopt.ghost.contacts import Formed, Seen
-from dpopt.ghost.hooks import ClipHook, TwoPassHook
+from dpopt.ghost.contacts import Recorded, Records, Seen
+from dpopt.ghost.hooks import ClipHook, Hooks, TwoPassHook
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected, settled
@@ -54,27 +54,26 @@ class Streamed(NamedTuple):
     ok: jax.Array  # [B] bool: unmasked, with a finite gradient
 
 
-def clipped_sum(
-    run: Run, batch: Sequence[jax.Array], weigh: Weigh, mask: jax.Array, limits: Sequence[Any],
-    layer_axes: Sequence[int],
-) -> Streamed:  # fmt: skip
-    """``sum_i c_i (S g_i + o)`` for the parameters' leaves.
+class Clip(NamedTuple):
+    """How norms are clipped."""
 
-    Args:
-        weigh: maps leaf norms and a mask to coefficients.
-        limits: the clip norms of the parameters in ``plan.single``, each clipped by its own norm.
-        layer_axes: how many axes of each parameter index layers that are clipped separately.
-    """
+    weigh: Weigh  # maps leaf norms and a mask to coefficients
+    limits: Sequence[Any]  # the clip norms of the parameters in ``plan.single``, each clipped by its own norm
+    layer_axes: Sequence[int]  # how many axes of each parameter index layers that are clipped separately
+
+
+def clipped_sum(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Array) -> Streamed:
+    """``sum_i c_i (S g_i + o)`` for the parameters' leaves."""
     if {leaf for c in run.plan.streamed for leaf in c.weight.leaves} <= run.plan.single:
-        return _one_pass(run, batch, weigh, mask, limits, layer_axes)
+        return _one_pass(run, batch, clip, mask)
     devices = math.gcd(len(mask), jax.device_count())
     if devices == 1 or len(mask) <= sums.ROWS:
-        return _two_passes(run, batch, weigh, mask, limits, layer_axes)
+        return _two_passes(run, batch, clip, mask)
     if len(mask) // devices <= sums.ROWS and _adds_up_exactly(run):
-        return _two_passes(run, batch, weigh, mask, limits, layer_axes, whole=True)
+        return _two_passes(run, batch, clip, mask, whole=True)
     # Each device has its own share of a sharded batch, and its own sum.
     blocks = Blocks(len(mask), len(mask) // devices)
-    found = jax.vmap(lambda b, m: _two_passes(run, b, weigh, m, limits, layer_axes))(*blocks.split(batch, mask))
+    found = jax.vmap(lambda b, m: _two_passes(run, b, clip, m))(*blocks.split(batch, mask))
     return Streamed(sums.fold(found.sum, blocks.rows), *blocks.join(tuple(found[1:])))
 
 
@@ -88,15 +87,10 @@ def _adds_up_exactly(run: Run) -> bool:
     return not sums.needs_remainder(run.plan.batch_size) or (all(e.copy for e in entries) and not any(run.plan.scaled))
 
 
-def _one_pass(
-    run: Run, batch: Sequence[jax.Array], weigh: Weigh, mask: jax.Array, limits: Sequence[Any],
-    layer_axes: Sequence[int],
-) -> Streamed:  # fmt: skip
-    losses, aux, seen, hooked = run.passes(batch, _hooks(run, limits, layer_axes, {}, None), mask)
-    first = _first_pass(run, hooked, seen, losses, weigh, mask)
-    totals = first.totals
-    if first.weights:
-        totals |= dict(zip(first.weights, _each(_recorded_sum(run, first.weights, first.records)), strict=True))
+def _one_pass(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Array) -> Streamed:
+    losses, aux, seen, hooked = run.passes(batch, _hooks(run, clip, {}, None), mask)
+    first = _first_pass(run, hooked, seen, losses, clip.weigh, mask)
+    totals = first.totals | _recorded_sums(run, first.weights, first.records)
     return Streamed(_listed(_joined(totals)), first.norms, losses, aux, mask & finite([*first.norms, mask]))
 
 
@@ -106,7 +100,7 @@ class _FirstPass(NamedTuple):
     norms: list[jax.Array]
     weights: dict[int, jax.Array]  # coefficients of the parameters that are still to be added up
     totals: dict[int, Sum]  # sums of the parameters that were clipped in this pass
-    records: dict[Contact, Seen | Formed]
+    records: dict[Contact, Recorded]
 
 
 def _first_pass(
@@ -138,13 +132,17 @@ def _both(bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bounds[..., 0], bounds[..., 1]
 
 
-def _recorded_sum(run: Run, weights: Mapping[int, jax.Array], records: Mapping[Contact, Seen | Formed]) -> Sum:
+def _recorded_sums(run: Run, weights: Mapping[int, jax.Array], records: Records) -> dict[int, Sum]:
     """The sums of some parameters, all of whose contacts were recorded."""
+    if not weights:
+        return {}
     chosen = {}
-    for contact in run.contacts_of(list(weights)):
+    for contact in run.contacts_of(weights):
         counts = jnp.any(jnp.stack([weights[leaf] != 0 for leaf in contact.weight.leaves]), axis=0)
         chosen[contact] = jax.tree.map(lambda x, counts=counts: selected(counts, x), records[contact])
-    return weighted_sum(run, weights, chosen)
+    total = weighted_sum(run, weights, chosen)
+    rests = [None] * len(weights) if total.remainder is None else total.remainder
+    return {leaf: Sum(*pair) for leaf, *pair in zip(weights, total.value, rests, strict=True)}
 
 
 class _PerBlock(NamedTuple):
@@ -156,19 +154,16 @@ class _PerBlock(NamedTuple):
     aux: list[jax.Array]
 
 
-def _two_passes(
-    run: Run, batch: Sequence[jax.Array], weigh: Weigh, mask: jax.Array, limits: Sequence[Any],
-    layer_axes: Sequence[int], whole: bool = False,
-) -> Streamed:  # fmt: skip
+def _two_passes(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Array, whole: bool = False) -> Streamed:
     """Both passes, each over blocks of rows one after another, or over the ``whole`` batch, in one loop."""
     blocks = Blocks(len(mask), len(mask) if whole else -(-len(mask) // -(-len(mask) // sums.ROWS)))
     batch, mask = blocks.split(batch, mask)
     run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
     single, zeros = run.plan.single, {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
-    axes = [n if leaf in single else 0 for leaf, n in enumerate(layer_axes)]
+    axes = [n if leaf in single else 0 for leaf, n in enumerate(clip.layer_axes)]
     norms = [jnp.zeros((blocks.rows, *x.shape[:n]), x.dtype) for x, n in zip(run.wide, axes, strict=True)]
     # Only which parameters share a coefficient, and its dtype, matter here.
-    shared, groups = grouped({leaf: c for leaf, c in enumerate(weigh(norms, mask[0])) if leaf not in single})
+    shared, groups = grouped({leaf: c for leaf, c in enumerate(clip.weigh(norms, mask[0])) if leaf not in single})
     streamed = {leaf: groups[leaf] for c in run.plan.streamed for leaf in c.weight.leaves - single}
     rest = [leaf for leaf in zeros if leaf not in streamed]
     pairs = sums.needs_remainder(blocks.rows)
@@ -184,7 +179,7 @@ def _two_passes(
         # These depend on the step: otherwise XLA moves what is the same in both passes out of the loop, and records it.
         examples = jax.tree.map(lambda x: jnp.where(i < 0, jnp.zeros_like(x), x), own(batch))
         counts, coefficients = own(mask), own(found.weights)
-        hooks = _hooks(run, limits, layer_axes, streamed, adds_up)
+        hooks = _hooks(run, clip, streamed, adds_up)
         losses, aux, seen, hooked = run.passes(examples, hooks, counts, coefficients)
 
         # What hooks have added up; zeros in the first pass. A `cond` would copy it.
@@ -192,7 +187,7 @@ def _two_passes(
         streamed_totals = {leaf: Sum(*pair) for leaf, *pair in zip(streamed, *parts, strict=True)}
 
         def first() -> tuple[list[jax.Array], list[jax.Array], dict[int, Sum]]:
-            found = _first_pass(run, hooked, seen, losses, weigh, counts)
+            found = _first_pass(run, hooked, seen, losses, clip.weigh, counts)
             weights = {group: found.weights[leaf] for leaf, group in groups.items()}
             others = {leaf: found.totals[leaf] if leaf in single else nothing[leaf] for leaf in rest}
             return found.norms, [weights[group] for group in range(len(shared))], others
@@ -200,8 +195,7 @@ def _two_passes(
         def second() -> tuple[list[jax.Array], list[jax.Array], dict[int, Sum]]:
             recorded = {leaf: coefficients[groups[leaf]] for leaf in rest if leaf not in single}
             records = {c: s._replace(out=None) for c, s in seen.items()}
-            total = _each(_recorded_sum(run, recorded, records)) if recorded else []
-            others = {leaf: nothing[leaf] for leaf in single} | dict(zip(recorded, total, strict=True))
+            others = {leaf: nothing[leaf] for leaf in single} | _recorded_sums(run, recorded, records)
             return own(found.norms), coefficients, others
 
         norms, weights, others = lax.cond(adds_up, second, first)
@@ -214,23 +208,12 @@ def _two_passes(
         return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, block, 0), found, now), total
 
     start = _joined(nothing) if whole else sums.zero(zeros, blocks.rows, blocks.count)
-    found, total = lax.fori_loop(0, 2 * blocks.count, step, (_nothing_found(run, blocks, norms, shared), start))
-
+    losses, *aux = (jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results)
+    of_block = _PerBlock(norms, shared, losses, aux)
+    found = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), of_block)
+    found, total = lax.fori_loop(0, 2 * blocks.count, step, (found, start))
     norms, losses, aux, counts = blocks.join((found.norms, found.losses, found.aux, mask))
     return Streamed(_listed(total), norms, losses, aux, counts & finite([*norms, counts]))
-
-
-def _nothing_found(run: Run, blocks: Blocks, norms: list[jax.Array], weights: list[jax.Array]) -> _PerBlock:
-    """Zeros, for results with these norms and coefficients of a block."""
-    losses, *aux = (jnp.zeros((blocks.rows, *v.shape), v.dtype) for v in run.trace.results)
-    of_block = _PerBlock(norms, weights, losses, aux)
-    return jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), of_block)
-
-
-def _each(total: Sum) -> list[Sum]:
-    """The sum of each of a list of parameters."""
-    rests = [None] * len(total.value) if total.remainder is None else total.remainder
-    return [Sum(*pair) for pair in zip(total.value, rests, strict=True)]
 
 
 def _joined(totals: Mapping[int, Sum]) -> Sum:
@@ -246,25 +229,25 @@ def _listed(total: Sum) -> Sum:
     return Sum(*(part and [part[leaf] for leaf in sorted(part)] for part in total))
 
 
-def _hooks(
-    run: Run, limits: Sequence[Any], layer_axes: Sequence[int], groups: Mapping[int, int], adds_up: jax.Array | None
-) -> dict[Contact, TwoPassHook | ClipHook]:
+def _hooks(run: Run, clip: Clip, groups: Mapping[int, int], adds_up: jax.Array | None) -> Hooks:
     hooks = {}
     for contact, method in run.plan.streamed.items():
         (leaf,) = contact.weight.leaves
         number = run.scalar_scale(leaf)
         diagonal = run.diagonal(leaf, contact, None if number is not None else run.scales[leaf])
         steps = [length for length, _ in contact.loops]
-        if leaf in run.plan.single and layer_axes[leaf] > len(steps):  # the weight itself, with all its layers
-            steps = list(contact.weight.shape[: layer_axes[leaf]])
+        if leaf in run.plan.single and clip.layer_axes[leaf] > len(steps):  # the weight itself, with all its layers
+            steps = list(contact.weight.shape[: clip.layer_axes[leaf]])
         dtype = wide_dtype(contact.tap_dtype)
-        bounds, chunk = jnp.zeros((*steps, 3), dtype), run.plan.streamed_chunk(contact)
         zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
-        total = Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None)
+        common: dict[str, Any] = dict(
+            bounds=jnp.zeros((*steps, 3), dtype),
+            total=Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None),
+            diagonal=diagonal, method=method, chunk=run.plan.streamed_chunk(contact),
+        )  # fmt: skip
         if leaf not in run.plan.single:
-            hooks[contact] = TwoPassHook(bounds, total, adds_up, diagonal, method, chunk, groups[leaf])
-            continue
-        # A gradient that is multiplied by a number later is clipped to C divided by that number.
-        limit = limits[leaf] if number is None else limits[leaf] / jnp.abs(number)
-        hooks[contact] = ClipHook(bounds, total, jnp.full(steps, limit, dtype), diagonal, method, chunk)
+            hooks[contact] = TwoPassHook(**common, adds_up=adds_up, group=groups[leaf])
+        else:  # a gradient that is multiplied by a number later is clipped to C divided by that number
+            limit = clip.limits[leaf] if number is None else clip.limits[leaf] / jnp.abs(number)
+            hooks[contact] = ClipHook(**common, limit=jnp.full(steps, limit, dtype))
     return hooks

@@ -31,7 +31,8 @@ class Columns(NamedTuple):
 def columns(factors: Factors, x: jax.Array, y: jax.Array) -> Columns:
     """Column norms of factors that are not one-hot."""
     if factors.columns is None:
-        return Columns(*over_groups(_columns_of_group, factors, x, y))
+        both = over_groups(lambda g: (_columns(cast(Dense, g.rows()).x), _columns(g.right)), factors, x, y)
+        return Columns(*both)
     left = jnp.swapaxes(factors.columns(x), 0, 1).reshape(factors.shape[1], -1)
     return Columns(jnp.sqrt(left), over_groups(lambda group: _columns(group.right), factors, x, y))
 
@@ -69,10 +70,6 @@ def _square_of_rows(group: Group) -> Square:
     rows = Dense(group.scaled())
     # Smaller entries than the root of tiny are covered by the bound of `of_entries`.
     return Square(jnp.square(jnp.sum(jnp.sqrt(rows.squares()))), jnp.zeros(()))
-
-
-def _columns_of_group(group: Group) -> tuple[jax.Array, jax.Array]:
-    return _columns(cast(Dense, group.rows()).x), _columns(group.right)
 
 
 def _behind(left: jax.Array, right: jax.Array, diagonal: jax.Array) -> Square:

@@ -31,23 +31,12 @@ from jax.interpreters import partial_eval
 from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines.programs import equations, scan_arguments
 from dpopt.engines.rows import draws_otherwise_in_rows
+from dpopt.ghost import primitives
 from dpopt.ghost.canonical import as_gather, binder, differentiated
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import may_pull_back_sums
-from dpopt.ghost.primitives import (
-    CALLS,
-    CASTS,
-    DYNAMIC_SLICE,
-    ENTRYWISE,
-    LAYOUT,
-    REMAT,
-    SCAN,
-    STOP_GRADIENT,
-    TRANSPOSE,
-    WHILE,
-)
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
 from dpopt.ghost.values import Entry, Op, Value
 
@@ -77,16 +66,14 @@ def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool 
 def _sort(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], count: int, trace: Trace) -> None:
     """Sorts the equations of a loss, whose first ``count`` inputs are the parameters, into prologue and body."""
     trace.body = Scope(None, trace)
-    for i, var in enumerate(jaxpr.invars):
-        is_leaf = i < count
-        value = Value.of(var, dynamic=not is_leaf)
-        if is_leaf:
-            if jnp.issubdtype(value.dtype, jnp.complexfloating):
-                raise CannotFollow("complex", "complex parameters are not supported")
-            if jnp.issubdtype(value.dtype, jnp.floating):
-                value.leaves = frozenset([i])
-                value.entry = Entry(True, tuple(range(len(value.shape))), bool(value.shape))
-        (trace.leaves if is_leaf else trace.example).append(value)
+    trace.leaves = [Value.of(var) for var in jaxpr.invars[:count]]
+    trace.example = [Value.of(var, dynamic=True) for var in jaxpr.invars[count:]]
+    for i, value in enumerate(trace.leaves):
+        if jnp.issubdtype(value.dtype, jnp.complexfloating):
+            raise CannotFollow("complex", "complex parameters are not supported")
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            value.leaves = frozenset([i])
+            value.entry = Entry(True, tuple(range(len(value.shape))), bool(value.shape))
     outs = _walk(jaxpr, consts, trace.leaves + trace.example, trace.body)
     # A loss that does not depend on the example still has a gradient.
     trace.results = [trace.body.promote(outs[0]) if outs[0].leaves else outs[0], *outs[1:]]
@@ -112,38 +99,33 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]
     """Adds one equation to the prologue or the body and returns its outputs."""
     primitive = eqn.primitive
     weights = [i for i, v in enumerate(inputs) if v.leaves]
-    if weights and primitive in CALLS:
-        inner = eqn.params[CALLS[primitive]]
+    if weights and primitive in primitives.CALLS:
+        inner = eqn.params[primitives.CALLS[primitive]]
         return _walk(inner.jaxpr, inner.consts, inputs, scope)
-    dynamic = any(v.dynamic for v in inputs)
-    outputs = [Value.of(v, dynamic) for v in eqn.outvars]
-    if not dynamic and _belongs_to_body(eqn, inputs, outputs, scope):
-        dynamic = True
-        outputs = [Value(v.shape, v.dtype, dynamic) for v in outputs]
+    outputs = [Value.of(v) for v in eqn.outvars]
+    dynamic = any(v.dynamic for v in inputs) or _belongs_to_body(eqn, inputs, outputs, scope)
+    for out in outputs:
+        out.dynamic = dynamic
     if not dynamic:
         if _is_index_arithmetic(inputs, outputs):
             with jax.ensure_compile_time_eval():
                 values = binder(eqn)(*(v.constant for v in inputs))
-            for out, value in zip(outputs, values, strict=True):
-                out.constant = value
-            return outputs
+            return [Value.of(var, constant=value) for var, value in zip(eqn.outvars, values, strict=True)]
         _describe(eqn, inputs, outputs)
         scope.hoist(Op(binder(eqn), primitive, inputs, outputs, eqn.params))
         return outputs
-    if weights and primitive is REMAT:
+    if weights and primitive is primitives.REMAT:
         return _visit_remat(eqn, inputs, outputs, scope)
-    if weights and primitive is SCAN:
+    if weights and primitive is primitives.SCAN:
         return _visit_scan(eqn, inputs, scope)
-    if weights == [0] and primitive is DYNAMIC_SLICE:
-        look_up = as_gather(eqn)
-        if look_up is not None:
+    if weights == [0] and primitive is primitives.DYNAMIC_SLICE:
+        if look_up := as_gather(eqn):
             return _walk(*look_up, inputs, scope)
     if len(weights) == 1 and len(outputs) == 1:
-        contact_op = factored(eqn, inputs, outputs, weights[0], scope)
-        if contact_op is not None:
+        if contact_op := factored(eqn, inputs, outputs, weights[0], scope):
             scope.ops.append(contact_op)
             return outputs
-    if weights and primitive is WHILE:
+    if weights and primitive is primitives.WHILE:
         raise CannotFollow(primitive.name, "it has no reverse-mode derivative; use scan or fori_loop")
     inputs = [scope.promote(v) if v.leaves else v for v in inputs]
     moving = [i for i, v in enumerate(inputs) if v.dynamic]
@@ -170,26 +152,24 @@ def _describe(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value]) -> 
     """Sets how the outputs of a prologue equation depend on parameters."""
     primitive = eqn.primitive
     sources = [v for v in inputs if v.leaves]
-    leaves = frozenset().union(*(v.leaves for v in inputs))
-    if primitive is STOP_GRADIENT or not leaves:
+    if primitive is primitives.STOP_GRADIENT or not sources:
         return
+    source, *others = sources
     for out in outputs:
         if not jnp.issubdtype(out.dtype, jnp.floating):
             continue
-        out.leaves = leaves
-        source, *others = sources
+        out.leaves = source.leaves.union(*(v.leaves for v in others))
         if others or source.entry is None:
             continue
-        size = math.prod(source.shape)
-        if primitive in LAYOUT and math.prod(out.shape) <= size:
+        if primitive in primitives.LAYOUT and math.prod(out.shape) <= math.prod(source.shape):
             order, by_layer = source.entry.order, source.entry.by_layer
-            if primitive is TRANSPOSE:
+            if primitive is primitives.TRANSPOSE:
                 by_layer = by_layer and eqn.params["permutation"][0] == 0
                 order = order and tuple(order[i] for i in eqn.params["permutation"])
-            elif primitive not in CASTS:
+            elif primitive not in primitives.CASTS:
                 order, by_layer = None, False
             out.entry = Entry(source.entry.copy, order, by_layer)
-        elif primitive in ENTRYWISE and out.shape == source.shape:
+        elif primitive in primitives.ENTRYWISE and out.shape == source.shape:
             out.entry = Entry(False, *source.entry[1:])
 
 
@@ -197,38 +177,33 @@ def _visit_remat(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], 
     inner = Scope(scope, scope.trace)
     results = _walk(eqn.params["jaxpr"], (), inputs, inner)
     inner.results = [inner.promote(v) if v.leaves else v for v in results]
-    options = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
-    scope.ops.append(Remat(inner, [], outputs, options))
+    scope.ops.append(Remat(inner, [], outputs, {name: eqn.params[name] for name in ("policy", "prevent_cse")}))
     return outputs
 
 
 def _visit_scan(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]:
-    params = eqn.params
     num_consts, num_carry = scan_arguments(eqn)
-    jaxpr, length = params["jaxpr"].jaxpr, params["length"]
-    inner = LoopScope(scope, scope.trace, length)
+    closed, options = eqn.params["jaxpr"], {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    inner = LoopScope(scope, scope.trace, options["length"])
     args = list(inputs[:num_consts])
     starts, carries, unchanged = [], [], {}
-    for i in range(num_consts, num_consts + num_carry):
-        var = jaxpr.invars[i]
-        if jaxpr.outvars[i - num_consts] is var:  # passed on unchanged: a constant of the loop
-            unchanged[i - num_consts] = inputs[i]
-            args.append(inputs[i])
-            continue
-        start = scope.promote(inputs[i]) if inputs[i].leaves else inputs[i]
-        starts.append(start)
-        carries.append(Value.of(var, dynamic=True))
-        args.append(carries[-1])
+    for i, value in enumerate(inputs[num_consts : num_consts + num_carry]):
+        var = closed.jaxpr.invars[num_consts + i]
+        if closed.jaxpr.outvars[i] is var:  # passed on unchanged: a constant of the loop
+            unchanged[i] = value
+            args.append(value)
+        else:
+            starts.append(scope.promote(value) if value.leaves else value)
+            carries.append(Value.of(var, dynamic=True))
+            args.append(carries[-1])
     for stack in inputs[num_consts + num_carry :]:
         entry = stack.entry and stack.entry._replace(order=None, by_layer=False)
         step = Value(stack.shape[1:], stack.dtype, stack.dynamic, stack.leaves, entry)
         inner.stacked[step] = stack
         args.append(step)
-    results = _walk(jaxpr, params["jaxpr"].consts, args, inner)
-    kept = [v for i, v in enumerate(results) if i not in unchanged]
-    inner.results = [inner.promote(v) if v.leaves else v for v in kept]
+    results = _walk(closed.jaxpr, closed.consts, args, inner)
+    inner.results = [inner.promote(v) if v.leaves else v for i, v in enumerate(results) if i not in unchanged]
     outs = [Value.of(v, dynamic=True) for v in eqn.outvars]
-    options = {"length": length, "reverse": params["reverse"], "unroll": params["unroll"]}
     produced = [v for i, v in enumerate(outs) if i not in unchanged]
     scope.ops.append(Loop(inner, starts, produced, carries, options))
     return [unchanged.get(i, v) for i, v in enumerate(outs)]

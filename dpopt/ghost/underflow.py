@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.ghost.contacts import Formed, Seen, can_weigh, is_added_up, lost_to_weighing, not_weighed
+from dpopt.ghost.contacts import Records, can_weigh, is_added_up, lost_to_weighing, not_weighed
 from dpopt.ghost.plan import is_direct
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import largest
 from dpopt.ghost.values import Contact
 from dpopt.ghost.weighted_sum import grouped
 
+ByLeaf: TypeAlias = Mapping[int, jax.Array]  # for some parameters
+
 
 def without_underflowing(
-    run: Run,
-    weights: Mapping[int, jax.Array],
-    norms: Mapping[int, jax.Array],
-    records: Mapping[Contact, Seen | Formed],
-    known: Mapping[Contact, jax.Array],
-    diagonals: Mapping[int, jax.Array],
+    run: Run, weights: ByLeaf, norms: ByLeaf, records: Records, known: Mapping[Contact, jax.Array], diagonals: ByLeaf
 ) -> dict[int, jax.Array]:
     """The ``weights``, coefficients ``[B]`` per parameter, with zeros for examples that would lose too much.
 
     Parameters that share an array still share one.
 
     Args:
-        norms: per parameter, ``[B]``.
-        records: of the examples at contacts.
-        known: at the other contacts, the largest entries of the factor that is not weighted, ``[B]``.
+        known: at contacts without records, the largest entries of the factor that is not weighted, ``[B]``.
         diagonals: for some parameters with one contact, an upper bound on the entries of S there.
     """
     distinct, groups = grouped(weights)
@@ -47,11 +42,7 @@ def without_underflowing(
 
 
 def _lost(
-    run: Run,
-    leaves: list[int],
-    records: Mapping[Contact, Seen | Formed],
-    known: Mapping[Contact, jax.Array],
-    diagonals: Mapping[int, jax.Array],
+    run: Run, leaves: list[int], records: Records, known: Mapping[Contact, jax.Array], diagonals: ByLeaf
 ) -> jax.Array:
     """How much of ``S g`` may underflow, in units of tiny: a number, or ``[B]``."""
     contacts, lost = run.contacts_of(leaves), jnp.zeros(())
@@ -79,7 +70,7 @@ def _largest_entry(run: Run, leaf: int, contact: Contact, known: jax.Array) -> j
     return lax.cond(jnp.isfinite(known), lambda: known, computed)
 
 
-def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Mapping[Contact, Seen | Formed]) -> bool:
+def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Records) -> bool:
     """Whether underflow only makes an example's gradient smaller, since no other term would have cancelled it."""
     if run.offsets[leaf] is not None or len(run.contacts_of([leaf])) > 1 or contact not in records:
         return False

@@ -119,6 +119,13 @@ class Contact:
     loops: tuple[tuple[int, bool], ...] = ()
     of_step: Contact | None = None  # the same contact within one step
 
+    def fold(self, weight: jax.Array) -> jax.Array:
+        """An array like the weight in the arrangement of the factors, if there are any."""
+        return weight if self.factors is None else self.factors.fold(weight)
+
+    def unfold(self, folded: jax.Array) -> jax.Array:
+        return folded if self.factors is None else self.factors.unfold(folded)
+
 
 class Record(dict[Contact, tuple[jax.Array | None, ...]]):
     """For each contact its input as the body ran, and its output if the contact is among ``outputs``."""
@@ -136,7 +143,7 @@ class ContactOp:
     run: Callable[..., list[jax.Array]]
     inputs: list[Value]
     outputs: list[Value]
-    input_position: int
+    input_position: int | None  # of the recorded input; None: the weight itself enters the body
 
     def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
         contact, values = self.contact, read(env, self.inputs)
@@ -145,7 +152,7 @@ class ContactOp:
             out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, self.input_position)
         else:
             (out,) = self.run(*values)
-            if record is not None:
+            if record is not None and self.input_position is not None:
                 record[contact] = values[self.input_position], out if contact in record.outputs else None
             out = out if given is None else tap(out, given)
         env[self.outputs[0]] = out

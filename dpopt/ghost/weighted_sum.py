@@ -9,27 +9,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from dpopt.engines import sums
-from dpopt.ghost.contacts import Formed, Seen, weighted
+from dpopt.ghost.contacts import Recorded, Records, weighted
 from dpopt.ghost.run import Run
 from dpopt.ghost.values import Contact
 
 # Leaf norms, [B] or [B, layers] per parameter, and a mask, to coefficients of the same shapes.
 Weigh: TypeAlias = Callable[[list[Float[Array, " batch *layers"]], Bool[Array, " batch"]], list[Array]]
 
+# ``sum_i c_i G_i`` at a contact for the c of some index.
+Added: TypeAlias = Callable[[Contact, int], Array]
 
-def weighted_sum(
-    run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Mapping[Contact, Seen | Formed]
-) -> sums.Sum:
+
+def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:
     """``sum_i c_i (S g_i + o)`` for some parameters; ``weights`` are their c, zero for examples that do not count."""
     distinct, groups = grouped(weights)
-    contacts = run.contacts_of(list(weights))
+    contacts = run.contacts_of(weights)
 
-    def one_group(rows: tuple[list[Array], list[Seen | Formed]]) -> list[Array]:
+    def one_group(rows: tuple[list[Array], list[Recorded]]) -> list[Array]:
         coefficients, own = rows[0], dict(zip(contacts, rows[1], strict=True))
 
         def added(contact: Contact, group: int) -> Array:
-            block = own[contact], coefficients[group]
-            return sums.in_blocks(lambda block: weighted(contact, *block), block)
+            return sums.in_blocks(lambda block: weighted(contact, *block), (own[contact], coefficients[group]))
 
         return to_leaves(run, groups, coefficients, added)
 
@@ -46,17 +46,9 @@ def grouped(
 
 
 def to_leaves(
-    run: Run,
-    groups: Mapping[int, int],
-    coefficients: Sequence[Float[Array, " batch"]],
-    added: Callable[[Contact, int], Array],
+    run: Run, groups: Mapping[int, int], coefficients: Sequence[Float[Array, " batch"]], added: Added
 ) -> list[Array]:
-    """``sum_i c_i (S g_i + o)`` per parameter, from the sums at the contacts.
-
-    Args:
-        groups: for each parameter, the index of its coefficients in ``coefficients``.
-        added: ``added(contact, group)`` is the contact's ``sum_i c_i G_i``.
-    """
+    """``sum_i c_i (S g_i + o)`` per parameter; ``groups`` are indices of the parameters' c in ``coefficients``."""
     totals: dict[int, Any] = dict.fromkeys(groups)
     for group, c in enumerate(coefficients):
         members = [leaf for leaf, g in groups.items() if g == group]

@@ -90,10 +90,9 @@ def arranger(shape: tuple[int, ...], *groups: tuple[int, ...]) -> tuple[_Rearran
     order = [axis for group in groups for axis in group]
     inverse = sorted(range(len(order)), key=order.__getitem__)
     merged = (1, *(axes_size(shape, group) for group in groups))
-    permuted = tuple(shape[i] for i in order)
     return (
         lambda w: jnp.transpose(w, order).reshape(merged),
-        lambda g: jnp.transpose(g.reshape(permuted), inverse),
+        lambda g: jnp.transpose(g.reshape([shape[i] for i in order]), inverse),
     )
 
 
@@ -104,36 +103,27 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
     The gradient of a weight that all steps share (time) is summed over steps, so steps are positions.
     """
     K, N, a, p = factors.shape
-    inner = jax.vmap(factors.split)
+
+    def merge(z: jax.Array) -> jax.Array:  # [L, N, T, ...]
+        if mapped:
+            return z.reshape(length * N, *z.shape[2:])
+        return jnp.swapaxes(z, 0, 1).reshape(N, length * factors.positions, *z.shape[3:])
 
     def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        left, right = inner(x, y)  # [L, N, T, ...]
-        if mapped:
-            return [z.reshape(length * N, *z.shape[2:]) for z in left], right.reshape(length * N, factors.positions, p)
-
-        def merge(z: jax.Array) -> jax.Array:
-            z = jnp.swapaxes(z, 0, 1)
-            return z.reshape(N, length * factors.positions, *z.shape[3:])
-
-        return [merge(z) for z in left], merge(right)
-
-    squares = None if factors.columns is None else jax.vmap(factors.columns, out_axes=1)
+        return jax.tree.map(merge, jax.vmap(factors.split)(x, y))
 
     def columns(x: jax.Array) -> jax.Array:
-        found = cast(_Rearrange, squares)(x)  # [K, L, N, a]
+        found = jax.vmap(cast(_Rearrange, factors.columns), out_axes=1)(x)  # [K, L, N, a]
         return found.reshape(K, length * N, a) if mapped else jnp.sum(found, axis=1)
 
+    lifted = factors._replace(split=split, inner=None, columns=columns if factors.columns else None)
     if not mapped:
-        own = columns if squares else None
-        return factors._replace(positions=length * factors.positions, split=split, inner=None, columns=own)
+        return lifted._replace(positions=length * factors.positions)
     fold, unfold = jax.vmap(factors.fold, out_axes=1), jax.vmap(factors.unfold, in_axes=1)
-    return factors._replace(
+    return lifted._replace(
         shape=(K, length * N, a, p),
-        split=split,
         fold=lambda w: fold(w).reshape(K, length * N, a, p),
         unfold=lambda g: unfold(g.reshape(K, length, N, a, p)),
         axes=None,
         filters=None,
-        inner=None,
-        columns=columns if squares else None,
     )

@@ -89,10 +89,9 @@ def conv_general_dilated(use: Use) -> Factors | None:
         return jnp.swapaxes(sums[:, *starts.T], 0, 1).reshape(-1, groups, a)
 
     K, sides = len(offsets), (use.input[i] for i in dims.lhs_spec[2:])
-    padded_sides = [
+    rows = math.prod(
         max(n - 1, 0) * (d + 1) + min(n, 1) + lo + hi for n, (lo, hi, d) in zip(sides, spatial, strict=True)
-    ]
-    rows = math.prod(padded_sides)
+    )
     shifts = SHIFTED_SUM * K * positions**2
     # Along an axis, the stride skips all but every stride-th window that could contain a pixel.
     steps = [s // math.gcd(s, d) for s, d in zip(p["window_strides"], p["rhs_dilation"], strict=True)]

@@ -20,18 +20,14 @@ def dot_general(use: Use) -> Factors | None:
     x_free = tuple(i for i in range(len(use.input)) if i not in x_contract + x_batch)
     groups, positions = axes_size(use.weight, w_batch), axes_size(use.input, x_free)
     a, p = axes_size(use.weight, w_contract), axes_size(use.weight, w_free)
-    # The output has the batch axes, then the free axes of the left operand, then those of the right one.
-    weight_last = ours == 1
 
     def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         left = jnp.transpose(x, x_batch + x_free + x_contract).reshape(groups, positions, a)
-        if weight_last:
-            right = y.reshape(groups, positions, p)
-        else:
-            right = jnp.swapaxes(y.reshape(groups, p, positions), 1, 2)
+        # The output has the batch axes, then the free axes of the left operand, then those of the right one.
+        weight_last = ours == 1
+        right = y.reshape(groups, positions, p) if weight_last else y.reshape(groups, p, positions).swapaxes(1, 2)
         return [left], right
 
     fold, unfold = arranger(use.weight, w_batch, w_contract, w_free)
-    single = len(w_contract) == len(w_free) == 1 and not w_batch
-    axes = (w_contract[0], w_free[0]) if single else None
+    axes = (w_contract[0], w_free[0]) if len(w_contract) == len(w_free) == 1 and not w_batch else None
     return Factors((1, groups, a, p), positions, split, fold, unfold, axes=axes, filters=(*w_batch, *w_free))

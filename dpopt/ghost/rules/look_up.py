@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +11,6 @@ from jax import lax
 from dpopt.ghost.primitives import GATHER
 from dpopt.ghost.rows import bounded
 from dpopt.ghost.rules.base import Factors, Use, arranger, axes_size, rule
-
-
-def _rows(use: Use, axes: tuple[int, ...], offset: tuple[int, ...], index: Callable[..., jax.Array]) -> Factors:
-    """Factors of a look-up along some axes of a table. ``offset``: the output axes of the entries that are read."""
-    size, positions = axes_size(use.weight, axes), math.prod(use.input[:-1])
-    p = math.prod(use.weight) // max(size, 1)
-    looked_up = tuple(i for i in range(len(use.output)) if i not in offset)
-    rest = tuple(i for i in range(len(use.weight)) if i not in axes)
-
-    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        # An index out of range reads a fill value or an undefined one, and neither has a gradient. The index stays out
-        # of range, which stands for a row of zeros (rows.py).
-        ids = index(x).reshape(1, positions)
-        right = jnp.transpose(y, looked_up + offset).reshape(1, positions, p)
-        return [ids], jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
-
-    fold, unfold = arranger(use.weight, (), axes, rest)
-    single = (axes[0], rest[0]) if len(axes) == len(rest) == 1 else None
-    return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=single)
 
 
 @rule(GATHER)
@@ -42,16 +22,19 @@ def gather(use: Use) -> Factors | None:
     if use.position != 0:
         return None
     batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True))
-    whole = [axis for axis, n in enumerate(use.weight) if sizes[axis] == n and axis not in batched]
-    axes = tuple(axis for axis in range(len(use.weight)) if axis not in whole)
+    rest = tuple(axis for axis, n in enumerate(use.weight) if sizes[axis] == n and axis not in batched)  # taken whole
+    axes = tuple(axis for axis in range(len(use.weight)) if axis not in rest)
     if not axes or any(sizes[axis] != 1 for axis in axes) or not {*axes} <= {*dims.start_index_map, *batched}:
         return None
-    clips, size = use.params["mode"] == lax.GatherScatterMode.CLIP, axes_size(use.weight, axes)
+    clips = use.params["mode"] == lax.GatherScatterMode.CLIP
+    size, positions = axes_size(use.weight, axes), math.prod(use.input[:-1])
+    p = math.prod(use.weight) // max(size, 1)
+    looked_up = tuple(i for i in range(len(use.output)) if i not in dims.offset_dims)
 
     def index(x: jax.Array) -> jax.Array:
         """The index along all looked-up axes together, as one number."""
         flat, inside = jnp.zeros(x.shape[:-1], jnp.int32), jnp.ones(x.shape[:-1], bool)
-        for axis in (*whole, *axes):  # an axis that is taken whole has to start at 0
+        for axis in (*rest, *axes):  # an axis that is taken whole has to start at 0
             n, last = use.weight[axis], use.weight[axis] - sizes[axis]
             if axis in batched:
                 at = lax.broadcasted_iota(jnp.int32, flat.shape, batched[axis])
@@ -64,4 +47,13 @@ def gather(use: Use) -> Factors | None:
                 flat = flat * n + jnp.clip(at, 0, last)
         return flat if clips else jnp.where(inside, flat, size)
 
-    return _rows(use, axes, tuple(dims.offset_dims), index)
+    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        # An index out of range reads a fill value or an undefined one, and neither has a gradient. The index stays out
+        # of range, which stands for a row of zeros (rows.py).
+        ids = index(x).reshape(1, positions)
+        right = jnp.transpose(y, (*looked_up, *dims.offset_dims)).reshape(1, positions, p)
+        return [ids], jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
+
+    fold, unfold = arranger(use.weight, (), axes, rest)
+    single = (axes[0], rest[0]) if len(axes) == len(rest) == 1 else None
+    return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=single)
