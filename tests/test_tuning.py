@@ -178,7 +178,7 @@ def selected(run, better, trials):
     """The law of the best of K draws from ``run``, a law over outputs; the last entry is for none at all."""
     counts = np.arange(4_000)
     mass = np.array([p for _, (_, p) in zip(counts, trials._probabilities(), strict=False)])
-    first = trials._least
+    first = next(trials._probabilities())[0]
 
     def generating(z):
         return (

@@ -37,13 +37,7 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass
 class Monitor:
-    """Shows the state of a run after each step, once the step is charged.
-
-    Args:
-        on_step: called with the number of steps done and the parameters.
-        eval_fn: called with the parameters (their average, if the optimizer keeps one); its results are the history.
-        eval_every: steps between two evaluations; None to evaluate at the start and at the end only.
-        progress: whether to show a progress line; None to show one on a terminal.
+    """Shows the state of a run after each step, once the step is charged; arguments as for `dpopt.run.loop.train`.
 
     Raises:
         TypeError, ValueError: for a bad argument; ImportError: if a line is requested and ``rich`` is not installed.
@@ -68,26 +62,17 @@ class Monitor:
 
     @contextlib.contextmanager
     def during(self, state: TrainState, last: int, spent: Callable[[], float] | None) -> Generator[None]:
-        """Surrounds the steps of a run.
-
-        Args:
-            state: the state at the start.
-            last: the number of steps done at the end.
-            spent: returns epsilon so far; None if no delta is set.
-        """
+        """Surrounds the steps of a run from a state to step ``last``; ``spent`` returns epsilon, if a delta is set."""
         self._last = last
-        if state.update >= last:
-            yield
-            return
-        self._evaluate(state)
-        if self.console is None:
-            yield
-            return
-        with _Line(self.console, state.update, last, spent) as self._line:
-            try:
+        if state.update < last:
+            self._evaluate(state)
+            if self.console is not None:
+                self._line = _Line(self.console, state.update, last, spent)
+        try:
+            with contextlib.nullcontext() if self._line is None else self._line.bar:
                 yield
-            finally:
-                self._line = None
+        finally:
+            self._line = None
 
     def after(self, state: TrainState, is_new: bool) -> None:
         """Shows the state after a step; ``is_new`` is False if `on_step` has been called for this step before."""
@@ -101,7 +86,8 @@ class Monitor:
 
     def _evaluate(self, state: TrainState) -> None:
         if self.eval_fn is not None:
-            self.history.append(Evaluation(state.update, _on_host(self.eval_fn(_evaluated_params(state)))))
+            params = averaged_params(state.opt_state, state.params) if averages(state.opt_state) else state.params
+            self.history.append(Evaluation(state.update, _on_host(self.eval_fn(params))))
 
 
 class _Line:
@@ -120,13 +106,6 @@ class _Line:
         self.bar = progress.Progress(*columns, console=console)
         self.task = self.bar.add_task("", total=last, completed=start, epsilon="", value="")
         self.spent, self.due = spent, 0.0
-
-    def __enter__(self) -> _Line:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
 
     def show(self, step: int, value: PyTree) -> None:
         fields: dict[str, Any] = {} if value is None else {"value": _as_text(value)}
@@ -150,10 +129,6 @@ def _console(progress: bool | None) -> Console | None:
         return None
     console = Console(stderr=True)
     return console if progress or console.is_terminal or console.is_jupyter else None
-
-
-def _evaluated_params(state: TrainState) -> PyTree:
-    return averaged_params(state.opt_state, state.params) if averages(state.opt_state) else state.params
 
 
 def _on_host(value: PyTree) -> PyTree:

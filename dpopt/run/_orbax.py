@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.common.types import PyTree
+from dpopt.engines.batches import is_key
 
 try:
     import orbax.checkpoint as ocp
@@ -19,12 +20,7 @@ except ImportError as error:
 
 
 class Folder:
-    """A folder of checkpoints, which orbax writes aside and renames when they are complete.
-
-    Args:
-        path: the folder, which need not exist.
-        keep: how many checkpoints to keep.
-        asynchronous: write in the background.
+    """A folder of checkpoints, which orbax writes aside and renames when they are complete. It need not exist.
 
     All methods but `positions`, `wait` and `close` open the folder, and orbax then removes incomplete checkpoints: no
     other process may be writing.
@@ -59,7 +55,8 @@ class Folder:
     def load(self, position: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """The tree and its description; shapes, dtypes, keys and shardings are those of ``like``."""
         leaves, structure = jax.tree.flatten(like)
-        target = {str(i): _shape_of(_raw(leaf)) for i, leaf in enumerate(leaves)}
+        raw = [_raw(leaf) for leaf in leaves]
+        target = {str(i): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for i, x in enumerate(raw)}
         manager = self.open()
         described = manager.restore(position, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         loaded = manager.restore(position, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
@@ -93,21 +90,12 @@ class Folder:
 
 def leaves_of(tree: PyTree) -> dict[str, jax.Array]:
     """Copies of the leaves of a tree, by number; typed keys as their bits, which every version of orbax can store."""
-    copies = jax.tree.map(lambda x: jnp.copy(_raw(x)), tree)
-    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(copies))}
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    return {str(i): jnp.copy(_raw(leaf)) for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
 def _raw(x: Any) -> jax.Array:
-    return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
+    return jax.random.key_data(x) if is_key(x) else jnp.asarray(x)
 
 
 def _keyed(raw: jax.Array, like: Any) -> jax.Array:
-    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(like)) if _is_key(like) else raw
-
-
-def _shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(like)) if is_key(like) else raw

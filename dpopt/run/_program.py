@@ -21,18 +21,14 @@ _DEPTH = 8
 
 
 def describe(optimizer: PrivateOptimizer, **rest: Any) -> dict[str, str]:
-    """The hyperparameters of the stages after the noise, and hashes of the code of functions, as far as can be seen.
+    """The hyperparameters of the stages after the noise, and of ``rest`` the code of functions and plain values.
 
-    Args:
-        optimizer: a private optimizer; its private part is described by `dpopt.run.identity.run_identity`.
-        **rest: by name: functions, whose code alone is read, and plain values.
+    The private part of the optimizer is described by `dpopt.run.identity.run_identity`.
     """
     found: dict[str, str] = {}
     for stage in optimizer.stages[1:]:
         _hyperparameters(stage, type(stage).__name__, found, _DEPTH)
-    for name, value in rest.items():
-        found[name] = _code(value) if callable(value) else repr(value)
-    return found
+    return found | {name: _code(value) if callable(value) else repr(value) for name, value in rest.items()}
 
 
 def _hyperparameters(value: Any, name: str, found: dict[str, str], depth: int) -> None:
@@ -58,13 +54,8 @@ def _hyperparameters(value: Any, name: str, found: dict[str, str], depth: int) -
     elif isinstance(value, tuple | list):
         for item in value:
             _hyperparameters(item, name, found, depth - 1)
-    elif (
-        value is None
-        or isinstance(value, bool | int | float | str | np.ndarray | np.generic)
-        or hasattr(value, "dtype")
-    ):
-        number = 2
-        unique = name
+    elif value is None or isinstance(value, int | float | str) or hasattr(value, "dtype"):
+        number, unique = 2, name
         while unique in found:
             unique, number = f"{name} ({number})", number + 1
         found[unique] = _shown(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,38 +12,29 @@ from jax.experimental import multihost_utils
 
 from dpopt.common.types import PyTree
 from dpopt.run import entropy, identity
-from dpopt.run._types import RunPlan
 from dpopt.run.journal import Entry, Journal
 from dpopt.run.state import Segment, TrainState
 
 if TYPE_CHECKING:
     from dpopt.run.checkpoint import Checkpointer
+    from dpopt.run.plan import Plan
 
 _log = logging.getLogger("dpopt.run.loop")
 
 
-def agree_on_plan(
-    plan: RunPlan,
-    state: TrainState,
-    constants: PyTree,
-    run: dict[str, Any],
-    program: dict[str, str],
-    options: list[Any],
-) -> None:
+def agree_on_plan(plan: Plan, state: TrainState, constants: PyTree, description: Any, options: list[Any]) -> None:
     """Raises an error if the processes of a run differ; see `dpopt.run.entropy.agree`."""
     if jax.process_count() == 1:
         return
     keys = {f"key {i}" if i else "key": s.key for i, s in enumerate(entropy.noise_states(state.opt_state))}
-    entropy.agree(
-        {
-            **keys,
-            "seed": str(plan.sampler.seed),
-            "plan": {"identity": run, "program": program},
-            "parameters": identity.state_digest(state),
-            "constants of the loss": identity.state_digest(TrainState(constants, ())),
-            "steps, replay and budget": options,
-        }
-    )
+    rest = {
+        "seed": str(plan.sampler.seed),
+        "plan": description,
+        "parameters": identity.state_digest(state),
+        "constants of the loss": identity.state_digest(TrainState(constants, ())),
+        "steps, replay and budget": options,
+    }
+    entropy.agree(keys | rest)
 
 
 @contextlib.contextmanager
@@ -53,23 +44,19 @@ def opened(journal: Journal, checkpointer: Checkpointer | None, run: dict[str, A
         yield
         return
     try:
-        _attach(journal, checkpointer, run)
+        # The first process writes, the others read the journal's present content before any step is added.
+        if jax.process_index() == 0:
+            checkpointer.make_directory()
+            journal.attach(checkpointer.journal_path, run)
+        meet("dpopt journal opened")
+        if jax.process_index() != 0:
+            journal.attach(checkpointer.journal_path, run, is_writer=False)
+        # Processes wait for each other here, too. A directory that not all of them see is detected.
+        entropy.agree({"checkpoint directory": [journal.run, len(journal)]})
         yield
     finally:
         checkpointer.settle()
         journal.close()
-
-
-def _attach(journal: Journal, checkpointer: Checkpointer, run: dict[str, Any]) -> None:
-    """Opens the journal: the first process writes, the others read its present content before any step is added."""
-    if jax.process_index() == 0:
-        checkpointer.make_directory()
-        journal.attach(checkpointer.journal_path, run)
-    meet("dpopt journal opened")
-    if jax.process_index() != 0:
-        journal.attach(checkpointer.journal_path, run, is_writer=False)
-    # Processes wait for each other here, too. A directory that not all of them see is detected.
-    entropy.agree({"checkpoint directory": [journal.run, len(journal)]})
 
 
 def meet(name: str) -> None:
@@ -106,33 +93,30 @@ class Place(NamedTuple):
     reason: str | None  # for starting a segment; None to continue the journal's last one
 
     @property
-    def begins_segment(self) -> bool:
-        return self.reason is not None
-
-    @property
     def paid(self) -> int:
         """Steps in the history of the state, including those to be repeated."""
         return self.state.update + len(self.pending)
 
     def origin(self, journal: Journal) -> int:
         """The number of steps that the state had had when its segment began, or will have had."""
-        if self.begins_segment:
+        if self.reason is not None:
             return self.paid
         return next(entry.update for entry in reversed(journal.entries) if not entry.is_step)
 
 
-def find(plan: RunPlan, journal: Journal, state: TrainState, replay: bool) -> Place:
+def find(plan: Plan, state: TrainState, replay: bool) -> Place:
     """Finds the state in the journal: which steps to repeat from there, or why to continue with fresh noise.
 
     A step may be computed twice with the same noise only if both results are identical to the last bit. This can be
     expected only of a state in the journal, in the environment of its latest segment, if nobody has restored older
     files. Since the last condition cannot be checked, ``replay`` is off by default.
     """
-    entries = journal.entries
+    entries = plan.journal.entries
     last = max((i for i, entry in enumerate(entries) if not entry.is_step), default=None)
     if replay and last is not None and entries[last].is_exact and state.segment is None:
         state = state._replace(segment=Segment(entries[last].segment, plan.sampler.seed))
-    at = _index(state, entries)
+    mine = identity.state_digest(state), state.update, None if state.segment is None else state.segment.id
+    at = max((i for i, e in enumerate(entries) if (e.digest, e.update, e.segment) == mine), default=None)
     after = entries if at is None else entries[at + 1 :]
     lost = sum(entry.is_step for entry in after)
     if last is None:
@@ -148,20 +132,12 @@ def find(plan: RunPlan, journal: Journal, state: TrainState, replay: bool) -> Pl
     return Place(state, after, 0, None)
 
 
-def _index(state: TrainState, entries: Sequence[Entry]) -> int | None:
-    """The index of the latest entry that records this state, or None."""
-    name = None if state.segment is None else state.segment.id
-    mine = (identity.state_digest(state), state.update, name)
-    found = [i for i, entry in enumerate(entries) if (entry.digest, entry.update, entry.segment) == mine]
-    return found[-1] if found else None
-
-
-def begin(plan: RunPlan, journal: Journal, place: Place, replay: bool, program: dict[str, str]) -> TrainState:
+def begin(plan: Plan, place: Place, replay: bool, program: dict[str, str]) -> TrainState:
     """Starts a segment: enters it in the journal, and gives the state a noise key and a seed that nothing else has.
 
     With ``replay`` the first segment of a run keeps the plan's own, so that everything derives from key and seed.
     """
-    state = place.state
+    state, journal = place.state, plan.journal
     if place.lost:
         _log.warning(
             "dpopt: %d steps are spent and not in the parameters at step %d; they are not repeated (%s): the run "

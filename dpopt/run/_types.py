@@ -1,4 +1,4 @@
-"""Types at the seams of a run: what training needs of a plan and of a sampler, and the options it takes by name."""
+"""Types at the seams of a run: what training needs of a sampler, and the options it takes by name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict
 if TYPE_CHECKING:
     import jax
 
-    from dpopt.chain import PrivateOptimizer
     from dpopt.common.types import PyTree
     from dpopt.gradients import Engine
     from dpopt.run.checkpoint import Checkpointer
-    from dpopt.run.journal import Journal
     from dpopt.run.plan import Budget
     from dpopt.samplers.parts import InParts
     from dpopt.sampling import Batch, Scheme
@@ -32,25 +30,6 @@ class RunSampler(Protocol):
     def reseeded(self, seed: int, /) -> Self: ...
 
     def hand_out(self, stop: int, /) -> None: ...
-
-
-class RunPlan(Protocol):
-    """A plan as a run uses it: `dpopt.run.plan.Plan`. Only the journal changes during the run."""
-
-    @property
-    def optimizer(self) -> PrivateOptimizer: ...
-
-    @property
-    def sampler(self) -> RunSampler: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def budget(self) -> Budget | None: ...
-
-    @property
-    def journal(self) -> Journal: ...
 
 
 class Options(TypedDict, total=False):

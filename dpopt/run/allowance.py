@@ -8,14 +8,13 @@ from dpopt import accounting, events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.ledger import Ledger
-from dpopt.run._types import RunPlan
 
 if TYPE_CHECKING:
-    from dpopt.run.plan import Budget
+    from dpopt.run.plan import Budget, Plan
 
 
 def steps_within(
-    plan: RunPlan,
+    plan: Plan,
     budget: Budget | None,
     *,
     ledger: Ledger | None = None,
@@ -27,7 +26,7 @@ def steps_within(
 
     Args:
         plan: a `dpopt.run.plan.Plan`.
-        budget: a `dpopt.run.plan.Budget`; None for the plan's own number of steps.
+        budget: None for the plan's own number of steps.
         ledger: what is already spent; None for nothing.
         start: number of the first step, for plans whose cost depends on the step.
         origin: first step of the run's segment, for batches from parts of the data and correlated noise; by default

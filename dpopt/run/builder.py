@@ -176,7 +176,7 @@ class Builder:
 
     def then(self, *transformations: optax.GradientTransformation) -> Builder:
         """Appends post-processing: any Optax transformations, ending with the learning rate."""
-        if self._noise_multiplier is None and self._budget is None:
+        if not self._noise_is_set:
             raise ValueError(
                 "then(...) is post-processing, which comes after the noise: call noise(...) or budget(...) first."
             )
@@ -194,16 +194,12 @@ class Builder:
         Raises:
             ValueError: if the clip, the noise or the update rule is missing, or the budget cannot be met.
         """
-        missing = [
-            call
-            for call, there in (
-                ("clip(l2_clip_norm)", self._clip is not None),
-                ("noise(multiplier) or budget(epsilon=..., delta=...)", self._noise_is_set),
-                ("then(optax.sgd(...)) or another update rule", bool(self._post)),
-            )
-            if not there
-        ]
-        if missing:
+        calls = {
+            "clip(l2_clip_norm)": self._clip is not None,
+            "noise(multiplier) or budget(epsilon=..., delta=...)": self._noise_is_set,
+            "then(optax.sgd(...)) or another update rule": bool(self._post),
+        }
+        if missing := [call for call, was_made in calls.items() if not was_made]:
             raise ValueError(f"the builder is missing {'; '.join(missing)}.")
         sampler = self._sampler()
         noise_multiplier = self._noise_multiplier if self._budget is None else self._calibrated(self._budget)
@@ -263,17 +259,19 @@ class Builder:
             # Far from the numbers that noise folds in (0, 1, 2, ...), so that batches and noise share no randomness.
             bits = jax.random.bits(jax.random.fold_in(self.key, 2**31 - 1), (2,), jnp.uint32)
             seed = int.from_bytes(np.asarray(bits).tobytes(), "little")
-        if self.sampling == "poisson":
-            return PoissonSampler(self.num_examples, self.expected_batch_size, seed=seed, pad_to=self.pad_to)
-        if self.sampling == "truncated_poisson":
-            most = cast(int, self.max_batch_size)
-            return TruncatedPoissonSampler(self.num_examples, self.expected_batch_size, max_batch_size=most, seed=seed)
-        if self.sampling == "cyclic_poisson":
-            parts = self.parts or (1 if self._strategy is None else self._strategy.bands)
-            batch = self.expected_batch_size
-            return CyclicPoissonSampler(self.num_examples, batch, parts=parts, seed=seed, pad_to=self.pad_to)
-        size = cast(int, self.expected_batch_size)  # the samplers reject any other number
-        if self.sampling != "fixed_size":
-            sampler = EpochSampler if self.sampling == "epochs" else BallsInBinsSampler
-            return sampler(self.num_examples, size, seed=seed, pad_to=self.pad_to)
-        return FixedSizeSampler(self.num_examples, size, seed=seed, pad_to=self.pad_to or 1)
+        n, batch, pad_to = self.num_examples, self.expected_batch_size, self.pad_to
+        size = cast(int, batch)  # samplers that need an integer reject any other number
+        match self.sampling:
+            case "poisson":
+                return PoissonSampler(n, batch, seed=seed, pad_to=pad_to)
+            case "truncated_poisson":
+                return TruncatedPoissonSampler(n, batch, max_batch_size=cast(int, self.max_batch_size), seed=seed)
+            case "cyclic_poisson":
+                parts = self.parts or (1 if self._strategy is None else self._strategy.bands)
+                return CyclicPoissonSampler(n, batch, parts=parts, seed=seed, pad_to=pad_to)
+            case "epochs":
+                return EpochSampler(n, size, seed=seed, pad_to=pad_to)
+            case "balls_in_bins":
+                return BallsInBinsSampler(n, size, seed=seed, pad_to=pad_to)
+            case _:
+                return FixedSizeSampler(n, size, seed=seed, pad_to=pad_to or 1)

@@ -96,7 +96,7 @@ class Checkpointer:
 
         Args:
             state: arrays, and typed or legacy PRNG keys.
-            journal: the run's journal; its last entry must be the step that made this state.
+            journal: the run's, whose last entry must be the step that made this state.
             run: `dpopt.run.identity.run_identity` of the run.
 
         Raises:
@@ -123,11 +123,7 @@ class Checkpointer:
             self._folder.save(position, leaves, description)
 
     def wait(self) -> None:
-        """Returns when all saves are on disk.
-
-        Raises:
-            CheckpointError: if one could not be written.
-        """
+        """Returns when all saves are on disk, or raises a `CheckpointError` if one could not be written."""
         with self._writing():
             self._folder.wait()
 
@@ -144,8 +140,7 @@ class Checkpointer:
 
         Args:
             like: a state with the shapes, dtypes, keys and shardings to restore to (values are not read).
-            journal: the run's journal, attached to its file.
-            run: `dpopt.run.identity.run_identity` of the run.
+            journal, run: the run's, as for `save`; the journal is attached to its file.
 
         Raises:
             CheckpointError: if every checkpoint is damaged, or the journal lacks steps that a checkpoint counts.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sized
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -12,8 +12,11 @@ from dpopt.keys import example_keys, seeded_key
 from dpopt.run._types import RunSampler
 from dpopt.sampling import Indices, Mask
 
+Rows: TypeAlias = Callable[[np.ndarray], Batch]  # from indices (B,) to a batch
+Data: TypeAlias = Rows | PyTree  # or arrays with a row for every example, or a source of examples
 
-def rows_of(data: Callable[[np.ndarray], Batch] | PyTree, num_examples: int) -> Callable[[np.ndarray], Batch]:
+
+def rows_of(data: Data, num_examples: int) -> Rows:
     """A function from indices to a batch, made from a pytree of arrays or a source; a function is returned unchanged.
 
     A source has a length and integer indices, such as those of Grain, torch and Hugging Face. Its examples are read by
@@ -46,19 +49,12 @@ def read(rows: Callable[..., Batch], step: int, indices: np.ndarray) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class BatchReader:
-    """Reads the batch of a step, and puts it on devices.
+    """Reads the batch of a step, and puts it on devices."""
 
-    Args:
-        rows: from indices to a batch; see `rows_of`.
-        example_key: a key for a random loss, or None.
-        takes_key: whether the loss draws random numbers, so that it gets keys without ``example_key``, too.
-        place: puts (batch, mask) on devices, or None.
-    """
-
-    rows: Callable[..., Batch]
+    rows: Rows
     example_key: jax.Array | None
-    takes_key: bool
-    place: Callable[[Any], Any] | None
+    takes_key: bool  # whether the loss draws random numbers, so that it gets keys without `example_key`, too
+    place: Callable[[Any], Any] | None  # puts (batch, mask) on devices
 
     def read(self, sampler: RunSampler, number: int) -> tuple[Indices, Batch, Mask]:
         """Indices, data and mask of the step that is charged under this number."""
@@ -83,10 +79,11 @@ def _check_leaf(leaf: Any, name: str, num_examples: int) -> None:
             "{'x': frame[columns].to_numpy('float32'), 'y': frame['label'].to_numpy()}."
         )
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        kind = type(leaf).__name__
         raise TypeError(
-            f"{name} is {_a(type(leaf).__name__)}. Data are arrays with a row for every example (for a list: "
-            "np.asarray), a source of examples with a length and integer indices, or a function from row numbers, "
-            "(B,) integers, to a batch."
+            f"{name} is {'an' if kind[0] in 'aeiou' else 'a'} {kind}. Data are arrays with a row for every example "
+            "(for a list: np.asarray), a source of examples with a length and integer indices, or a function from row "
+            "numbers, (B,) integers, to a batch."
         )
     if leaf.ndim == 0 or leaf.shape[0] != num_examples:
         raise ValueError(
@@ -95,15 +92,10 @@ def _check_leaf(leaf: Any, name: str, num_examples: int) -> None:
         )
 
 
-def _a(name: str) -> str:
-    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
-
-
 def _is_source(data: Any) -> bool:
     if isinstance(data, (str, bytes)) or hasattr(data, "iloc") or hasattr(data, "dtype"):
         return False
-    is_leaf = jax.tree_util.all_leaves([data])
-    return is_leaf and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return jax.tree_util.all_leaves([data]) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def _stacked(source: Any, indices: np.ndarray) -> Batch:

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from dpopt.common.types import PyTree
 from dpopt.correlated.noise import AddCorrelatedNoiseState
+from dpopt.engines.batches import is_key
 from dpopt.noise import AddGaussianNoiseState
 from dpopt.run.journal import Journal
 from dpopt.run.state import Segment
@@ -42,11 +43,9 @@ def draw() -> np.ndarray:
 
 
 def new_segment(seed: int, words: np.ndarray) -> Segment:
-    """A segment made from fresh bits: a public name, and a secret seed for its batches.
+    """A segment with a public name, and a secret seed for its batches, from the sampler's seed so far and fresh bits.
 
-    Args:
-        seed: the sampler's seed so far.
-        words: from `draw`: two for the name, four for the noise (`with_fresh_noise`), four for the seed.
+    Of the ``words`` of `draw` two are for the name, four for the noise (`with_fresh_noise`), four for the seed.
 
     *Privacy*: subsampling amplifies only if each step draws its own sample. A step taken again on the sample of a
     released step would be one query with less noise, not two sampled ones.
@@ -112,11 +111,7 @@ def _is_noise(x: Any) -> bool:
 
 
 def claim(opt_state: PyTree, journal: Journal) -> None:
-    """Records the noise keys that a run starts with in this process, and raises an error if another run has them.
-
-    Args:
-        opt_state: the optimizer's state at the start of the run.
-        journal: identifies the run, also when it is resumed.
+    """Records the noise keys that a run starts with in this process; the journal identifies the run.
 
     Raises:
         ValueError: if a run with another journal was started with one of the keys.
@@ -144,10 +139,9 @@ def claim(opt_state: PyTree, journal: Journal) -> None:
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Compares facts that must be the same in all processes of a run. Does nothing in a single process.
+    """Compares hashes of facts that must be the same in all processes of a run: keys, or values that JSON can hold.
 
-    Args:
-        facts: by name: keys, or values that JSON can hold, in the same order in every process. Hashes are compared.
+    Every process gives them in the same order. Does nothing in a single process.
 
     Raises:
         ValueError: in every process, with the names of what differs.
@@ -172,7 +166,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def _bits(key: jax.Array | np.ndarray) -> bytes:
-    raw = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    raw = jax.random.key_data(key) if is_key(key) else key
     if isinstance(raw, jax.Array) and not (raw.is_fully_addressable or raw.is_fully_replicated):
         raw = multihost_utils.process_allgather(raw, tiled=True)
     return str(key.dtype).encode() + np.asarray(raw).tobytes()

@@ -20,23 +20,22 @@ from dpopt import events
 from dpopt.common.types import PyTree
 from dpopt.correlated.noise import AddCorrelatedNoiseState
 from dpopt.correlated.strategies import Strategy
+from dpopt.engines.batches import is_key
 from dpopt.noise import AddGaussianNoiseState
 from dpopt.run.state import Segment as Segment  # version 0.1 had both here
 from dpopt.run.state import TrainState as TrainState
 
 if TYPE_CHECKING:
-    from dpopt.run._types import RunPlan
+    from dpopt.run.plan import Plan
 
 
-def run_identity(plan: RunPlan, params: PyTree) -> dict[str, Any]:
+def run_identity(plan: Plan, params: PyTree) -> dict[str, Any]:
     """What must not change between two parts of one run: the mechanism, the sampling, the data set's size, the model.
 
     The number of steps and the budget may change, except for what the budget counts as spent earlier. The stages after
     the noise are part of the chain and are named, but their numbers (a learning rate) may change.
 
-    Args:
-        plan: a `dpopt.run.plan.Plan`.
-        params: the parameters; only names, shapes and dtypes are read.
+    Of ``params`` only names, shapes and dtypes are read.
 
     *Privacy*: public constants. Nothing here derives from the key or the seed.
 
@@ -183,7 +182,7 @@ def _is_noise(x: Any) -> bool:
 
 def _without_keys(state: PyTree) -> list[Any]:
     state = jax.tree.map(lambda x: x.without_segment() if _is_noise(x) else x, state, is_leaf=_is_noise)
-    return [x for x in jax.tree.leaves(state) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
+    return [x for x in jax.tree.leaves(state) if not is_key(x)]
 
 
 def hex_digest(value: ArrayLike) -> str:

@@ -194,12 +194,9 @@ class Journal:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Ledger]:
-    """The identity of the run that a journal's file belongs to, and what the run has spent.
+    """The identity of the run of a journal's file (a checkpointer's ``ledger.jsonl``), and what the run has spent.
 
     Changes nothing, and is safe while the run is in progress.
-
-    Args:
-        path: the file, ``ledger.jsonl`` in a checkpointer's directory.
 
     Raises:
         JournalError: if the file is damaged, or not a journal; OSError: if it does not exist.
@@ -235,12 +232,7 @@ def _content(path: Path) -> journal_file.Content:
 
 
 def check_identity(stored: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Compares the identity stored in a file with that of the current run.
-
-    Args:
-        stored: from the file.
-        now: of the current run.
-        where: the name of the file.
+    """Compares the identity stored in a file, whose name is ``where``, with that of the current run.
 
     Raises:
         JournalError: if they differ, with every difference.

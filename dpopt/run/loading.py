@@ -13,14 +13,13 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from dpopt.common import validate
-from dpopt.common.types import PyTree
 from dpopt.keys import example_keys
 from dpopt.run._types import RunSampler
-from dpopt.run.data import read, rows_of
+from dpopt.run.data import Data, Rows, read, rows_of
 from dpopt.run.sharding import along_rows
 
 _Item = TypeVar("_Item")
@@ -54,13 +53,7 @@ class Steps(Sequence[Any]):
     """
 
     def __init__(
-        self,
-        sampler: RunSampler,
-        start: int,
-        stop: int,
-        data: Callable[[np.ndarray], PyTree] | PyTree = None,
-        *,
-        example_key: jax.Array | None = None,
+        self, sampler: RunSampler, start: int, stop: int, data: Data = None, *, example_key: jax.Array | None = None
     ):
         validate.non_negative_int(start=start, stop=stop)
         if stop <= start:
@@ -94,13 +87,8 @@ class Steps(Sequence[Any]):
 def ahead(make: Callable[[_Item], _Made], items: Iterable[_Item], count: int) -> Iterator[_Made]:
     """``map(make, items)``, computed up to ``count`` items ahead in a thread.
 
-    Args:
-        make: a function, called in order, in one thread.
-        items: its arguments.
-        count: how many results may wait; 0 computes each on request.
-
-    Raises:
-        Exception: what ``make`` raises, when its result is requested.
+    ``make`` is called in order; what it raises is raised when its result is requested. With ``count=0`` each result is
+    computed on request.
 
     *Privacy*: changes nothing.
 
@@ -124,12 +112,7 @@ def ahead(make: Callable[[_Item], _Made], items: Iterable[_Item], count: int) ->
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def sharded_rows(
-    data: Callable[[np.ndarray], PyTree] | PyTree,
-    num_examples: int,
-    mesh: Mesh,
-    axes: str | Sequence[str] | None = None,
-) -> Callable[[np.ndarray], PyTree]:
+def sharded_rows(data: Data, num_examples: int, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Rows:
     """A function from indices to a batch split over a mesh; each host reads the rows of its own devices.
 
     Args:
@@ -160,18 +143,14 @@ def sharded_rows(
 
     def fetch(indices: np.ndarray) -> Any:
         sharding = along_rows(len(indices), mesh, axes)
-        parts = cast(dict[Any, tuple[slice]], sharding.addressable_devices_indices_map((len(indices),)))
-        own = {device: part for device, (part,) in parts.items()}
-        distinct = {str(part): part for part in own.values()}  # devices that hold the same rows share them
+        own = cast(dict[Any, tuple[slice]], sharding.addressable_devices_indices_map((len(indices),)))
+        distinct = {str(part): part for (part,) in own.values()}  # devices that hold the same rows share them
         read = {name: rows(indices[part]) for name, part in distinct.items()}
-        by_leaf = zip(*(jax.tree.leaves(read[str(part)]) for part in own.values()), strict=True)
-        whole = [_whole(leaves, list(own), len(indices), sharding) for leaves in by_leaf]
-        return jax.tree.unflatten(jax.tree.structure(next(iter(read.values()))), whole)
+
+        def whole(*parts: ArrayLike) -> jax.Array:
+            placed = [jax.device_put(part, device) for part, device in zip(parts, own, strict=True)]
+            return jax.make_array_from_single_device_arrays((len(indices), *placed[0].shape[1:]), sharding, placed)
+
+        return jax.tree.map(whole, *(read[str(part)] for (part,) in own.values()))
 
     return fetch
-
-
-def _whole(parts: Sequence[ArrayLike], devices: Sequence[Any], rows: int, sharding: NamedSharding) -> jax.Array:
-    """The array whose parts are on these devices."""
-    placed = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
-    return jax.make_array_from_single_device_arrays((rows, *placed[0].shape[1:]), sharding, placed)

@@ -6,11 +6,10 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dpopt import events, verification
@@ -20,10 +19,9 @@ from dpopt.constants import constants_of, given
 from dpopt.gradients import Engine
 from dpopt.run import _program, _resume, entropy, identity
 from dpopt.run._monitor import Monitor
-from dpopt.run._types import RunPlan
 from dpopt.run.allowance import steps_within
-from dpopt.run.data import BatchReader, rows_of
-from dpopt.run.journal import Entry, Journal
+from dpopt.run.data import BatchReader, Data, rows_of
+from dpopt.run.journal import Entry
 from dpopt.run.loading import ahead
 from dpopt.run.results import BudgetExceeded as BudgetExceeded  # what `train` raises can also be imported from here
 from dpopt.run.results import ReplayError as ReplayError
@@ -34,14 +32,16 @@ from dpopt.run.training import TrainStep, make_train_step
 
 if TYPE_CHECKING:
     from dpopt.run.checkpoint import Checkpointer
-    from dpopt.run.plan import Budget
+    from dpopt.run.plan import Budget, Plan
+
+_Check: TypeAlias = Callable[[PyTree, PyTree], Any]  # of parameters and a batch; raises VerificationError
 
 
 def train(
-    plan: RunPlan,
+    plan: Plan,
     loss_fn: LossFn,
     params: PyTree,
-    fetch_batch: Callable[[np.ndarray], PyTree] | PyTree,
+    fetch_batch: Data,
     *,
     steps: int | None = None,
     budget: Budget | None = None,
@@ -141,7 +141,6 @@ def train(
     state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.init(params))
     run = _Run(
         plan=plan,
-        journal=plan.journal,
         step=_compiled(make_step, loss_fn),
         batches=BatchReader(rows, example_key, getattr(loss_fn, "takes_key", False), place_batch),
         prefetch=prefetch,
@@ -154,7 +153,8 @@ def train(
         replay=replay,
         constants=beside(constants_of(loss_fn), state.params),
     )
-    _resume.agree_on_plan(plan, state, run.constants, run.identity, run.program, [target, replay, repr(run.limit)])
+    description = {"identity": run.identity, "program": run.program}
+    _resume.agree_on_plan(plan, state, run.constants, description, [target, replay, repr(run.limit)])
     with _resume.opened(plan.journal, checkpointer, run.identity):
         if state.update == 0 and state.segment is None:
             entropy.claim(state.opt_state, plan.journal)
@@ -168,8 +168,7 @@ def train(
 class _Run:
     """One call of `train`: its arguments, checked."""
 
-    plan: RunPlan
-    journal: Journal  # the plan's: grows by an entry with every step
+    plan: Plan
     step: Callable[..., tuple[PyTree, optax.OptState, jax.Array]]
     constants: PyTree
     batches: BatchReader
@@ -184,9 +183,9 @@ class _Run:
 
     def to(self, target: int, state: TrainState, check: _Check | None) -> TrainResult:
         """Resumes from a state, and takes steps until it has had ``target`` of them or the limit is reached."""
-        plan, journal = self.plan, self.journal
+        plan, journal = self.plan, self.plan.journal
         _resume.check_state(state, journal)
-        place = _resume.find(plan, journal, state, self.replay)
+        place = _resume.find(plan, state, self.replay)
         paid, origin = place.paid, place.origin(journal)
         allowed = steps_within(
             plan, self.limit, ledger=journal.ledger, start=paid, origin=origin, most=max(0, target - paid)
@@ -194,18 +193,18 @@ class _Run:
         state = self._take_steps(place, min(target, paid + allowed), origin, check)
         if self.checkpointer is not None:
             self.checkpointer.wait()
-        history = tuple(self.monitor.history)
-        return make_result(plan, journal, state, target, paid, allowed, self.limit, history)
+        return make_result(plan, journal, state, target, paid, allowed, self.limit, tuple(self.monitor.history))
 
     def _take_steps(self, place: _resume.Place, last: int, origin: int, check: _Check | None) -> TrainState:
         """For each step: compute, charge, release, checkpoint."""
-        journal, scheme, privacy = self.journal, self.plan.sampler.scheme, self.plan.optimizer.privacy
+        journal, scheme, privacy = self.plan.journal, self.plan.sampler.scheme, self.plan.optimizer.privacy
         state = place.state
-        if place.begins_segment and state.update < last:
-            state = _resume.begin(self.plan, journal, place, self.replay, self.program)
+        if place.reason is not None and state.update < last:
+            state = _resume.begin(self.plan, place, self.replay, self.program)
             self._save(state)
         # The step reuses the buffers it is given, and the caller's must stay valid.
-        state = state._replace(params=_copied(state.params), opt_state=_copied(state.opt_state))
+        params, opt_state = jax.tree.map(jnp.copy, (state.params, state.opt_state))
+        state = state._replace(params=params, opt_state=opt_state)
         sampler, segment = self.plan.sampler, ""
         if state.segment is not None:
             sampler, segment = sampler.reseeded(state.segment.seed), state.segment.id
@@ -247,20 +246,17 @@ class _Run:
 
     def _check_repeated(self, expected: Entry, step: int, found: str) -> None:
         if expected.digest != found:
-            start = [entry for entry in self.journal.entries if not entry.is_step][-1]
+            start = [entry for entry in self.plan.journal.entries if not entry.is_step][-1]
             changed = identity.differences(start.program or {}, self.program)
             raise replay_error(step, expected.digest, found, changed)
 
     def _spent(self) -> Callable[[], float] | None:
-        limit, journal = self.limit, self.journal
+        limit, journal = self.limit, self.plan.journal
         return None if limit is None else lambda: limit.spent(journal.ledger)
 
     def _save(self, state: TrainState) -> None:
         if self.checkpointer is not None:
-            self.checkpointer.save(state, self.journal, self.identity)
-
-
-_Check = Callable[[PyTree, PyTree], Any]  # of parameters and a batch; raises VerificationError
+            self.checkpointer.save(state, self.plan.journal, self.identity)
 
 
 def _engine_check(loss_fn: LossFn, optimizer: Any, params: PyTree, **options: Any) -> _Check | None:
@@ -270,10 +266,6 @@ def _engine_check(loss_fn: LossFn, optimizer: Any, params: PyTree, **options: An
         own = getattr(loss_fn, "verify", None)
         return None if own is None else functools.partial(own, scale=scale)
     return functools.partial(verification.verify_once, loss_fn, **options, scale=scale)
-
-
-def _copied(tree: PyTree) -> PyTree:
-    return jax.tree.map(jnp.copy, tree)
 
 
 def _compiled(make_step: Callable[[LossFn], TrainStep], loss_fn: LossFn) -> Callable[..., Any]:

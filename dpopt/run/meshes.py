@@ -5,17 +5,17 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from dpopt.common.types import LossFn, PyTree
 from dpopt.constants import constants_of
 from dpopt.run import sharding
 from dpopt.run._types import Options
+from dpopt.run.data import Data
 from dpopt.run.loading import sharded_rows
 from dpopt.run.plan import Plan
 from dpopt.run.results import TrainResult
@@ -23,10 +23,7 @@ from dpopt.run.state import TrainState
 
 
 def mesh_of(text: str) -> Mesh:
-    """The mesh described by a text such as ``"data=4,fsdp=2"``, with explicit axes, over the first devices.
-
-    Args:
-        text: names and sizes of the axes, in order.
+    """The mesh over the first devices whose explicit axes a text such as ``"data=4,fsdp=2"`` lists in order.
 
     Raises:
         ValueError: if the text has another form, or there are fewer devices.
@@ -85,7 +82,7 @@ def train_on(
     plan: Plan,
     loss_fn: LossFn,
     params: PyTree,
-    data: Callable[[np.ndarray], PyTree] | PyTree,
+    data: Data,
     *,
     batch_axes: str | Sequence[str] | None = None,
     parameter_axes: str | Sequence[str] | None = "fsdp",
@@ -98,7 +95,7 @@ def train_on(
     of several processes each calls this, with the same arguments.
 
     Args:
-        mesh: the mesh, its axes automatic or explicit.
+        mesh: its axes are automatic or explicit.
         plan, loss_fn, params, data: see `dpopt.train`. The parameters are initial ones, whole in every process.
         batch_axes: the axes of the mesh that split a batch; None for all. The sampler's ``pad_to`` must be a multiple
             of the number of devices along them.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
-import numpy as np
 
 from dpopt import accounting, events
 from dpopt.chain import PrivateOptimizer
@@ -18,6 +16,7 @@ from dpopt.gradients import Engine
 from dpopt.ledger import Ledger
 from dpopt.run._summary import summary
 from dpopt.run._types import Options
+from dpopt.run.data import Data
 from dpopt.run.journal import Journal
 from dpopt.run.loop import train
 from dpopt.run.results import TrainResult
@@ -180,19 +179,8 @@ class Plan:
             return self.budget.accountant
         return "rdp" if isinstance(self.sampler, FixedSizeSampler) else "pld"
 
-    def run(
-        self,
-        loss_fn: LossFn,
-        params: PyTree,
-        fetch_batch: Callable[[np.ndarray], PyTree] | PyTree,
-        **options: Unpack[Options],
-    ) -> TrainResult:
-        """Trains within the budget, saves and resumes: `dpopt.run.loop.train` with this plan.
-
-        Args:
-            loss_fn, params, fetch_batch: see `dpopt.run.loop.train`.
-            **options: those of `dpopt.run.loop.train`, by name.
-        """
+    def run(self, loss_fn: LossFn, params: PyTree, fetch_batch: Data, **options: Unpack[Options]) -> TrainResult:
+        """Trains within the budget, saves and resumes: `dpopt.run.loop.train` with this plan, its options by name."""
         return train(self, loss_fn, params, fetch_batch, **options)
 
     def train_step(self, loss_fn: LossFn, *, microbatch_size: int | None = None, engine: Engine = "auto") -> TrainStep:
@@ -202,8 +190,7 @@ class Plan:
     def summary(self, params: PyTree = None) -> str:
         """The plan as a table: stages, noise, sampling, and planned epsilon.
 
-        Args:
-            params: the parameters (or shapes), to count the bytes of optimizer state; None for a square float32 matrix.
+        The bytes of optimizer state are those for ``params`` (arrays or shapes), by default a square float32 matrix.
         """
         return summary(self, params)
 

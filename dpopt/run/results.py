@@ -13,13 +13,12 @@ from dpopt.common.types import PyTree
 from dpopt.ledger import Ledger
 from dpopt.optimizers.averaging import averaged_params
 from dpopt.run._monitor import Evaluation
-from dpopt.run._types import RunPlan
 from dpopt.run.journal import Journal
 from dpopt.run.state import TrainState
 from dpopt.run.statement import Statement, state
 
 if TYPE_CHECKING:
-    from dpopt.run.plan import Budget
+    from dpopt.run.plan import Budget, Plan
 
 _log = logging.getLogger("dpopt.run.loop")
 
@@ -128,12 +127,7 @@ class TrainResult:
 
 
 def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayError:
-    """The error for a repeated step whose digest differs from that in the journal.
-
-    Args:
-        step: number of the step.
-        expected, found: the digests.
-        changed: the visible differences from the program that first took the step.
+    """The error for a repeated step whose digest is not the expected one, with what is seen to have changed since.
 
     *Privacy*: names digests of released values, and hyperparameters.
 
@@ -149,7 +143,7 @@ def replay_error(step: int, expected: str, found: str, changed: str) -> ReplayEr
 
 
 def make_result(
-    plan: RunPlan,
+    plan: Plan,
     journal: Journal,
     now: TrainState,
     target: int,
@@ -158,15 +152,12 @@ def make_result(
     limit: Budget | None,
     history: tuple[Evaluation, ...] = (),
 ) -> TrainResult:
-    """The result of a call of `dpopt.run.loop.train`.
+    """The result of a call of `dpopt.run.loop.train` that took a run to the state ``now``.
 
     Args:
-        plan, journal, now: the run, and its present state.
         target: the requested number of steps.
         paid: steps in the history of the state at the call, including those to be repeated.
-        allowed: further steps that the limit covered.
-        limit: the budget, or None.
-        history: the evaluations.
+        allowed: further steps that the limit (the budget) covered.
 
     Raises:
         BudgetExceeded: if the limit covered no further step.
@@ -180,8 +171,8 @@ def make_result(
     'all 2 steps are done'
     """
     ledger = journal.ledger
-    lost = ledger.steps - max(now.update, paid)
-    of_plan: dict[str, Any] = dict(
+    of_run: dict[str, Any] = dict(
+        lost=ledger.steps - max(now.update, paid),
         unit=plan.optimizer.privacy.unit,
         history=history,
         delta=None if plan.budget is None else plan.budget.delta,
@@ -190,26 +181,20 @@ def make_result(
         earlier=None if limit is None else limit.earlier,
     )
     if now.update >= target:
-        message = f"all {target} steps are done"
-        return TrainResult(now, ledger, "steps", message, lost, **of_plan)
+        return TrainResult(now, ledger, "steps", f"all {target} steps are done", **of_run)
+    if limit is None:
+        reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
+    else:
+        limits, spent = f"epsilon {limit.epsilon:g} at delta {limit.delta:g}", limit.spent(ledger)
+        reason = f"one more step would exceed {limits}; {spent:.6g} is spent, on {ledger.steps} steps"
     message = (
-        f"stopped by the budget after step {now.update} of {target}: {_reason(plan, ledger, limit)}. To continue, pass "
-        "a larger budget explicitly: budget=dpopt.Budget(epsilon, delta)"
+        f"stopped by the budget after step {now.update} of {target}: {reason}. To continue, pass a larger budget "
+        "explicitly: budget=dpopt.Budget(epsilon, delta)"
     )
     _log.warning("dpopt: %s", message)
-    result = TrainResult(now, ledger, "budget", message, lost, **of_plan)
+    result = TrainResult(now, ledger, "budget", message, **of_run)
     if allowed == 0 and now.update == paid:
         error = BudgetExceeded(f"{message}.")
         error.result = result
         raise error
     return result
-
-
-def _reason(plan: RunPlan, ledger: Ledger, limit: Budget | None) -> str:
-    """Why the run may take no further step."""
-    if limit is None:
-        return f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
-    return (
-        f"one more step would exceed epsilon {limit.epsilon:g} at delta {limit.delta:g}; {limit.spent(ledger):.6g} is "
-        f"spent, on {ledger.steps} steps"
-    )

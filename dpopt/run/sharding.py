@@ -24,11 +24,7 @@ Layout: TypeAlias = Callable[[PyTree, Mesh], PyTree]  # (parameters or a state, 
 
 
 def make_mesh(num_devices: int | None = None, axis: str = "data") -> Mesh:
-    """A mesh with one axis over the first devices of all processes.
-
-    Args:
-        num_devices: number of devices; None for all.
-        axis: name of the axis.
+    """A mesh with one axis over the first ``num_devices`` of all processes' devices, None for all of them.
 
     Raises:
         ValueError: if there are fewer devices.
@@ -77,9 +73,7 @@ def shard_batch(batch: Batch, mesh: Mesh, axes: str | Sequence[str] | None = Non
 
     def place(x: ArrayLike) -> jax.Array:
         sharding = along_rows(x, mesh, axes)
-        if isinstance(x, jax.Array) and x.sharding == sharding:
-            return x
-        return _put(x, sharding)
+        return x if isinstance(x, jax.Array) and x.sharding == sharding else _put(x, sharding)
 
     return jax.tree.map(place, batch)
 
@@ -111,14 +105,7 @@ def along_rows(x: ArrayLike, mesh: Mesh, axes: str | Sequence[str] | None = None
 
 
 def replicated(params: PyTree, mesh: Mesh) -> PyTree:
-    """Shardings that keep every array whole on each device: data parallelism.
-
-    Args:
-        params: pytree of arrays or shapes.
-        mesh: the mesh.
-
-    Returns:
-        A pytree of shardings like ``params``.
+    """Shardings, a pytree like ``params`` (arrays or shapes), that keep every array whole on each device.
 
     *Privacy*: reads no data.
 
@@ -129,17 +116,15 @@ def replicated(params: PyTree, mesh: Mesh) -> PyTree:
 
 
 def fully_sharded(params: PyTree, mesh: Mesh, axes: str | Sequence[str] | None = None) -> PyTree:
-    """Shardings that split every array along its longest axis that the number of devices divides, if it has one.
+    """Shardings like ``params`` that split every array along its longest axis that the number of devices divides.
 
-    In an optimizer's state, moments and noise are sharded like the parameters they belong to.
+    An array without such an axis stays whole. In an optimizer's state, moments and noise are sharded like the
+    parameters they belong to.
 
     Args:
         params: pytree of arrays or shapes: parameters, or a state.
         mesh: the mesh, its axes automatic or explicit.
         axes: names of the axes to split over; None for the first.
-
-    Returns:
-        A pytree of shardings like ``params``.
 
     Raises:
         ValueError: if the mesh has no such axis.
@@ -163,16 +148,13 @@ def fully_sharded(params: PyTree, mesh: Mesh, axes: str | Sequence[str] | None =
 
 
 def place_state(optimizer: PrivateOptimizer, params: PyTree, mesh: Mesh, layout: Layout = replicated) -> TrainState:
-    """The state at the start of a run on a mesh, for `dpopt.run.loop.train`.
+    """The `TrainState` at the start of a run on a mesh, its arrays placed by ``layout``, for `dpopt.run.loop.train`.
 
     Args:
         optimizer: a private optimizer.
         params: initial parameters; the same in every process.
         mesh: the mesh.
         layout: `replicated`, `fully_sharded`, or another function of parameters (or a state) and mesh.
-
-    Returns:
-        A `TrainState` whose arrays are placed by ``layout``.
 
     *Privacy*: reads no data.
 
@@ -219,9 +201,7 @@ def place_constants(loss_fn: LossFn, mesh: Mesh, layout: Layout = replicated) ->
 def beside(constants: PyTree, params: PyTree) -> PyTree:
     """The constants of a loss, copied to every device of the parameters unless they are there already.
 
-    Args:
-        constants: pytree of arrays; in a run of several processes each has all of them.
-        params: pytree of arrays. If none is on a mesh, the constants are returned unchanged.
+    Every process of a run has all constants. If no parameter is on a mesh, they are returned unchanged.
 
     *Privacy*: moves arrays to devices, and changes nothing.
 
@@ -245,13 +225,7 @@ def beside(constants: PyTree, params: PyTree) -> PyTree:
 def whole(tree: PyTree) -> PyTree:
     """Gathers arrays from a mesh, each whole and in this process's memory: to evaluate, save or print them.
 
-    In a run of several processes all must call it.
-
-    Args:
-        tree: pytree of arrays, such as parameters.
-
-    Returns:
-        The same tree with NumPy arrays in place of those on a mesh; others are unchanged.
+    They become NumPy arrays; other leaves are unchanged. In a run of several processes all must call it.
 
     *Privacy*: moves arrays, and changes nothing.
 

@@ -34,6 +34,10 @@ NOT_COVERED = (
     "which examples were drawn, the noise key, and the optimizer's state, which holds the key: keep them secret",
     "people with several records, unless the unit above is what holds all of theirs",
 )
+_BOUNDS = {
+    "pld": "the smallest of three bounds (privacy loss distributions, Renyi divergences, ever sampled)",
+    "rdp": "Renyi divergences",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,9 @@ class Statement:
     @property
     def relation(self) -> Relation:
         """Which data sets are neighbours."""
-        return _relation(self.event)
+        events.check(self.event)
+        replaces = events.is_replace_one(events.flattened(self.event))
+        return Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE
 
     def epsilons(self, deltas: Sequence[float] = ()) -> dict[float, float]:
         """Epsilon at several deltas (by default `delta` and three smaller ones); all of them hold at once."""
@@ -84,11 +90,7 @@ class Statement:
     def plot(self, axes: Axes | None = None) -> Axes:
         """Plots the trade-off curve: true against false positives of the best test for the presence of one record.
 
-        Args:
-            axes: axes of matplotlib; None for new ones.
-
-        Returns:
-            The axes. Needs matplotlib (``dpopt[benchmarks]``).
+        Draws on ``axes`` of matplotlib (``dpopt[benchmarks]``) or, for None, on new ones, and returns them.
         """
         if axes is None:
             from matplotlib import pyplot
@@ -123,39 +125,30 @@ class Statement:
             f"most steps it costs what these would: {steps}"
         )
 
-    @property
-    def _selects(self) -> bool:
-        selection = dp_accounting.dp_event.RepeatAndSelectDpEvent
-        return any(isinstance(e, selection) for e in events.everything_in(self.event))
-
-    @property
-    def _released(self) -> str:
-        return "everything released" if self._selects else "the parameters after every step"
-
-    @property
-    def _not_covered(self) -> tuple[str, ...]:
-        return tuple(SELECTED if self._selects and what == TRIALS else what for what in NOT_COVERED)
-
     def __str__(self) -> str:
         replaces = self.relation is Relation.REPLACE_ONE
         neighbours = f"{'replacing' if replaces else 'adding or removing'} one {self.unit}"
         otherwise = "another in its place" if replaces else "none"
+        selection = dp_accounting.dp_event.RepeatAndSelectDpEvent
+        selects = any(isinstance(e, selection) for e in events.everything_in(self.event))
+        released = "everything released" if selects else "the parameters after every step"
+        not_covered = [SELECTED if selects and what == TRIALS else what for what in NOT_COVERED]
         attack = (0.001, 0.01, 0.1)
         found = zip(attack, self.true_positive_rates(attack), strict=True)
         rows = [
             ("epsilon, at delta", ", ".join(f"{e:.3g} at {d:.3g}" for d, e in self.epsilons().items())),
             ("unit, relation", neighbours),
             ("mechanism", self._mechanism(neighbours)),
-            ("accountant", _accountant(self.accountant)),
+            ("accountant", f"dp_accounting {metadata.version('dp-accounting')}, {_BOUNDS[self.accountant]}"),
             ("best attack", ", ".join(f"detects {tpr:.1%} at {fpr:.1%} false alarms" for fpr, tpr in found)),
             ("assumed public", "; ".join(PUBLIC)),
-            ("not covered", "; ".join(self._not_covered)),
+            ("not covered", "; ".join(not_covered)),
             ("software", ", ".join(f"{name} {version}" for name, version in _software().items())),
         ]
         table = "\n".join(f"| {name} | {value} |" for name, value in rows)
         return (
             f"The training is (epsilon = {self.epsilon:.2f}, delta = {self.delta:.3g})-differentially private for "
-            f"{neighbours}.\nWhatever is concluded from {self._released}, by someone who may know all "
+            f"{neighbours}.\nWhatever is concluded from {released}, by someone who may know all "
             f"other records, is at most e^{self.epsilon:.2f} times as probable with one {self.unit} as with "
             f"{otherwise}, or the other way round, but for a probability of {self.delta:.3g}.\n\n| | |\n| --- | --- |\n"
             f"{table}"
@@ -193,15 +186,9 @@ def state(
     events.check(event)
     if accountant is None:
         accountant = "pld" if events.renyi_alone(events.flattened(event)) is None else "rdp"
-    validate.one_of(("pld", "rdp"), accountant=accountant)
     statement = Statement(event=event, delta=float(delta), unit=unit, accountant=accountant, correlation=correlation)
     statement.epsilon  # noqa: B018  what cannot be accounted for fails here
     return statement
-
-
-def _relation(event: dp_accounting.DpEvent) -> Relation:
-    events.check(event)
-    return Relation.REPLACE_ONE if events.is_replace_one(events.flattened(event)) else Relation.ADD_OR_REMOVE_ONE
 
 
 def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
@@ -213,20 +200,20 @@ def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
         if isinstance(step, dp_accounting.dp_event.RepeatAndSelectDpEvent):
             parts.append(_selection(step, count, _mechanism(step.event, unit, neighbours)))
             continue
-        _, sigma = step_events.sampled_gaussian(step)
-        noise = f"{count} x Gaussian noise of {sigma:.4g} times what {neighbours} can change, "
         match step:
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=q):
-                parts.append(f"{noise}on Poisson samples, each {unit} with probability {q:.4g}")
+                data = f"Poisson samples, each {unit} with probability {q:.4g}"
             case dp_accounting.TruncatedSubsampledGaussianDpEvent(
                 dataset_size=n, sampling_probability=q, truncated_batch_size=b
             ):
-                sampled = f"on Poisson samples, each {unit} of {n} (or one less or more) with probability {q:.4g}"
-                parts.append(f"{noise}{sampled}, of which a random {b} are kept where there are more")
+                data = f"Poisson samples, each {unit} of {n} (or one less or more) with probability {q:.4g}"
+                data = f"{data}, of which a random {b} are kept where there are more"
             case dp_accounting.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
-                parts.append(f"{noise}on samples of {b} out of {n}")
+                data = f"samples of {b} out of {n}"
             case _:
-                parts.append(f"{noise}on all data")
+                data = "all data"
+        _, sigma = step_events.sampled_gaussian(step)
+        parts.append(f"{count} x Gaussian noise of {sigma:.4g} times what {neighbours} can change, on {data}")
     if len(parts) > 4:
         parts = [*parts[:2], f"... {len(parts) - 3} more kinds of steps ...", parts[-1]]
     return "; ".join(parts) or "nothing was released"
@@ -237,13 +224,6 @@ def _selection(event: dp_accounting.dp_event.RepeatAndSelectDpEvent, count: int,
     name = names.get(event.shape, f"truncated negative binomial of shape {event.shape:g}")
     often = "" if count == 1 else f"{count} x "
     return f"{often}the best of a random number of runs ({name}, mean {event.mean:g}), of which each has {run}"
-
-
-def _accountant(accountant: str) -> str:
-    name = f"dp_accounting {metadata.version('dp-accounting')}"
-    if accountant == "rdp":
-        return f"{name}, Renyi divergences"
-    return f"{name}, the smallest of three bounds (privacy loss distributions, Renyi divergences, ever sampled)"
 
 
 def _software() -> dict[str, str]:

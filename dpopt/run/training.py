@@ -96,8 +96,7 @@ def make_train_step(
         loss_fn: ``loss_fn(params, example) -> scalar``; see `dpopt.per_example_grads`, and `dpopt.flax` for making one
             from a Flax model. Or the result of `dpopt.federated.client_deltas` or `dpopt.users.per_user_grads`.
         optimizer: a private optimizer: a named one, a `dpopt.chain`, or an ``optax.chain`` of dpopt's stages.
-        microbatch_size: see `dpopt.per_example_grads`.
-        engine: see `dpopt.per_example_grads`.
+        microbatch_size, engine: see `dpopt.per_example_grads`.
         has_aux: whether the loss returns (value, auxiliary output); the step returns the latter, per example, after the
             metrics.
 

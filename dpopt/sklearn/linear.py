@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +19,21 @@ from dpopt.run.builder import Builder
 from dpopt.run.plan import Plan
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class _PrivateLinear(BaseEstimator):
     """What both models share: features in their ranges, a private run, coefficients in the features' own units."""
 
-    epsilon: float | None
-    delta: float | None
-    noise_multiplier: float | None
-    feature_range: Any
-    l2_clip_norm: float
-    steps: int
-    expected_batch_size: float | None
-    learning_rate: float
-    momentum: float
-    fit_intercept: bool
-    _of_output: Any  # from a row's outputs and its target to its loss
+    epsilon: float | None = None
+    delta: float | None = None
+    noise_multiplier: float | None = None
+    feature_range: Any = None
+    l2_clip_norm: float = 1.0
+    steps: int = 30
+    expected_batch_size: float | None = None
+    learning_rate: float = 1.0
+    momentum: float = 0.9
+    fit_intercept: bool = True
+    _of_output: ClassVar[Any]  # from a row's outputs and its target to its loss
 
     def plan(self, num_examples: int) -> Plan:
         """The private run that `fit` makes on so many rows; ``plan.event`` is what it costs, ``print(plan)`` all of it.
@@ -47,12 +49,9 @@ class _PrivateLinear(BaseEstimator):
         if self.delta is None:
             raise ValueError("set delta, well below one over the number of rows: epsilon means nothing without it.")
         rate = optax.linear_schedule(self.learning_rate, 0.0, self.steps)
-        builder = Builder(
-            num_examples=num_examples,
-            expected_batch_size=num_examples if self.expected_batch_size is None else self.expected_batch_size,
-            steps=self.steps,
-            key=secure_key(),
-        ).clip(self.l2_clip_norm)
+        batch = num_examples if self.expected_batch_size is None else self.expected_batch_size
+        builder = Builder(num_examples=num_examples, expected_batch_size=batch, steps=self.steps, key=secure_key())
+        builder = builder.clip(self.l2_clip_norm)
         if self.noise_multiplier is None:
             builder = builder.budget(epsilon=cast(float, self.epsilon), delta=self.delta)
         else:
@@ -60,7 +59,9 @@ class _PrivateLinear(BaseEstimator):
         return builder.then(optax.sgd(rate, momentum=self.momentum)).build()
 
     def _fit(self, rows: np.ndarray, targets: np.ndarray, outputs: int) -> None:
-        middle, half = self._range(rows.shape[1])
+        middle, half = np.zeros(rows.shape[1]), np.ones(rows.shape[1])
+        if self.feature_range is not None:
+            middle, half = _middle_and_half("feature_range", self.feature_range, rows.shape[1])
         scaled = np.clip((rows - middle) / half, -1, 1) if self.feature_range is not None else rows
         one = np.ones(len(rows)) if self.fit_intercept else np.zeros(len(rows))
         data = {"x": np.column_stack([scaled, one]).astype(np.float32), "y": targets}
@@ -73,12 +74,6 @@ class _PrivateLinear(BaseEstimator):
         self.ledger_ = result.ledger
         self.statement_ = result.statement(delta=self.delta)
         self.epsilon_ = self.statement_.epsilon
-
-    def _range(self, features: int) -> tuple[np.ndarray, np.ndarray]:
-        """Middle and half width of every feature."""
-        if self.feature_range is None:
-            return np.zeros(features), np.ones(features)
-        return _middle_and_half("feature_range", self.feature_range, features)
 
     def _outputs(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
@@ -110,6 +105,11 @@ def _log_loss(output: jax.Array, label: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(output, label)
 
 
+def _squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
+    return (output[0] - target) ** 2 / 2
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLinearClassifier(ClassifierMixin, _PrivateLinear):
     r"""Logistic regression with differential privacy, for two classes or more.
 
@@ -156,34 +156,9 @@ class PrivateLinearClassifier(ClassifierMixin, _PrivateLinear):
     (True, 1.0)
     """
 
-    _of_output = staticmethod(_log_loss)
+    classes: Any = None
 
-    def __init__(
-        self,
-        *,
-        epsilon: float | None = None,
-        delta: float | None = None,
-        noise_multiplier: float | None = None,
-        classes: Any = None,
-        feature_range: Any = None,
-        l2_clip_norm: float = 1.0,
-        steps: int = 30,
-        expected_batch_size: float | None = None,
-        learning_rate: float = 1.0,
-        momentum: float = 0.9,
-        fit_intercept: bool = True,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.noise_multiplier = noise_multiplier
-        self.classes = classes
-        self.feature_range = feature_range
-        self.l2_clip_norm = l2_clip_norm
-        self.steps = steps
-        self.expected_batch_size = expected_batch_size
-        self.learning_rate = learning_rate
-        self.momentum = momentum
-        self.fit_intercept = fit_intercept
+    _of_output = staticmethod(_log_loss)
 
     def fit(self, X: Any, y: Any) -> PrivateLinearClassifier:
         """Trains on rows ``(n, features)`` and labels ``(n,)``."""
@@ -219,10 +194,10 @@ class PrivateLinearClassifier(ClassifierMixin, _PrivateLinear):
 
     def predict(self, X: Any) -> np.ndarray:
         """The likeliest class of every row, ``(n,)``."""
-        likeliest = np.argmax(self.predict_proba(X), axis=1)
-        return self.classes_[likeliest]
+        return self.classes_[np.argmax(self.predict_proba(X), axis=1)]
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLinearRegressor(RegressorMixin, _PrivateLinear):
     r"""Linear regression with differential privacy: least squares on clipped gradients.
 
@@ -231,8 +206,7 @@ class PrivateLinearRegressor(RegressorMixin, _PrivateLinear):
     Args:
         target_range: ``(low, high)`` of what is predicted, from public knowledge; targets outside are moved to the
             edge.
-        epsilon, delta, noise_multiplier, feature_range: see `PrivateLinearClassifier`.
-        l2_clip_norm, steps, expected_batch_size, learning_rate, momentum, fit_intercept: likewise.
+        others: see `PrivateLinearClassifier`; ``learning_rate`` is 0.2 by default.
 
     Attributes:
         coef_: ``(features,)``.
@@ -252,36 +226,10 @@ class PrivateLinearRegressor(RegressorMixin, _PrivateLinear):
     (True, 1.0)
     """
 
-    def __init__(
-        self,
-        *,
-        epsilon: float | None = None,
-        delta: float | None = None,
-        noise_multiplier: float | None = None,
-        target_range: Any = None,
-        feature_range: Any = None,
-        l2_clip_norm: float = 1.0,
-        steps: int = 30,
-        expected_batch_size: float | None = None,
-        learning_rate: float = 0.2,
-        momentum: float = 0.9,
-        fit_intercept: bool = True,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.noise_multiplier = noise_multiplier
-        self.target_range = target_range
-        self.feature_range = feature_range
-        self.l2_clip_norm = l2_clip_norm
-        self.steps = steps
-        self.expected_batch_size = expected_batch_size
-        self.learning_rate = learning_rate
-        self.momentum = momentum
-        self.fit_intercept = fit_intercept
+    target_range: Any = None
+    learning_rate: float = 0.2
 
-    @staticmethod
-    def _of_output(output: jax.Array, target: jax.Array) -> jax.Array:
-        return (output[0] - target) ** 2 / 2
+    _of_output = staticmethod(_squared_error)
 
     def fit(self, X: Any, y: Any) -> PrivateLinearRegressor:
         """Trains on rows ``(n, features)`` and targets ``(n,)``."""

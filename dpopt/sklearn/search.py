@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, cast
 
-import jax
 import numpy as np
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_classifier
 from sklearn.model_selection import ParameterGrid
@@ -19,6 +19,7 @@ _BUDGET = ("epsilon", "delta", "noise_multiplier")
 _MOVE_EPSILON = (*_BUDGET, "steps", "expected_batch_size")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
     """The best of a random number of private fits, with settings from a grid: `dpopt.tuning` for tables.
 
@@ -61,28 +62,16 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
     (True, True, (2000,))
     """
 
-    def __init__(
-        self,
-        estimator: Any,
-        param_grid: Any,
-        *,
-        epsilon: float | None = None,
-        delta: float | None = None,
-        mean_trials: float | None = None,
-        shape: float = 0.0,
-        public_rows: tuple[Any, Any] | None = None,
-        score_noise_multiplier: float = 20.0,
-        directory: str | Path | None = None,
-    ):
-        self.estimator = estimator
-        self.param_grid = param_grid
-        self.epsilon = epsilon
-        self.delta = delta
-        self.mean_trials = mean_trials
-        self.shape = shape
-        self.public_rows = public_rows
-        self.score_noise_multiplier = score_noise_multiplier
-        self.directory = directory
+    estimator: Any
+    param_grid: Any
+    _: dataclasses.KW_ONLY
+    epsilon: float | None = None
+    delta: float | None = None
+    mean_trials: float | None = None
+    shape: float = 0.0
+    public_rows: tuple[Any, Any] | None = None
+    score_noise_multiplier: float = 20.0
+    directory: str | Path | None = None
 
     def fit(self, X: Any, y: Any) -> PrivateSearch:
         """Searches, on rows ``(n, features)`` and ``y`` ``(n,)``.
@@ -111,12 +100,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             delta=delta,
         )
 
-        def train(setting: dict[str, Any], key: jax.Array) -> Any:
-            del key  # a fit draws its own
-            return trial(noise_multiplier, setting).fit(rows, y)
-
         found = tuning.repeat_and_select(
-            train,
+            lambda setting, key: trial(noise_multiplier, setting).fit(rows, y),  # a fit draws a key of its own
             settings,
             event=lambda setting: trial(noise_multiplier, setting).plan(len(rows)).event,
             score=score,

@@ -83,8 +83,7 @@ class Directory:
 
     def restored(self, fresh: Progress) -> Progress:
         if (self._path / _PROGRESS).exists():
-            stored = json.loads((self._path / _PROGRESS).read_text())
-            progress = Progress(**stored)
+            progress = Progress(**json.loads((self._path / _PROGRESS).read_text()))
             if progress.best is not None:
                 progress.value = pickle.loads(self._result(progress.best).read_bytes())
         else:
@@ -92,10 +91,10 @@ class Directory:
             self._replace(self._path / _PROGRESS, self._text(fresh))
         if not self._journal.entries:
             self._journal.append(Entry(self._event, "", 1, "selection"))
-        kept = [] if progress.best is None else [self._result(progress.best)]
+        kept = None if progress.best is None else self._result(progress.best)
         for pattern in ("best-*.pickle", "best-*.unfinished", "search.unfinished"):  # of calls that were killed
             for path in self._path.glob(pattern):
-                if path not in kept:
+                if path != kept:
                     path.unlink()
         return progress
 

@@ -72,7 +72,8 @@ class NumTrials:
     def probability(self, k: int) -> float:
         """Of exactly ``k`` trials."""
         validate.non_negative_int(k=k)
-        return next((p for j, p in self._probabilities() if j >= k), 0.0) if k >= self._least else 0.0
+        least = 0 if self.shape == math.inf else 1
+        return next(p for j, p in self._probabilities() if j >= k) if k >= least else 0.0
 
     def draw(self, rng: np.random.Generator) -> int:
         """A number of trials, by inversion. Keep it secret."""
@@ -82,10 +83,6 @@ class NumTrials:
             if left < 0 or (k > self.mean and p < 1e-18):  # rounding may leave a little
                 return k
         raise AssertionError("probabilities do not end")
-
-    @property
-    def _least(self) -> int:
-        return 0 if self.shape == math.inf else 1
 
     def _probabilities(self) -> Iterator[tuple[int, float]]:
         """Every k with its probability, each from the one before it."""

@@ -274,11 +274,10 @@ def _covers_one_way(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) 
     steps, others = events.flattened(event), events.flattened(other)
     if not others:
         return True
-    if not steps or events.is_replace_one(steps) != events.is_replace_one(others):
+    replaces = events.is_replace_one(steps)
+    if not steps or replaces != events.is_replace_one(others):
         return event == other
-    return bounds.covers(
-        steps, others, Relation.REPLACE_ONE if events.is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
-    )
+    return bounds.covers(steps, others, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)
 
 
 def _value(trained: Any, event: dp_accounting.DpEvent, num_examples: int, unit: str) -> Any:
