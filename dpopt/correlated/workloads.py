@@ -37,8 +37,7 @@ def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callab
     if steps > LARGEST:
         raise ValueError(f"a workload is a dense matrix, so it can have at most {LARGEST} steps; got {steps}.")
     rates = [float(at_step(learning_rate, t)) for t in range(steps)]
-    lag = np.arange(steps)[:, None] - np.arange(steps)
-    decays = np.where(lag >= 0, float(momentum) ** np.maximum(lag, 0), 0.0)
+    decays = _toeplitz(float(momentum) ** np.arange(steps))
     return np.cumsum(np.asarray(rates)[:, None] * decays, axis=0)
 
 

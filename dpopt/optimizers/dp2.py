@@ -48,10 +48,9 @@ def dp2(
         adaptive_l2_clip_norm: C2; bounds the PRECONDITIONED gradient of adaptive steps.
         delay: s for ``s1 = s2 = s``, or ``(s1, s2)``.
         l2_clip_norm: C1, or a clip function, which adaptive steps use in proportion.
-        noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+        noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
         rule, decay, eps, correct_noise: see `delayed_moments`.
         weight_decay: adds ``weight_decay * w`` to the private gradient, in both phases.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.

@@ -10,17 +10,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import trees, validate
 from dpopt.common.averages import one_minus_power
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers import _quantize, _topk
-from dpopt.optimizers._parts import decayed_weights, private_mean
+from dpopt.optimizers._parts import Clip, decayed_weights, private_mean
 
 # Separates the draws of the rounding from those of the noise, should both get the same key: codes that depend on the
 # noise itself would reveal something about it, and would not be post-processing.
@@ -107,13 +105,10 @@ def scale_by_micro_adam(
     rule = _LeafRule(b1, b2, eps, density, memory_size, quantization_bits, bucket_size, block_size, bias_correction)
 
     def init_fn(params: optax.Params) -> Any:  # not the state, whose key may be None: Optax's types have no None
-        return ScaleByMicroAdamState(
-            count=jnp.zeros([], jnp.int32),
-            indices=jax.tree.map(rule.first_indices, params),
-            values=jax.tree.map(rule.first_values, params),
-            error=jax.tree.map(rule.first_error, params),
-            key=None if rounding_key is None else jnp.asarray(rounding_key),
-        )
+        first = jax.tree.map(rule.init, params)
+        indices, values, error = (jax.tree.map(lambda _, x, i=i: x[i], params, first) for i in range(3))
+        key = None if rounding_key is None else jnp.asarray(rounding_key)
+        return ScaleByMicroAdamState(jnp.zeros([], jnp.int32), indices, values, error, key)
 
     def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None) -> tuple[Any, Any]:
         del params
@@ -160,18 +155,17 @@ class _LeafRule:
                 raise ValueError("bucket_size needs quantization_bits: without quantisation there are no ranges.")
         validate.one_of(("global", "window"), bias_correction=self.bias_correction)
 
-    def first_indices(self, p: jax.Array) -> jax.Array:
-        """Distinct indices in every row, so that a row of zeros can be scattered like any other."""
-        row = jnp.arange(self._num_kept(p)).astype(_topk.index_dtype(jnp.size(p)))
-        return jnp.tile(row, (self.memory_size, 1))
-
-    def first_values(self, p: jax.Array) -> jax.Array:
-        return jnp.zeros((self.memory_size, self._num_kept(p)), _moment_dtype(p))
-
-    def first_error(self, p: jax.Array) -> PyTree:
+    def init(self, p: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
+        """The first indices, values and error."""
+        size, dtype = jnp.size(p), trees.accumulator_dtype(jnp.result_type(p))
+        num_kept = _topk.num_kept(size, self.density, self.block_size)
+        row = jnp.arange(num_kept).astype(_topk.index_dtype(size))
+        indices = jnp.tile(row, (self.memory_size, 1))  # distinct in a row, so zeros can be scattered like any values
+        values = jnp.zeros((self.memory_size, num_kept), dtype)
         if self.quantization_bits is None:
-            return jnp.zeros((jnp.size(p),), _moment_dtype(p))
-        return _quantize.zeros(jnp.size(p), _moment_dtype(p), bits=self.quantization_bits, bucket_size=self.bucket_size)
+            return indices, values, jnp.zeros((size,), dtype)
+        error = _quantize.zeros(size, dtype, bits=self.quantization_bits, bucket_size=self.bucket_size)
+        return indices, values, error
 
     def update(
         self,
@@ -225,18 +219,11 @@ class _LeafRule:
             for total, decay in zip(sums, decays, strict=True)
         ]
 
-    def _num_kept(self, p: jax.Array) -> int:
-        return _topk.num_kept(jnp.size(p), self.density, self.block_size)
-
-
-def _moment_dtype(p: jax.Array) -> np.dtype:
-    return trees.accumulator_dtype(jnp.result_type(p))
-
 
 def dp_micro_adam(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -253,10 +240,9 @@ def dp_micro_adam(
     r"""DP-MicroAdam: the private mean gradient, then `scale_by_micro_adam`.
 
     Args:
-        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dpopt.dp_sgd`.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dpopt.dp_sgd`.
         b1, b2, eps, density, memory_size, quantization_bits: see `scale_by_micro_adam`.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
         **options: other arguments of `scale_by_micro_adam`: ``bucket_size``, ``block_size``, ``rounding_key`` (not the
             ``key`` of the noise), ``bias_correction``.
 

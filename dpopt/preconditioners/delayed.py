@@ -128,10 +128,7 @@ class DelayedMoments:
         s1, s2 = phase_lengths(self.delay)
         step = state.count % (s1 + s2)
         is_plain, is_last_plain = step < s1, step == s1 - 1
-
-        def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-            return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
-
+        where = optax.tree.where
         total = where(is_plain, jax.tree.map(jnp.add, state.total, private_mean), state.total)
         square = jax.tree.map(lambda x: jnp.square(x / s1), total)
         noise_variance = state.noise_variance

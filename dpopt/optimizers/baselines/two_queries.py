@@ -164,24 +164,20 @@ def _two_queries(
 
     def run(updates: PyTree, state: PyTree, params: optax.Params | None = None, **_: Any):
         is_refresh = ~is_adaptive(state.count)
-
-        def choose(at_refresh: PyTree, otherwise: PyTree) -> PyTree:
-            return jax.tree.map(lambda a, b: jnp.where(is_refresh, a, b), at_refresh, otherwise)
-
         grads = as_promise(updates, params)
         mean1, plain_state, stddev1 = plain.run(grads, state.plain, params)
         total = jax.tree.map(jnp.add, state.total, mean1)
         gathered = jnp.where(state.count == 0, 1, delay)
         square = jax.tree.map(lambda x: jnp.square(x / gathered.astype(x.dtype)), total)
-        v = choose(next_second_moment(rule, state.v, square, decay), state.v)
-        total = choose(jax.tree.map(jnp.zeros_like, total), total)
+        v = optax.tree.where(is_refresh, next_second_moment(rule, state.v, square, decay), state.v)
+        total = optax.tree.where(is_refresh, jax.tree.map(jnp.zeros_like, total), total)
 
         # Queried at every step, so that all steps are one program under jit; a refresh discards the result.
         mean2, adaptive_state, stddev2 = adaptive.run(
             apply_diagonal(grads, Diagonal(scale=inverse_root(v, eps))), state.adaptive, params
         )
         state = TwoQueriesState(trees.next_count(state.count), plain_state, adaptive_state, v, total)
-        return choose(mean1, mean2), state, jnp.where(is_refresh, stddev1, stddev2)
+        return optax.tree.where(is_refresh, mean1, mean2), state, jnp.where(is_refresh, stddev1, stddev2)
 
     first, second = plain.privacy.queries + adaptive.privacy.queries
     privacy = Privacy((first, dataclasses.replace(second, active=is_adaptive)), unit=plain.privacy.unit)
