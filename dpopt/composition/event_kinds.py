@@ -93,7 +93,7 @@ def following(earlier: dp.DpEvent | None, event: dp.DpEvent) -> dp.DpEvent:
     return event if earlier is None else dp.ComposedDpEvent([earlier, event])
 
 
-def changed(event: dp.DpEvent, **fields: Any) -> dp.DpEvent:
+def changed(event: dp.DpEvent, /, **fields: Any) -> dp.DpEvent:
     """The same event with other values of these fields."""
     kind, names = _kinds()[type(event).__name__]
     return kind(**{name: fields.get(name, getattr(event, name)) for name in names})

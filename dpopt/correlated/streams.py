@@ -28,16 +28,20 @@ class Stream(Protocol):
     @property
     def num_buffers(self) -> int:
         """The number of buffers, each of the size of the parameters, that are stored between steps."""
+        ...
 
     @property
     def draws(self) -> int:
         """The largest number of standard normals that a step draws per parameter."""
+        ...
 
     def inverse(self, steps: int) -> np.ndarray:
         """The first column of ``C^-1``, ``[steps]`` float64."""
+        ...
 
     def next(self, draw: Draw, step: jax.Array, buffers: Buffers, like: PyTree) -> tuple[PyTree, Buffers]:
         """``y`` of this step and the new buffers, all shaped ``like`` the sum."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,9 +38,11 @@ class Preconditioner(Protocol):
 
     def init(self, params: optax.Params) -> PyTree:
         """The state before the first step: arrays only, of fixed shapes."""
+        ...
 
     def diagonal(self, state: PyTree, params: optax.Params | None, **extra_args: Any) -> tuple[Diagonal, PyTree]:
         """This step's diagonal and the state. Reads only the state and public values (``public_grads``)."""
+        ...
 
     def observe(self, state: PyTree, private_mean: optax.Updates, noise_stddev: PyTree) -> PyTree:
         """The state after this step's private mean gradient. ``noise_stddev`` is the standard deviation of its noise:
