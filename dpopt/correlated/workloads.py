@@ -67,14 +67,10 @@ def error(strategy: Strategy, workload: np.ndarray) -> float:
 
 
 def best_coefficients(start: np.ndarray, workload: np.ndarray, steps: int) -> np.ndarray:
-    """Coefficients, in any scale, that minimise ``|A C^-1|_F |c|``; none is negative.
-
-    Args:
-        start: coefficients to start from, ``[bands]``.
-        workload: A, ``[steps, steps]``.
+    """Coefficients ``[bands]``, in any scale, that minimise ``|A C^-1|_F |c|``, found from ``start``; none is negative.
 
     Raises:
-        ValueError: for a workload of another size.
+        ValueError: unless the workload A is ``[steps, steps]``.
 
     >>> best_coefficients(np.ones(1), np.eye(3), 3).tolist()
     [1.0]

@@ -179,25 +179,19 @@ class _LeafRule:
         """The update, and the new indices, values and error. ``count`` includes this step."""
         if g.size == 0:
             return g, indices, values, error
-        chosen, kept, error = self._accumulate(g, error, key)
-        slot = (count - 1) % self.memory_size
-        indices = indices.at[slot].set(chosen.astype(indices.dtype))
-        values = values.at[slot].set(kept)
-        m_hat, v_hat = self._moments(indices, values, g.size, count)
-        return (m_hat / (self.eps + jnp.sqrt(v_hat))).reshape(g.shape), indices, values, error
-
-    def _accumulate(self, g: jax.Array, error: PyTree, key: jax.Array | None) -> tuple[jax.Array, jax.Array, PyTree]:
-        """The kept coordinates, their values, and the error of dropping the others."""
         bits, bucket_size = self.quantization_bits, self.bucket_size
         if bits is not None:
             error = _quantize.dequantize(error, g.size, bits=bits, bucket_size=bucket_size)
         a = g.reshape(-1).astype(error.dtype) + error
         chosen = _topk.top_k(a, self.density, self.block_size)
-        values = a[chosen]
-        rest = a.at[chosen].set(0, unique_indices=True)
+        error = a.at[chosen].set(0, unique_indices=True)
         if bits is not None:
-            rest = _quantize.quantize(rest, key=key, bits=bits, bucket_size=bucket_size)
-        return chosen, values, rest
+            error = _quantize.quantize(error, key=key, bits=bits, bucket_size=bucket_size)
+        slot = (count - 1) % self.memory_size
+        indices = indices.at[slot].set(chosen.astype(indices.dtype))
+        values = values.at[slot].set(a[chosen])
+        m_hat, v_hat = self._moments(indices, values, g.size, count)
+        return (m_hat / (self.eps + jnp.sqrt(v_hat))).reshape(g.shape), indices, values, error
 
     def _moments(self, indices: jax.Array, values: jax.Array, size: int, count: jax.Array) -> list[jax.Array]:
         """Both moments: the rows of the window are added to dense vectors, one at a time."""

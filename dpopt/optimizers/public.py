@@ -52,9 +52,6 @@ def warm_start(
         batches: public batches, leaves ``(B, ...)``; one step each.
         optimizer: an ordinary Optax optimizer, such as ``optax.adam(1e-3)``.
 
-    Returns:
-        The parameters after the last batch.
-
     Raises:
         TypeError: if the optimizer is private: public data needs no noise.
 

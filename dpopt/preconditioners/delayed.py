@@ -77,8 +77,7 @@ class DelayedMoments:
 
     *Privacy*: v is computed from private means that are already released; the event is that of DP-SGD in both phases.
 
-    Reference: Li, Zaheer, Liu, Reddi, McMahan and Smith (2023), Differentially Private Adaptive Optimization with
-    Delayed Preconditioners, Algorithm 1.
+    Reference: Li et al. (2023), Differentially Private Adaptive Optimization with Delayed Preconditioners, Algorithm 1.
 
     >>> moments = delayed_moments(1, decay=0.0, eps=1.0)
     >>> state = moments.observe(moments.init(jnp.zeros(2)), jnp.array([0.0, 3.0]), 0.0)

@@ -21,9 +21,6 @@ def precondition_after_noise(preconditioner: Preconditioner) -> optax.GradientTr
     Args:
         preconditioner: see `precondition`.
 
-    Returns:
-        A transformation for after the noise.
-
     Raises:
         TypeError: if ``preconditioner`` lacks a method.
 
