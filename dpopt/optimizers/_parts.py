@@ -36,10 +36,6 @@ def private_mean(
 
 
 def decayed_weights(weight_decay: float | jax.Array) -> tuple[optax.GradientTransformation, ...]:
-    """The stage that adds ``weight_decay * params``; none if that is 0, so that ``update`` needs no parameters.
-
-    Raises:
-        ValueError: for a negative number.
-    """
+    """The stage that adds ``weight_decay * params``; none if that is 0, so that ``update`` needs no parameters."""
     validate.non_negative(weight_decay=weight_decay)
     return () if validate.concrete(weight_decay) == 0 else (optax.add_decayed_weights(weight_decay),)

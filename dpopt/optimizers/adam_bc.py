@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from dpopt.chain import NoiseAware, PrivateOptimizer, chain
 from dpopt.common import trees, validate
@@ -216,13 +217,6 @@ def _init_second_moment(params: optax.Params) -> ScaleByRmsBCState:
     return ScaleByRmsBCState(jnp.zeros([], jnp.int32), trees.zeros(params))
 
 
-def _noiseless_squares(updates: optax.Updates, stddev: PyTree) -> PyTree:
-    """``g^2 - s^2``, an unbiased estimate of the square of the gradient without noise."""
-    stddev = trees.broadcast_prefix(stddev, updates, "noise_stddev")
-    # (g - s)(g + s) avoids the cancellation of g^2 - s^2 where the two are close.
-    return jax.tree.map(lambda g, s: (g - jnp.asarray(s, g.dtype)) * (g + jnp.asarray(s, g.dtype)), updates, stddev)
-
-
 def _noise_aware(
     init_fn: optax.TransformInitFn,
     rule: _Rule,
@@ -240,10 +234,15 @@ def _noise_aware(
         updates = trees.upcast(updates)
         floor = at_step(gamma, state.count)
 
+        def noiseless_square(g: jax.Array, s: ArrayLike) -> jax.Array:
+            s = jnp.asarray(s, g.dtype)
+            return (g - s) * (g + s)  # avoids the cancellation of g^2 - s^2 where the two are close
+
         def root(v: jax.Array) -> jax.Array:
             return jnp.sqrt(jnp.maximum(v, jnp.asarray(floor, v.dtype))) + eps
 
-        return rule(updates, _noiseless_squares(updates, stddev), state, root)
+        stddev = trees.broadcast_prefix(stddev, updates, "noise_stddev")
+        return rule(updates, jax.tree.map(noiseless_square, updates, stddev), state, root)
 
     if noise_stddev is None:
 

@@ -61,8 +61,7 @@ def scale_by_micro_adam(
         \hat v = \frac{1 - \beta_2}{1 - \beta_2^t} \sum_{j=0}^{\min(t,m)-1} \beta_2^j \,[I_{t-j}, V_{t-j}^2], \\
         u &= \hat m / (\epsilon + \sqrt{\hat v}).
 
-    The update of a coordinate that is nowhere in the window is exactly 0. As everywhere in Optax, the caller multiplies
-    by the negative learning rate.
+    The update of a coordinate that is nowhere in the window is exactly 0.
 
     *Learning rates.* The sums have at most m terms, but the paper divides by :math:`1 - \beta^t` at every step t. Once
     the window is full, the update for a constant gradient is therefore about

@@ -167,8 +167,7 @@ def dp_adagrad(
 
     Args:
         learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
-        initial_accumulator_value: initial value of the sum of squares.
-        eps: see ``optax.adagrad``.
+        initial_accumulator_value, eps: see ``optax.adagrad``.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.

@@ -32,13 +32,14 @@ class Diagonal(NamedTuple):
 
 
 class Preconditioner(Protocol):
-    """A source of diagonals."""
+    """A source of diagonals. A subclass without its own `init` or `observe` keeps nothing between steps."""
 
     needs_feedback: bool = False  # whether it uses `observe` or `Diagonal.release`, which only `dpopt.chain` supports
 
     def init(self, params: optax.Params) -> PyTree:
         """The state before the first step: arrays only, of fixed shapes."""
-        ...
+        del params
+        return optax.EmptyState()
 
     def diagonal(self, state: PyTree, params: optax.Params | None, **extra_args: Any) -> tuple[Diagonal, PyTree]:
         """This step's diagonal and the state. Reads only the state and public values (``public_grads``)."""
@@ -92,10 +93,6 @@ class SideInformation(Preconditioner):
                     f"{where} must be positive and finite everywhere; it holds {bad}. To freeze a coordinate, keep it "
                     "outside params; for a frequency of 0, cap 1 / frequency."
                 )
-
-    def init(self, params: optax.Params) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
 
     def diagonal(
         self, state: optax.EmptyState, params: optax.Params | None, **extra_args: Any

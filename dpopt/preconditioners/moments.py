@@ -21,11 +21,7 @@ from dpopt.preconditioners.base import Diagonal, Preconditioner
 def next_second_moment(rule: str, v: PyTree, square: PyTree, decay: float | jax.Array) -> PyTree:
     """The second moment after one more step: RMSProp averages, AdaGrad adds, Yogi moves by the sign of the difference.
 
-    Args:
-        rule: ``"rmsprop"`` (also ``"adam"``), ``"adagrad"`` or ``"yogi"``.
-        v: pytree of arrays, the moment so far.
-        square: pytree like ``v``, the squared gradient.
-        decay: beta; unused by AdaGrad.
+    ``v`` is the moment so far, and ``square`` the squared gradient, a pytree like it. Adam averages as RMSProp does.
 
     >>> v, square = jnp.array(1.0), jnp.array(3.0)
     >>> float(next_second_moment("rmsprop", v, square, 0.5)), float(next_second_moment("adagrad", v, square, 0.5))
