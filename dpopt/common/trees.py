@@ -51,11 +51,7 @@ def next_count(count: jax.Array) -> jax.Array:
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str) -> PyTree:
-    """The entry of ``prefix`` for every leaf of ``tree``; an entry may stand for a subtree, a scalar for all leaves.
-
-    Raises:
-        ValueError: if ``prefix`` is not a prefix of ``tree``, or an entry does not broadcast to the shape of its leaf.
-    """
+    """The entry of ``prefix`` for every leaf of ``tree``; an entry may stand for a subtree, a scalar for all leaves."""
     try:
         full = jax.tree.map(lambda entry, subtree: jax.tree.map(lambda _: entry, subtree), prefix, tree)
     except (ValueError, TypeError, KeyError) as error:

@@ -56,12 +56,17 @@ def _number(name: str, value: object) -> float | None:
     return concrete(value)
 
 
-def positive(*, allow_inf: bool = False, **named: object) -> None:
-    """Raises unless every argument is a number above 0 (and finite, unless ``allow_inf``)."""
+def _check(named: Mapping[str, object], fits: Callable[[float], bool], wanted: str) -> None:
     for name, value in named.items():
         number = _number(name, value)
-        if number is not None and not (number > 0 and (allow_inf or math.isfinite(number))):
-            raise ValueError(f"{name} must be positive{'' if allow_inf else ' and finite'}; got {value}.")
+        if number is not None and not fits(number):
+            raise ValueError(f"{name} must {wanted}; got {value}.")
+
+
+def positive(*, allow_inf: bool = False, **named: object) -> None:
+    """Raises unless every argument is a number above 0 (and finite, unless ``allow_inf``)."""
+    finite = "" if allow_inf else " and finite"
+    _check(named, lambda x: x > 0 and (allow_inf or math.isfinite(x)), f"be positive{finite}")
 
 
 def at_least(least: float, reason: str, **named: object) -> None:
@@ -74,18 +79,13 @@ def at_least(least: float, reason: str, **named: object) -> None:
 
 def non_negative(*, allow_inf: bool = False, **named: object) -> None:
     """Raises unless every argument is a number of at least 0 (and finite, unless ``allow_inf``)."""
-    for name, value in named.items():
-        number = _number(name, value)
-        if number is not None and not (number >= 0 and (allow_inf or math.isfinite(number))):
-            raise ValueError(f"{name} must be non-negative{'' if allow_inf else ' and finite'}; got {value}.")
+    finite = "" if allow_inf else " and finite"
+    _check(named, lambda x: x >= 0 and (allow_inf or math.isfinite(x)), f"be non-negative{finite}")
 
 
 def probability(**named: object) -> None:
     """Raises unless every argument lies in (0, 1]."""
-    for name, value in named.items():
-        number = _number(name, value)
-        if number is not None and not 0 < number <= 1:
-            raise ValueError(f"{name} must lie in (0, 1]; got {value}.")
+    _check(named, lambda x: 0 < x <= 1, "lie in (0, 1]")
 
 
 def small_delta(delta: float, num_examples: int, *, stacklevel: int = 3) -> None:
@@ -115,28 +115,25 @@ def chosen_delta(given: float | None, default: float | None, num_examples: int |
 
 def fraction(**named: object) -> None:
     """Raises unless every argument lies in [0, 1), as decay rates do."""
-    for name, value in named.items():
-        number = _number(name, value)
-        if number is not None and not 0 <= number < 1:
-            raise ValueError(f"{name} must lie in [0, 1); got {value}.")
+    _check(named, lambda x: 0 <= x < 1, "lie in [0, 1)")
 
 
 def positive_int(**named: object) -> None:
     """Raises unless every argument is an integer of at least 1."""
-    for name, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name} must be an integer; got {value!r} of type {type(value).__name__}.")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}.")
+    _check_integers(named, least=1)
 
 
 def non_negative_int(**named: object) -> None:
     """Raises unless every argument is an integer of at least 0."""
+    _check_integers(named, least=0)
+
+
+def _check_integers(named: Mapping[str, object], least: int) -> None:
     for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"{name} must be an integer; got {value!r} of type {type(value).__name__}.")
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0; got {value}.")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}.")
 
 
 def one_of(choices: tuple[object, ...], **named: object) -> None:

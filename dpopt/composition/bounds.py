@@ -17,17 +17,7 @@ import numpy as np
 from dpopt.common.lazy import dp_accounting as dp
 from dpopt.composition.flattened import flattened
 from dpopt.composition.relation import Relation
-from dpopt.composition.step_events import (
-    FEW,
-    MOST,
-    NEVER,
-    Steps,
-    alternatives,
-    noise,
-    prob_full,
-    rounded,
-    sampled_gaussian,
-)
+from dpopt.composition.step_events import FEW, MOST, NEVER, Steps, alternatives, prob_full, rounded, sampled_gaussian
 
 # Grid interval of the privacy loss for epsilon between 1 and 100. Rounding is pessimistic, so a coarser grid gives a
 # larger epsilon, never a smaller one. At 1e-3 the 39,000 steps on IMDB cost 2.81 (2.79 on a grid ten times finer, for
@@ -43,11 +33,12 @@ _TAIL = 1e-15  # probability that dp_accounting moves to an infinite loss when i
 # Fewer orders for a schedule, which needs many curves; this increases a Renyi bound by up to about 1%.
 _FEW_ORDERS = (1.25, 1.5, 1.75, *(n / 5 for n in range(10, 55)), *range(11, 65), 128, 256)
 _Orders: TypeAlias = tuple[float, ...] | None  # None: all orders of dp_accounting
+_Curve: TypeAlias = tuple[np.ndarray, np.ndarray]  # orders, and the divergence at each
+_Distribution: TypeAlias = "dp.pld.privacy_loss_distribution.PrivacyLossDistribution"
 
 
 @functools.lru_cache(maxsize=4096)
-def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: _Orders) -> tuple[np.ndarray, np.ndarray]:
-    """Orders, and the divergence of one step at each."""
+def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: _Orders) -> _Curve:
     if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
         parts = [(math.log(w), dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(s))) for w, q, s in alternatives(event)]
         curves = [_renyi_curve(query, relation, orders) for _, query in parts]
@@ -79,9 +70,7 @@ def _renyi_rounding(orders: np.ndarray) -> np.ndarray:
     return 64 * np.finfo(float).eps * orders / (orders - 1)
 
 
-def _selected_curve(
-    event: dp.dp_event.RepeatAndSelectDpEvent, relation: Relation, orders: _Orders
-) -> tuple[np.ndarray, np.ndarray]:
+def _selected_curve(event: dp.dp_event.RepeatAndSelectDpEvent, relation: Relation, orders: _Orders) -> _Curve:
     """The curve of the best of several runs, by theorems 2 and 6 of Papernot and Steinke (2022).
 
     The accountant of dp_accounting would apply them to its own curve of a run; hence its private function. Here the
@@ -118,14 +107,14 @@ def covers(steps: Steps, others: Steps, relation: Relation) -> bool:
     return bool(np.all(other <= curve * (1 + 1e-9)))
 
 
-def _renyi_total(steps: Steps, relation: Relation) -> tuple[np.ndarray, np.ndarray]:
-    """The orders at which the total divergence is finite, and its values."""
+def _renyi_total(steps: Steps, relation: Relation) -> _Curve:
+    """The total divergence, at the orders at which it is finite."""
     orders, total = _curve_of_all(steps, relation, _orders(steps))
     kept = np.isfinite(total)
     return orders[kept], total[kept]
 
 
-def _curve_of_all(steps: Steps, relation: Relation, wanted: _Orders) -> tuple[np.ndarray, np.ndarray]:
+def _curve_of_all(steps: Steps, relation: Relation, wanted: _Orders) -> _Curve:
     curves = [(_renyi_curve(event, relation, wanted), count) for event, count in steps.items()]
     return curves[0][0][0], np.sum([count * curve for (_, curve), count in curves], axis=0)
 
@@ -190,7 +179,7 @@ def _rounding(steps: Steps) -> float:
     return np.finfo(float).eps * (sum(steps.values()) + 64 * len(steps))
 
 
-def _composition(steps: Steps, bound: float) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
+def _composition(steps: Steps, bound: float) -> _Distribution:
     interval = _interval(steps, bound)
     compose = _cached_composed if len(steps) > 4 else _composed
     parts = [compose(event, count, interval) for event, count in steps.items()]
@@ -220,18 +209,17 @@ def _interval(steps: Steps, bound: float) -> float:
 def _width(event: dp.DpEvent) -> float:
     """Distance of the largest and the smallest privacy loss of one step on the grid of dp_accounting."""
     kinds = dp.pld.privacy_loss_mechanism.AdjacencyType
+    _, noise = sampled_gaussian(event)
     ends = []
     for _, q, sigma in alternatives(event):
-        kind = kinds.REMOVE if sigma == noise(event) else kinds.REPLACE  # as dp_accounting treats truncated samples
+        kind = kinds.REMOVE if sigma == noise else kinds.REPLACE  # as dp_accounting treats truncated samples
         loss = dp.pld.privacy_loss_mechanism.GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=kind)
         bounds = loss.connect_dots_bounds()
         ends += [cast(float, bounds.epsilon_upper), cast(float, bounds.epsilon_lower)]
     return max(ends) - min(ends)
 
 
-def _composed(
-    event: dp.DpEvent, count: int, interval: float
-) -> dp.pld.privacy_loss_distribution.PrivacyLossDistribution:
+def _composed(event: dp.DpEvent, count: int, interval: float) -> _Distribution:
     q, sigma = sampled_gaussian(event)
     if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent) and prob_full(event) > NEVER:
         step = dp.pld.privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(

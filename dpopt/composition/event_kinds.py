@@ -38,10 +38,6 @@ def check(event: object) -> None:
     Random allocation, shuffling, sampling with replacement and whatever else a later ``dp_accounting`` describes are
     refused, and so are subclasses. A negative count would reduce epsilon.
 
-    Raises:
-        TypeError: if ``event`` is not an event.
-        ValueError: if it is refused.
-
     >>> check(dp.SelfComposedDpEvent(dp.GaussianDpEvent(1.0), -3))
     Traceback (most recent call last):
     ...
@@ -64,10 +60,9 @@ def check(event: object) -> None:
             is_sound = 0 <= q <= 1
         case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
             is_sound = 0 <= b <= n
-        case dp.TruncatedSubsampledGaussianDpEvent(
-            dataset_size=n, sampling_probability=q, truncated_batch_size=b, noise_multiplier=sigma
-        ):
-            is_sound = sigma >= 0 and 0 <= q <= 1 and all(x >= 0 and x == int(x) for x in (n, b))
+        case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
+            counts = event.dataset_size, event.truncated_batch_size
+            is_sound = sigma >= 0 and 0 <= q <= 1 and all(x >= 0 and x == int(x) for x in counts)
         case dp.dp_event.RepeatAndSelectDpEvent(mean=mean, shape=shape):
             is_sound = 1 <= mean < math.inf and shape >= 0
         case _:
@@ -98,6 +93,12 @@ def following(earlier: dp.DpEvent | None, event: dp.DpEvent) -> dp.DpEvent:
     return event if earlier is None else dp.ComposedDpEvent([earlier, event])
 
 
+def changed(event: dp.DpEvent, /, **fields: Any) -> dp.DpEvent:
+    """The same event with other values of these fields."""
+    kind, names = _kinds()[type(event).__name__]
+    return kind(**{name: fields.get(name, getattr(event, name)) for name in names})
+
+
 def with_one_more(event: dp.DpEvent) -> dp.DpEvent:
     """The event of the same run on data with one more example; truncated samples depend on the number of examples.
 
@@ -105,16 +106,12 @@ def with_one_more(event: dp.DpEvent) -> dp.DpEvent:
     11
     """
     match event:
-        case dp.TruncatedSubsampledGaussianDpEvent(
-            dataset_size=n, sampling_probability=q, truncated_batch_size=b, noise_multiplier=sigma
-        ):
-            return dp.TruncatedSubsampledGaussianDpEvent(n + 1, q, b, sigma)
+        case dp.TruncatedSubsampledGaussianDpEvent(dataset_size=n):
+            return changed(event, dataset_size=n + 1)
         case dp.ComposedDpEvent(events=parts):
             return dp.ComposedDpEvent([with_one_more(part) for part in parts])
-        case dp.SelfComposedDpEvent(event=inner, count=count):
-            return dp.SelfComposedDpEvent(with_one_more(inner), count)
-        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
-            return dp.dp_event.RepeatAndSelectDpEvent(with_one_more(inner), mean, shape)
+        case dp.SelfComposedDpEvent(event=inner) | dp.dp_event.RepeatAndSelectDpEvent(event=inner):
+            return changed(event, event=with_one_more(inner))
         case _:
             return event
 
@@ -134,9 +131,6 @@ def renyi_alone(steps: Iterable[dp.DpEvent]) -> str | None:
 def to_json(event: Any) -> Any:
     """An event, a list of events or a number as plain dictionaries, lists and numbers.
 
-    Raises:
-        TypeError: if dpopt does not make events of this kind.
-
     >>> to_json(dp.GaussianDpEvent(2.0))
     {'kind': 'GaussianDpEvent', 'noise_multiplier': 2.0}
     """
@@ -151,10 +145,7 @@ def to_json(event: Any) -> Any:
 
 
 def from_json(data: Any) -> Any:
-    """The inverse of `to_json`.
-
-    Raises:
-        ValueError: for an unknown kind or a missing field.
+    """The inverse of `to_json`. An unknown kind or a missing field is a ValueError.
 
     >>> from_json({"kind": "GaussianDpEvent", "noise_multiplier": 2.0})
     GaussianDpEvent(noise_multiplier=2.0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, cast
 
 from dpopt.common.lazy import dp_accounting as dp
 from dpopt.composition import step_events
-from dpopt.composition.event_kinds import everything_in, with_one_more
+from dpopt.composition.event_kinds import changed, everything_in, with_one_more
 
 
 def merged(event: dp.DpEvent) -> dp.DpEvent:
@@ -40,16 +39,13 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             inner = merged(inner)
             if isinstance(inner, dp.GaussianDpEvent):
                 return dp.GaussianDpEvent(inner.noise_multiplier * count**-0.5)
-            return _unless_trivial(inner, lambda e: dp.SelfComposedDpEvent(e, count))
-        case dp.PoissonSampledDpEvent(sampling_probability=q, event=inner):
-            return _unless_trivial(merged(inner), lambda e: dp.PoissonSampledDpEvent(q, e))
-        case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b, event=inner):
-            return _unless_trivial(merged(inner), lambda e: dp.SampledWithoutReplacementDpEvent(n, b, e))
+            return inner if _is_trivial(inner) else changed(event, event=inner)
         case dp.TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma):
             query = merged(dp.GaussianDpEvent(sigma))
-            return _unless_trivial(query, lambda e: step_events.with_noise(event, step_events.noise(e)))
-        case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
-            return _unless_trivial(merged(inner), lambda e: dp.dp_event.RepeatAndSelectDpEvent(e, mean, shape))
+            return query if _is_trivial(query) else step_events.with_noise(event, step_events.noise(query))
+        case dp.PoissonSampledDpEvent() | dp.SampledWithoutReplacementDpEvent() | dp.dp_event.RepeatAndSelectDpEvent():
+            inner = merged(event.event)
+            return inner if _is_trivial(inner) else changed(event, event=inner)
         case _:
             return event
 
@@ -101,9 +97,7 @@ def flattened_both_ways(event: dp.DpEvent) -> list[Counter[dp.DpEvent]]:
 
 def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
     match event:
-        case dp.NoOpDpEvent() | dp.PoissonSampledDpEvent(sampling_probability=0):
-            pass
-        case dp.SampledWithoutReplacementDpEvent(sample_size=0):
+        case dp.PoissonSampledDpEvent(sampling_probability=0) | dp.SampledWithoutReplacementDpEvent(sample_size=0):
             pass
         case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
             if min(event.dataset_size, event.truncated_batch_size, q) > 0:
@@ -129,9 +123,9 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
             if parts:
                 runs = dp.ComposedDpEvent(cast(Any, tuple(parts)))  # hashable, as a list is not
                 steps[dp.dp_event.RepeatAndSelectDpEvent(runs, mean, shape)] += count
-        case _:
+        case _:  # NoOpDpEvent
             pass
 
 
-def _unless_trivial(inner: dp.DpEvent, wrap: Callable[[dp.DpEvent], dp.DpEvent]) -> dp.DpEvent:
-    return inner if isinstance(inner, dp.NonPrivateDpEvent | dp.NoOpDpEvent) else wrap(inner)
+def _is_trivial(event: dp.DpEvent) -> bool:
+    return isinstance(event, dp.NonPrivateDpEvent | dp.NoOpDpEvent)

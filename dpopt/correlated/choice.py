@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from dpopt.correlated.workloads import workload as make_workload
 from dpopt.privacy import Privacy, Query
 from dpopt.samplers.parts import InParts
 from dpopt.sampling import Poisson
-
-if TYPE_CHECKING:
-    import dp_accounting
 
 
 class Choice(NamedTuple):
@@ -80,16 +77,16 @@ def choices(
         candidates.append((banded_inverse(4, steps=steps), "epochs", InParts(parts)))
         if 1 < parts <= most_bands:
             candidates.append((_banded(min(parts, steps), steps, workload), "epochs", InParts(parts)))
-    found = []
-    for strategy, sampling, scheme in candidates:
 
-        def event(
-            sigma: float, strategy: Strategy = strategy, scheme: Poisson | InParts = scheme
-        ) -> dp_accounting.DpEvent:
-            return events.compose(Privacy((Query(sigma, strategy=strategy),)), scheme, steps)
+    def choice(strategy: Strategy, sampling: str, scheme: Poisson | InParts) -> Choice:
+        sigma = accounting.calibrate_event(
+            lambda x: events.compose(Privacy((Query(x, strategy=strategy),)), scheme, steps),
+            epsilon=epsilon,
+            delta=delta,
+        )
+        return Choice(strategy, sampling, sigma, sigma * error(strategy, workload))
 
-        sigma = accounting.calibrate_event(event, epsilon=epsilon, delta=delta)
-        found.append(Choice(strategy, sampling, sigma, sigma * error(strategy, workload)))
+    found = [choice(*candidate) for candidate in candidates]
     unit = found[0].error
     return sorted((c._replace(error=c.error / unit) for c in found), key=lambda c: c.error)
 

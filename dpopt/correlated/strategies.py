@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpopt.common import validate
-from dpopt.correlated.streams import Numbers, Recurrent, Redrawn, Stream, Substituted, inverse_series
+from dpopt.correlated.streams import Numbers, Recurrent, Redrawn, Stream, Substituted, inverse_series, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Strategy:
     @property
     def column(self) -> np.ndarray:
         """The first column of C, ``[steps]`` float64."""
-        return np.pad(np.asarray(self.coefficients), (0, max(0, self.steps - len(self.coefficients))))[: self.steps]
+        return padded(self.coefficients, self.steps)
 
     @functools.cached_property
     def inverse(self) -> np.ndarray:
@@ -142,7 +142,9 @@ def banded(bands: int, *, steps: int, momentum: float = 0.0, coefficients: Numbe
     validate.fraction(momentum=momentum)
     bands = min(int(bands), int(steps))
     if coefficients is None:
-        coefficients = np.convolve(_root_of_sums(bands), _root_of_decays(momentum, bands))[:bands]
+        root = _root_of_sums(bands)
+        root_of_decays = root * np.asarray(momentum, np.float64) ** np.arange(bands)  # (1 - momentum x)^(-1/2)
+        coefficients = np.convolve(root, root_of_decays)[:bands]
     elif np.shape(coefficients) != (bands,):
         raise ValueError(f"coefficients must be {bands} numbers, one per band; got shape {np.shape(coefficients)}.")
     return _strategy(f"banded({bands})", steps, coefficients, lambda c: Substituted(tuple(c.tolist())))
@@ -282,11 +284,6 @@ def _root_of_sums(count: int) -> np.ndarray:
     """The coefficients of ``(1 - x)^(-1/2)``, the square root of the matrix of prefix sums."""
     k = np.arange(1, count)
     return np.cumprod(np.concatenate([[1.0], (2 * k - 1) / (2 * k)]))
-
-
-def _root_of_decays(momentum: float, count: int) -> np.ndarray:
-    """The coefficients of ``(1 - momentum x)^(-1/2)``."""
-    return _root_of_sums(count) * np.asarray(momentum, np.float64) ** np.arange(count)
 
 
 def _optimized_blt(steps: int, separation: int | None, participations: int) -> tuple[np.ndarray, np.ndarray]:

@@ -57,7 +57,7 @@ class Redrawn:
         return len(self.coefficients)
 
     def inverse(self, steps: int) -> np.ndarray:
-        return _padded(self.coefficients, steps)
+        return padded(self.coefficients, steps)
 
     def next(self, draw: Draw, step: jax.Array, buffers: Buffers, like: PyTree) -> tuple[PyTree, Buffers]:
         if len(self.coefficients) == 1:
@@ -135,6 +135,11 @@ class Recurrent:
         return y, tuple(jax.tree.map(lambda s, y, a=a: a * s + y, buffer, y) for a, buffer in pairs)
 
 
+def padded(coefficients: Numbers, steps: int) -> np.ndarray:
+    """The first ``steps`` coefficients, zeros after the last."""
+    return np.pad(np.asarray(coefficients), (0, max(0, steps - len(coefficients))))[:steps]
+
+
 def inverse_series(coefficients: Numbers, steps: int) -> np.ndarray:
     """The first column of the inverse of a lower-triangular Toeplitz matrix, ``[steps]``, from that of the matrix.
 
@@ -148,12 +153,6 @@ def inverse_series(coefficients: Numbers, steps: int) -> np.ndarray:
         k = min(t, len(c) - 1)
         inverse[t] = -(c[1 : k + 1] @ inverse[t - 1 :: -1][:k]) / c[0]
     return inverse
-
-
-def _padded(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
-    padded = np.zeros(steps)
-    padded[: len(coefficients)] = coefficients[:steps]
-    return padded
 
 
 def _scaled(number: float, tree: PyTree) -> PyTree:

@@ -37,8 +37,7 @@ def workload(steps: int, *, momentum: float = 0.0, learning_rate: float | Callab
     if steps > LARGEST:
         raise ValueError(f"a workload is a dense matrix, so it can have at most {LARGEST} steps; got {steps}.")
     rates = [float(at_step(learning_rate, t)) for t in range(steps)]
-    lag = np.arange(steps)[:, None] - np.arange(steps)
-    decays = np.where(lag >= 0, float(momentum) ** np.maximum(lag, 0), 0.0)
+    decays = _toeplitz(float(momentum) ** np.arange(steps))
     return np.cumsum(np.asarray(rates)[:, None] * decays, axis=0)
 
 
@@ -68,14 +67,10 @@ def error(strategy: Strategy, workload: np.ndarray) -> float:
 
 
 def best_coefficients(start: np.ndarray, workload: np.ndarray, steps: int) -> np.ndarray:
-    """Coefficients, in any scale, that minimise ``|A C^-1|_F |c|``; none is negative.
-
-    Args:
-        start: coefficients to start from, ``[bands]``.
-        workload: A, ``[steps, steps]``.
+    """Coefficients ``[bands]``, in any scale, that minimise ``|A C^-1|_F |c|``, found from ``start``; none is negative.
 
     Raises:
-        ValueError: for a workload of another size.
+        ValueError: unless the workload A is ``[steps, steps]``.
 
     >>> best_coefficients(np.ones(1), np.eye(3), 3).tolist()
     [1.0]

@@ -1,5 +1,7 @@
 """Parts that most optimizers share: the private mean gradient and weight decay."""
 
+from typing import TypeAlias
+
 import jax
 import optax
 
@@ -11,9 +13,11 @@ from dpopt.correlated.strategies import Strategy
 from dpopt.preconditioners.base import Preconditioner
 from dpopt.private_mean import privatize
 
+Clip: TypeAlias = FixedClip | AdaptiveClip  # C, a clip function, or one with a state
+
 
 def private_mean(
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -32,10 +36,6 @@ def private_mean(
 
 
 def decayed_weights(weight_decay: float | jax.Array) -> tuple[optax.GradientTransformation, ...]:
-    """The stage that adds ``weight_decay * params``; none if that is 0, so that ``update`` needs no parameters.
-
-    Raises:
-        ValueError: for a negative number.
-    """
+    """The stage that adds ``weight_decay * params``; none if that is 0, so that ``update`` needs no parameters."""
     validate.non_negative(weight_decay=weight_decay)
     return () if validate.concrete(weight_decay) == 0 else (optax.add_decayed_weights(weight_decay),)

@@ -24,12 +24,8 @@ def zeros(size: int, dtype: jax.typing.DTypeLike, *, bits: int, bucket_size: int
 def quantize(x: jax.Array, *, bits: int, bucket_size: int | None, key: jax.Array | None = None) -> Quantized:
     r"""Codes :math:`q = \lfloor (x - \delta) / u + r \rfloor`, with :math:`u = (\Delta - \delta) / (2^b - 1)`.
 
-    Args:
-        x: ``(d,)``, d >= 1.
-        bits: b, 4 or 8.
-        bucket_size: number of coordinates that share a range; None for all.
-        key: PRNG key for r ~ U[0, 1) per coordinate, so that the decoded value is unbiased. None for r = 1/2, the
-            nearest code.
+    x is ``(d,)``, not empty. With a key, r ~ U[0, 1) per coordinate, and the decoded value is unbiased. Without one,
+    r = 1/2, which is the nearest code.
     """
     rows = _in_buckets(x, bucket_size)
     low, high = jnp.min(rows, axis=1), jnp.max(rows, axis=1)

@@ -13,13 +13,7 @@ def num_kept(size: int, density: float, block_size: int | None = None) -> int:
 
 
 def top_k(x: jax.Array, density: float, block_size: int | None = None) -> jax.Array:
-    """Indices ``(k,)``, int32, of the largest ``|x|``; of equal ones the first are chosen.
-
-    Args:
-        x: ``(d,)``.
-        density: the share to keep.
-        block_size: length of the blocks to choose from (the last may be shorter); None for all of x.
-    """
+    """Indices ``(k,)``, int32, of the largest ``|x|`` in each block; of equal ones the first are chosen."""
     (count, length), rest = _blocks(x.size, block_size)
     size = count * length
     parts = []

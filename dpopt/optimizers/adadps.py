@@ -9,11 +9,10 @@ import optax
 from jax.typing import ArrayLike
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import validate
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._parts import private_mean
+from dpopt.optimizers._parts import Clip, private_mean
 from dpopt.preconditioners.base import side_information
 from dpopt.preconditioners.moments import public_moments
 
@@ -21,7 +20,7 @@ from dpopt.preconditioners.moments import public_moments
 def adadps(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -42,11 +41,10 @@ def adadps(
     Args:
         learning_rate: eta, a number or a schedule.
         l2_clip_norm: C; bounds the PRECONDITIONED gradient.
-        noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+        noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
         scale: 1 / A: positive numbers in the parameters' tree or a prefix of it (see `scale_from_frequencies`,
             `broadcast_feature_scale`), or None for public gradients.
         rule, decay, eps, b1, eps_in_sqrt: see `public_moments`; unused with a fixed scale.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named; in ``update``, without ``scale``, if there are no public

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from dpopt.chain import NoiseAware, PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step, one_minus_power, update_average
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._parts import decayed_weights, private_mean
+from dpopt.optimizers._parts import Clip, decayed_weights, private_mean
 
 NoiseStddev: TypeAlias = PyTree | Callable[[jax.Array], PyTree]  # a prefix of the parameters, or a schedule of one
-# (updates, state, standard deviation of the noise) -> (updates, state).
-_Rule: TypeAlias = Callable[[optax.Updates, Any, PyTree], tuple[optax.Updates, Any]]
+_Root: TypeAlias = Callable[[jax.Array], jax.Array]  # of a second moment: at least gamma, plus eps
+_Rule: TypeAlias = Callable[[PyTree, PyTree, Any, _Root], tuple[PyTree, Any]]  # (updates, squares, state, root)
 
 
 class ScaleByAdamBCState(NamedTuple):
@@ -85,26 +85,23 @@ def scale_by_adam_bc(
     [1.25, 10000.0]
     """
     validate.fraction(b1=b1, b2=b2)
-    _check_floor(gamma, eps)
 
     def init_fn(params: optax.Params):
         return ScaleByAdamBCState(jnp.zeros([], jnp.int32), trees.zeros(params), trees.zeros(params))
 
-    def update(updates: optax.Updates, state: ScaleByAdamBCState, stddev: PyTree):
+    def update(updates: PyTree, squares: PyTree, state: ScaleByAdamBCState, root: _Root):
         count = trees.next_count(state.count)
-        floor = at_step(gamma, state.count)
-        updates = trees.upcast(updates)
         mu = jax.tree.map(lambda m, g: update_average(m, g, b1), state.mu, updates)
-        nu = jax.tree.map(lambda v, x: update_average(v, x, b2), state.nu, _noiseless_squares(updates, stddev))
+        nu = jax.tree.map(lambda v, x: update_average(v, x, b2), state.nu, squares)
 
         def rescale(m: jax.Array, v: jax.Array) -> jax.Array:
             m_hat = m / one_minus_power(b1, count, m.dtype)
             v_hat = v / one_minus_power(b2, count, v.dtype)
-            return m_hat / _floored_root(v_hat, floor, eps)
+            return m_hat / root(v_hat)
 
         return jax.tree.map(rescale, mu, nu), ScaleByAdamBCState(count, mu, nu)
 
-    return _noise_aware(init_fn, update, noise_stddev, "scale_by_adam_bc")
+    return _noise_aware(init_fn, update, noise_stddev, gamma, eps, "scale_by_adam_bc")
 
 
 def scale_by_rms_bc(
@@ -136,21 +133,18 @@ def scale_by_rms_bc(
     [2.5]
     """
     validate.fraction(decay=decay)
-    _check_floor(gamma, eps)
 
-    def update(updates: optax.Updates, state: ScaleByRmsBCState, stddev: PyTree):
+    def update(updates: PyTree, squares: PyTree, state: ScaleByRmsBCState, root: _Root):
         count = trees.next_count(state.count)
-        floor = at_step(gamma, state.count)
-        updates = trees.upcast(updates)
-        nu = jax.tree.map(lambda v, x: update_average(v, x, decay), state.nu, _noiseless_squares(updates, stddev))
+        nu = jax.tree.map(lambda v, x: update_average(v, x, decay), state.nu, squares)
 
         def rescale(g: jax.Array, v: jax.Array) -> jax.Array:
             v_hat = v / one_minus_power(decay, count, v.dtype) if bias_correction else v
-            return g / _floored_root(v_hat, floor, eps)
+            return g / root(v_hat)
 
         return jax.tree.map(rescale, updates, nu), ScaleByRmsBCState(count, nu)
 
-    return _noise_aware(_init_second_moment, update, noise_stddev, "scale_by_rms_bc")
+    return _noise_aware(_init_second_moment, update, noise_stddev, gamma, eps, "scale_by_rms_bc")
 
 
 def scale_by_adagrad_bc(
@@ -174,22 +168,19 @@ def scale_by_adagrad_bc(
     >>> updates.tolist()
     [0.625]
     """
-    _check_floor(gamma, eps)
 
-    def update(updates: optax.Updates, state: ScaleByRmsBCState, stddev: PyTree):
-        floor = at_step(gamma, state.count)
-        updates = trees.upcast(updates)
-        nu = jax.tree.map(jnp.add, state.nu, _noiseless_squares(updates, stddev))
-        updates = jax.tree.map(lambda g, v: g / _floored_root(v, floor, eps), updates, nu)
+    def update(updates: PyTree, squares: PyTree, state: ScaleByRmsBCState, root: _Root):
+        nu = jax.tree.map(jnp.add, state.nu, squares)
+        updates = jax.tree.map(lambda g, v: g / root(v), updates, nu)
         return updates, ScaleByRmsBCState(trees.next_count(state.count), nu)
 
-    return _noise_aware(_init_second_moment, update, noise_stddev, "scale_by_adagrad_bc")
+    return _noise_aware(_init_second_moment, update, noise_stddev, gamma, eps, "scale_by_adagrad_bc")
 
 
 def dp_adam_bc(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -202,10 +193,9 @@ def dp_adam_bc(
     r"""DP-AdamBC: :math:`w \leftarrow w - \eta\, \hat m / \sqrt{\max(\hat v - \Phi, \gamma)}` on the private mean.
 
     Args:
-        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dpopt.dp_sgd`.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dpopt.dp_sgd`.
         b1, b2, gamma: see `scale_by_adam_bc`.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -227,27 +217,33 @@ def _init_second_moment(params: optax.Params) -> ScaleByRmsBCState:
     return ScaleByRmsBCState(jnp.zeros([], jnp.int32), trees.zeros(params))
 
 
-def _noiseless_squares(updates: optax.Updates, stddev: PyTree) -> PyTree:
-    """``g^2 - s^2``, an unbiased estimate of the square of the gradient without noise."""
-    stddev = trees.broadcast_prefix(stddev, updates, "noise_stddev")
-    # (g - s)(g + s) avoids the cancellation of g^2 - s^2 where the two are close.
-    return jax.tree.map(lambda g, s: (g - jnp.asarray(s, g.dtype)) * (g + jnp.asarray(s, g.dtype)), updates, stddev)
-
-
-def _floored_root(second_moment: jax.Array, floor: float | jax.Array, eps: float) -> jax.Array:
-    return jnp.sqrt(jnp.maximum(second_moment, jnp.asarray(floor, second_moment.dtype))) + eps
-
-
-def _check_floor(gamma: ScalarOrSchedule, eps: float) -> None:
+def _noise_aware(
+    init_fn: optax.TransformInitFn,
+    rule: _Rule,
+    noise_stddev: NoiseStddev | None,
+    gamma: ScalarOrSchedule,
+    eps: float,
+    name: str,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation around a rule; its chain passes the noise if that is None here."""
     if not callable(gamma):
         validate.positive(gamma=gamma)
     validate.non_negative(eps=eps)
 
+    def update(updates: PyTree, state: PyTree, stddev: PyTree):
+        updates = trees.upcast(updates)
+        floor = at_step(gamma, state.count)
 
-def _noise_aware(
-    init_fn: optax.TransformInitFn, update: _Rule, noise_stddev: NoiseStddev | None, name: str
-) -> optax.GradientTransformationExtraArgs:
-    """The transformation around ``update(updates, state, stddev)``; its chain passes the noise if that is None here."""
+        def noiseless_square(g: jax.Array, s: ArrayLike) -> jax.Array:
+            s = jnp.asarray(s, g.dtype)
+            return (g - s) * (g + s)  # avoids the cancellation of g^2 - s^2 where the two are close
+
+        def root(v: jax.Array) -> jax.Array:
+            return jnp.sqrt(jnp.maximum(v, jnp.asarray(floor, v.dtype))) + eps
+
+        stddev = trees.broadcast_prefix(stddev, updates, "noise_stddev")
+        return rule(updates, jax.tree.map(noiseless_square, updates, stddev), state, root)
+
     if noise_stddev is None:
 
         def in_chain(updates: PyTree, state: PyTree, params: PyTree = None, *, noise_stddev: PyTree = None, **_: Any):

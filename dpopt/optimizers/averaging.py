@@ -78,9 +78,6 @@ def averaged_params(opt_state: optax.OptState, like: optax.Params | None = None)
         opt_state: state of an optimizer with one `average_params` in it.
         like: parameters whose dtypes the average is cast to; None for at least float32.
 
-    Returns:
-        A pytree like the parameters.
-
     Raises:
         ValueError: if the state holds no average, or more than one.
 

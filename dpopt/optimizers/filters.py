@@ -43,9 +43,6 @@ def low_pass(
         feedforward: b, from :math:`b_0` on. Coefficients from a design function such as ``scipy.signal.butter`` can be
             used without change, except for the leading 1 of a.
 
-    Returns:
-        A transformation for after the noise.
-
     Raises:
         ValueError, TypeError: for coefficients that are not finite, or of a filter that is not stable or maps a
             constant gradient to 0.
@@ -71,10 +68,8 @@ def low_pass(
         raise ValueError(f"feedforward {feedforward} adds up to 0: the filter would map a constant gradient to 0.")
 
     def init_fn(params: optax.Params):
-        def zeros(count: int) -> tuple[PyTree, ...]:
-            return tuple(trees.zeros(params) for _ in range(count))
-
-        return LowPassState(zeros(len(b) - 1), zeros(len(a)), jnp.zeros(len(b) - 1), jnp.zeros(len(a)))
+        gradients, filtered = (tuple(trees.zeros(params) for _ in range(n)) for n in (len(b) - 1, len(a)))
+        return LowPassState(gradients, filtered, jnp.zeros(len(b) - 1), jnp.zeros(len(a)))
 
     def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None):
         del params
@@ -110,9 +105,6 @@ def simplified_kalman(kappa: float = 0.7) -> optax.GradientTransformation:
 
     Args:
         kappa: in (0, 1]; a smaller value filters out more noise.
-
-    Returns:
-        A transformation for after the noise.
 
     Raises:
         ValueError, TypeError: for a number out of range.
@@ -157,9 +149,6 @@ def look_ahead(
         kappa: see `simplified_kalman`.
         gamma: positive; None for :math:`(1 - \kappa) / \kappa`, for which alpha is 1. Only then one gradient is enough;
             any other value needs two, and twice the time.
-
-    Returns:
-        A loss of one example, with the same arguments.
 
     Raises:
         ValueError, TypeError: for a number out of range.

@@ -10,17 +10,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import trees, validate
 from dpopt.common.averages import one_minus_power
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers import _quantize, _topk
-from dpopt.optimizers._parts import decayed_weights, private_mean
+from dpopt.optimizers._parts import Clip, decayed_weights, private_mean
 
 # Separates the draws of the rounding from those of the noise, should both get the same key: codes that depend on the
 # noise itself would reveal something about it, and would not be post-processing.
@@ -63,8 +61,7 @@ def scale_by_micro_adam(
         \hat v = \frac{1 - \beta_2}{1 - \beta_2^t} \sum_{j=0}^{\min(t,m)-1} \beta_2^j \,[I_{t-j}, V_{t-j}^2], \\
         u &= \hat m / (\epsilon + \sqrt{\hat v}).
 
-    The update of a coordinate that is nowhere in the window is exactly 0. As everywhere in Optax, the caller multiplies
-    by the negative learning rate.
+    The update of a coordinate that is nowhere in the window is exactly 0.
 
     *Learning rates.* The sums have at most m terms, but the paper divides by :math:`1 - \beta^t` at every step t. Once
     the window is full, the update for a constant gradient is therefore about
@@ -107,13 +104,10 @@ def scale_by_micro_adam(
     rule = _LeafRule(b1, b2, eps, density, memory_size, quantization_bits, bucket_size, block_size, bias_correction)
 
     def init_fn(params: optax.Params) -> Any:  # not the state, whose key may be None: Optax's types have no None
-        return ScaleByMicroAdamState(
-            count=jnp.zeros([], jnp.int32),
-            indices=jax.tree.map(rule.first_indices, params),
-            values=jax.tree.map(rule.first_values, params),
-            error=jax.tree.map(rule.first_error, params),
-            key=None if rounding_key is None else jnp.asarray(rounding_key),
-        )
+        first = jax.tree.map(rule.init, params)
+        indices, values, error = (jax.tree.map(lambda _, x, i=i: x[i], params, first) for i in range(3))
+        key = None if rounding_key is None else jnp.asarray(rounding_key)
+        return ScaleByMicroAdamState(jnp.zeros([], jnp.int32), indices, values, error, key)
 
     def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None) -> tuple[Any, Any]:
         del params
@@ -160,18 +154,17 @@ class _LeafRule:
                 raise ValueError("bucket_size needs quantization_bits: without quantisation there are no ranges.")
         validate.one_of(("global", "window"), bias_correction=self.bias_correction)
 
-    def first_indices(self, p: jax.Array) -> jax.Array:
-        """Distinct indices in every row, so that a row of zeros can be scattered like any other."""
-        row = jnp.arange(self._num_kept(p)).astype(_topk.index_dtype(jnp.size(p)))
-        return jnp.tile(row, (self.memory_size, 1))
-
-    def first_values(self, p: jax.Array) -> jax.Array:
-        return jnp.zeros((self.memory_size, self._num_kept(p)), _moment_dtype(p))
-
-    def first_error(self, p: jax.Array) -> PyTree:
+    def init(self, p: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
+        """The first indices, values and error."""
+        size, dtype = jnp.size(p), trees.accumulator_dtype(jnp.result_type(p))
+        num_kept = _topk.num_kept(size, self.density, self.block_size)
+        row = jnp.arange(num_kept).astype(_topk.index_dtype(size))
+        indices = jnp.tile(row, (self.memory_size, 1))  # distinct in a row, so zeros can be scattered like any values
+        values = jnp.zeros((self.memory_size, num_kept), dtype)
         if self.quantization_bits is None:
-            return jnp.zeros((jnp.size(p),), _moment_dtype(p))
-        return _quantize.zeros(jnp.size(p), _moment_dtype(p), bits=self.quantization_bits, bucket_size=self.bucket_size)
+            return indices, values, jnp.zeros((size,), dtype)
+        error = _quantize.zeros(size, dtype, bits=self.quantization_bits, bucket_size=self.bucket_size)
+        return indices, values, error
 
     def update(
         self,
@@ -185,25 +178,19 @@ class _LeafRule:
         """The update, and the new indices, values and error. ``count`` includes this step."""
         if g.size == 0:
             return g, indices, values, error
-        chosen, kept, error = self._accumulate(g, error, key)
-        slot = (count - 1) % self.memory_size
-        indices = indices.at[slot].set(chosen.astype(indices.dtype))
-        values = values.at[slot].set(kept)
-        m_hat, v_hat = self._moments(indices, values, g.size, count)
-        return (m_hat / (self.eps + jnp.sqrt(v_hat))).reshape(g.shape), indices, values, error
-
-    def _accumulate(self, g: jax.Array, error: PyTree, key: jax.Array | None) -> tuple[jax.Array, jax.Array, PyTree]:
-        """The kept coordinates, their values, and the error of dropping the others."""
         bits, bucket_size = self.quantization_bits, self.bucket_size
         if bits is not None:
             error = _quantize.dequantize(error, g.size, bits=bits, bucket_size=bucket_size)
         a = g.reshape(-1).astype(error.dtype) + error
         chosen = _topk.top_k(a, self.density, self.block_size)
-        values = a[chosen]
-        rest = a.at[chosen].set(0, unique_indices=True)
+        error = a.at[chosen].set(0, unique_indices=True)
         if bits is not None:
-            rest = _quantize.quantize(rest, key=key, bits=bits, bucket_size=bucket_size)
-        return chosen, values, rest
+            error = _quantize.quantize(error, key=key, bits=bits, bucket_size=bucket_size)
+        slot = (count - 1) % self.memory_size
+        indices = indices.at[slot].set(chosen.astype(indices.dtype))
+        values = values.at[slot].set(a[chosen])
+        m_hat, v_hat = self._moments(indices, values, g.size, count)
+        return (m_hat / (self.eps + jnp.sqrt(v_hat))).reshape(g.shape), indices, values, error
 
     def _moments(self, indices: jax.Array, values: jax.Array, size: int, count: jax.Array) -> list[jax.Array]:
         """Both moments: the rows of the window are added to dense vectors, one at a time."""
@@ -225,18 +212,11 @@ class _LeafRule:
             for total, decay in zip(sums, decays, strict=True)
         ]
 
-    def _num_kept(self, p: jax.Array) -> int:
-        return _topk.num_kept(jnp.size(p), self.density, self.block_size)
-
-
-def _moment_dtype(p: jax.Array) -> np.dtype:
-    return trees.accumulator_dtype(jnp.result_type(p))
-
 
 def dp_micro_adam(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -253,10 +233,9 @@ def dp_micro_adam(
     r"""DP-MicroAdam: the private mean gradient, then `scale_by_micro_adam`.
 
     Args:
-        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dpopt.dp_sgd`.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dpopt.dp_sgd`.
         b1, b2, eps, density, memory_size, quantization_bits: see `scale_by_micro_adam`.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
         **options: other arguments of `scale_by_micro_adam`: ``bucket_size``, ``block_size``, ``rounding_key`` (not the
             ``key`` of the noise), ``bias_correction``.
 

@@ -92,11 +92,10 @@ def scale_by_muon_bc(
 
     def init_fn(params: optax.Params):
         matrices, others, _ = _split(trees.upcast(params))
-        zeros = [jnp.zeros_like(x) for x in matrices]
         # A state may be donated, so it holds no array twice, and not the caller's key.
+        momentum, variance = ([jnp.zeros_like(x) for x in matrices] for _ in range(2))
         own_key = jax.random.fold_in(key, _KEY)
-        variance = [jnp.zeros_like(x) for x in matrices]
-        return ScaleByMuonBCState(jnp.zeros([], jnp.int32), zeros, variance, own_key, rest.init(others))
+        return ScaleByMuonBCState(jnp.zeros([], jnp.int32), momentum, variance, own_key, rest.init(others))
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, *, noise_stddev: PyTree = None, **_: Any):
         del params

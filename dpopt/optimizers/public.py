@@ -52,9 +52,6 @@ def warm_start(
         batches: public batches, leaves ``(B, ...)``; one step each.
         optimizer: an ordinary Optax optimizer, such as ``optax.adam(1e-3)``.
 
-    Returns:
-        The parameters after the last batch.
-
     Raises:
         TypeError: if the optimizer is private: public data needs no noise.
 
@@ -67,12 +64,10 @@ def warm_start(
     if hasattr(optimizer, "privacy") or not callable(getattr(optimizer, "update", None)):
         raise TypeError(f"warm_start needs an ordinary Optax optimizer, such as optax.adam(1e-3); got {optimizer!r}.")
 
-    def mean_loss(params: optax.Params, batch: Batch) -> jax.Array:
-        return jnp.mean(jax.vmap(loss_fn, in_axes=(None, 0))(params, batch))
-
     @jax.jit
     def step(params: optax.Params, state: optax.OptState, batch: Batch) -> tuple[optax.Params, optax.OptState]:
-        updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), state, params)
+        grads = jax.grad(lambda p: jnp.mean(jax.vmap(loss_fn, in_axes=(None, 0))(p, batch)))(params)
+        updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     state = optimizer.init(params)

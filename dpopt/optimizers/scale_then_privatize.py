@@ -4,17 +4,16 @@ import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._parts import private_mean
+from dpopt.optimizers._parts import Clip, private_mean
 from dpopt.preconditioners.moments import last_moments
 
 
 def scale_then_privatize(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -37,11 +36,10 @@ def scale_then_privatize(
     Args:
         learning_rate: a number or a schedule.
         l2_clip_norm: C; bounds the SCALED gradient, whose norm is of the order of the root of the dimension.
-        noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+        noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
         b1, b2, eps: see ``optax.adam``.
         eps_scale: epsilon_s, positive; bounds the scale where v is small.
         weight_decay: decoupled, multiplied by the learning rate.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.

@@ -7,16 +7,15 @@ import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._parts import private_mean
+from dpopt.optimizers._parts import Clip, private_mean
 
 
 def dp_sgd(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -59,7 +58,7 @@ def dp_sgd(
 def dp_adam(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -71,10 +70,8 @@ def dp_adam(
     """DP-Adam: the private mean gradient, then ``optax.adam``.
 
     Args:
-        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
-        b1, b2: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
+        b1, b2, eps: see ``optax.adam``.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -92,7 +89,7 @@ def dp_adam(
 def dp_adamw(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -105,10 +102,9 @@ def dp_adamw(
     """DP-AdamW: the private mean gradient, then ``optax.adamw``.
 
     Args:
-        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
-        b1, b2, eps: see `dp_adam`.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
+        b1, b2, eps: see ``optax.adam``.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -126,7 +122,7 @@ def dp_adamw(
 def dp_rmsprop(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -138,11 +134,10 @@ def dp_rmsprop(
     """DP-RMSProp: the private mean gradient, then ``optax.rmsprop``.
 
     Args:
-        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
         decay: decay of the mean square.
         eps: added to the mean square or to its root; see ``eps_in_sqrt``.
         eps_in_sqrt: whether ``eps`` is added inside the root, as in Optax; the DP papers add it outside (False).
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -160,7 +155,7 @@ def dp_rmsprop(
 def dp_adagrad(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -171,10 +166,8 @@ def dp_adagrad(
     """DP-AdaGrad: the private mean gradient, then ``optax.adagrad``.
 
     Args:
-        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
-        initial_accumulator_value: initial value of the sum of squares.
-        eps: see ``optax.adagrad``.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
+        initial_accumulator_value, eps: see ``optax.adagrad``.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -193,7 +186,7 @@ def dp_adagrad(
 def dp_yogi(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -205,9 +198,8 @@ def dp_yogi(
     """DP-Yogi: the private mean gradient, then ``optax.yogi``.
 
     Args:
-        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key: see `dp_sgd`.
+        learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size, key, noise: see `dp_sgd`.
         b1, b2, eps: see ``optax.yogi``.
-        noise: a strategy of `dpopt.correlated`, for noise that is correlated over steps; None for independent noise.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.

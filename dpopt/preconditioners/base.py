@@ -32,13 +32,14 @@ class Diagonal(NamedTuple):
 
 
 class Preconditioner(Protocol):
-    """A source of diagonals."""
+    """A source of diagonals. A subclass without its own `init` or `observe` keeps nothing between steps."""
 
-    needs_feedback: bool  # whether it uses `observe` or `Diagonal.release`, which only `dpopt.chain` supports
+    needs_feedback: bool = False  # whether it uses `observe` or `Diagonal.release`, which only `dpopt.chain` supports
 
     def init(self, params: optax.Params) -> PyTree:
         """The state before the first step: arrays only, of fixed shapes."""
-        ...
+        del params
+        return optax.EmptyState()
 
     def diagonal(self, state: PyTree, params: optax.Params | None, **extra_args: Any) -> tuple[Diagonal, PyTree]:
         """This step's diagonal and the state. Reads only the state and public values (``public_grads``)."""
@@ -47,11 +48,12 @@ class Preconditioner(Protocol):
     def observe(self, state: PyTree, private_mean: optax.Updates, noise_stddev: PyTree) -> PyTree:
         """The state after this step's private mean gradient. ``noise_stddev`` is the standard deviation of its noise:
         one number, or one per parameter or coordinate if a diagonal was undone."""
-        ...
+        del private_mean, noise_stddev
+        return state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SideInformation:
+class SideInformation(Preconditioner):
     """A fixed diagonal that multiplies every per-example gradient (AdaDPS with side information, A = 1 / scale).
 
     Args:
@@ -73,8 +75,6 @@ class SideInformation:
 
     scale: PyTree
 
-    needs_feedback = False
-
     def __post_init__(self):
         entries = jax.tree_util.tree_leaves_with_path(self.scale)
         if not entries:
@@ -94,10 +94,6 @@ class SideInformation:
                     "outside params; for a frequency of 0, cap 1 / frequency."
                 )
 
-    def init(self, params: optax.Params) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
     def diagonal(
         self, state: optax.EmptyState, params: optax.Params | None, **extra_args: Any
     ) -> tuple[Diagonal, optax.EmptyState]:
@@ -110,10 +106,6 @@ class SideInformation:
 
         scale = trees.broadcast_prefix(self.scale, params, "scale")
         return Diagonal(scale=jax.tree.map(like_moments, scale, params)), state
-
-    def observe(self, state: optax.EmptyState, private_mean: optax.Updates, noise_stddev: PyTree) -> optax.EmptyState:
-        del private_mean, noise_stddev
-        return state
 
 
 side_information = SideInformation

@@ -77,8 +77,7 @@ class DelayedMoments:
 
     *Privacy*: v is computed from private means that are already released; the event is that of DP-SGD in both phases.
 
-    Reference: Li, Zaheer, Liu, Reddi, McMahan and Smith (2023), Differentially Private Adaptive Optimization with
-    Delayed Preconditioners, Algorithm 1.
+    Reference: Li et al. (2023), Differentially Private Adaptive Optimization with Delayed Preconditioners, Algorithm 1.
 
     >>> moments = delayed_moments(1, decay=0.0, eps=1.0)
     >>> state = moments.observe(moments.init(jnp.zeros(2)), jnp.array([0.0, 3.0]), 0.0)
@@ -128,10 +127,7 @@ class DelayedMoments:
         s1, s2 = phase_lengths(self.delay)
         step = state.count % (s1 + s2)
         is_plain, is_last_plain = step < s1, step == s1 - 1
-
-        def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-            return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
-
+        where = optax.tree.where
         total = where(is_plain, jax.tree.map(jnp.add, state.total, private_mean), state.total)
         square = jax.tree.map(lambda x: jnp.square(x / s1), total)
         noise_variance = state.noise_variance

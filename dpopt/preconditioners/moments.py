@@ -15,17 +15,13 @@ from dpopt.common import trees, validate
 from dpopt.common.averages import one_minus_power, update_average
 from dpopt.common.types import PyTree
 from dpopt.gradients import PerExampleGrads
-from dpopt.preconditioners.base import Diagonal
+from dpopt.preconditioners.base import Diagonal, Preconditioner
 
 
 def next_second_moment(rule: str, v: PyTree, square: PyTree, decay: float | jax.Array) -> PyTree:
     """The second moment after one more step: RMSProp averages, AdaGrad adds, Yogi moves by the sign of the difference.
 
-    Args:
-        rule: ``"rmsprop"`` (also ``"adam"``), ``"adagrad"`` or ``"yogi"``.
-        v: pytree of arrays, the moment so far.
-        square: pytree like ``v``, the squared gradient.
-        decay: beta; unused by AdaGrad.
+    ``v`` is the moment so far, and ``square`` the squared gradient, a pytree like it. Adam averages as RMSProp does.
 
     >>> v, square = jnp.array(1.0), jnp.array(3.0)
     >>> float(next_second_moment("rmsprop", v, square, 0.5)), float(next_second_moment("adagrad", v, square, 0.5))
@@ -52,11 +48,7 @@ def inverse_root(v: PyTree, eps: float | jax.Array, eps_in_sqrt: bool = False) -
 
 
 def checked_public_grads(public_grads: optax.Updates | None, like: PyTree) -> PyTree:
-    """Checks that public gradients are given and fit, and casts them to the dtype of moments.
-
-    Args:
-        public_grads: the argument of ``update(..., public_grads=...)``.
-        like: a pytree with the parameters' structure and shapes.
+    """The public gradients of an update, in the dtype of moments, if they have the structure and shapes of ``like``.
 
     Raises:
         ValueError: if they are missing, or have another tree structure or shape; TypeError: if they are per-example.
@@ -83,15 +75,15 @@ public_grads=g) with g the mean gradient on a public batch, shaped like the para
             f"parameters {jax.tree.structure(like)}."
         )
 
-    def check(path: tuple[Any, ...], g: ArrayLike, p: ArrayLike) -> None:
+    def cast(path: tuple[Any, ...], g: ArrayLike, p: ArrayLike) -> jax.Array:
         if jnp.shape(g) != jnp.shape(p):
             raise ValueError(
                 f"public_grads{jax.tree_util.keystr(path)} has shape {jnp.shape(g)} for a parameter of shape "
                 f"{jnp.shape(p)}: pass the mean gradient on the public batch, without a batch axis."
             )
+        return jnp.asarray(g, trees.accumulator_dtype(jnp.result_type(p)))
 
-    jax.tree_util.tree_map_with_path(check, public_grads, like)
-    return jax.tree.map(lambda g, p: jnp.asarray(g, trees.accumulator_dtype(jnp.result_type(p))), public_grads, like)
+    return jax.tree_util.tree_map_with_path(cast, public_grads, like)
 
 
 class PublicMomentsState(NamedTuple):
@@ -102,7 +94,7 @@ class PublicMomentsState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PublicMoments:
+class PublicMoments(Preconditioner):
     r"""Divides by the root of the second moment of public gradients (AdaDPS with public data).
 
     .. math::
@@ -144,8 +136,6 @@ class PublicMoments:
     b1: float | jax.Array = 0.9
     eps_in_sqrt: bool = False
 
-    needs_feedback = False
-
     def __post_init__(self):
         validate.one_of(("rmsprop", "adagrad", "adam"), rule=self.rule)
         validate.fraction(decay=self.decay, b1=self.b1)
@@ -155,12 +145,7 @@ class PublicMoments:
         return PublicMomentsState(v=trees.zeros(params), m=trees.zeros(params) if self.rule == "adam" else ())
 
     def diagonal(
-        self,
-        state: PublicMomentsState,
-        params: optax.Params | None,
-        *,
-        public_grads: optax.Updates | None = None,
-        **extra_args: Any,
+        self, state: PublicMomentsState, params: optax.Params | None, *, public_grads: PyTree = None, **extra_args: Any
     ) -> tuple[Diagonal, PublicMomentsState]:
         del params, extra_args
         g = checked_public_grads(public_grads, state.v)
@@ -168,7 +153,7 @@ class PublicMoments:
         m = state.m if self.rule != "adam" else next_second_moment("rmsprop", state.m, g, self.b1)
         # A NaN would stay in the moments and silently drop every private example from then on.
         is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((v, m))]))
-        state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), PublicMomentsState(v, m), state)
+        state = optax.tree.where(is_finite, PublicMomentsState(v, m), state)
         scale = inverse_root(state.v, self.eps, self.eps_in_sqrt)
         if self.rule != "adam":
             return Diagonal(scale=scale), state
@@ -176,12 +161,6 @@ class PublicMoments:
             scale=jax.tree.map(lambda s: self.b1 * s, scale),
             offset=jax.tree.map(lambda s, m: (1 - self.b1) * m * s, scale, state.m),
         ), state
-
-    def observe(
-        self, state: PublicMomentsState, private_mean: optax.Updates, noise_stddev: PyTree
-    ) -> PublicMomentsState:
-        del private_mean, noise_stddev
-        return state
 
 
 public_moments = PublicMoments

@@ -1,6 +1,5 @@
 """A diagonal after the noise instead of before the clip, as in the baselines."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,9 +21,6 @@ def precondition_after_noise(preconditioner: Preconditioner) -> optax.GradientTr
     Args:
         preconditioner: see `precondition`.
 
-    Returns:
-        A transformation for after the noise.
-
     Raises:
         TypeError: if ``preconditioner`` lacks a method.
 
@@ -40,9 +36,10 @@ def precondition_after_noise(preconditioner: Preconditioner) -> optax.GradientTr
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, *, noise_stddev: PyTree = None, **extra: Any):
         diagonal, state = preconditioner.diagonal(state, params, **extra)
         state = preconditioner.observe(state, updates, noise_stddev)
-        updates = _combine(jnp.multiply, updates, diagonal.scale, "scale")
-        updates = _combine(jnp.add, updates, diagonal.offset, "offset")
-        updates = _combine(jnp.multiply, updates, diagonal.release, "release")
+        for name, combine in (("scale", jnp.multiply), ("offset", jnp.add), ("release", jnp.multiply)):
+            if (other := getattr(diagonal, name)) is not None:
+                other = trees.broadcast_prefix(other, updates, name)
+                updates = jax.tree.map(lambda u, x, f=combine: f(u, jnp.asarray(x, u.dtype)), updates, other)
         return updates, state
 
     # Only a preconditioner that corrects for the noise must stand where the noise is known: right after it in a chain.
@@ -51,12 +48,3 @@ def precondition_after_noise(preconditioner: Preconditioner) -> optax.GradientTr
     part = NoiseAware(preconditioner.init, update_fn)
     part.correct_noise = True
     return part
-
-
-def _combine(
-    operation: Callable[[jax.Array, jax.Array], jax.Array], updates: optax.Updates, other: PyTree, name: str
-) -> PyTree:
-    if other is None:
-        return updates
-    other = trees.broadcast_prefix(other, updates, name)
-    return jax.tree.map(lambda u, x: operation(u, jnp.asarray(x, u.dtype)), updates, other)

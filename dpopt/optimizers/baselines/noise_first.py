@@ -4,11 +4,10 @@ import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common.types import ScalarOrSchedule
-from dpopt.optimizers._parts import decayed_weights, private_mean
-from dpopt.optimizers._phases import scale_by_phase_learning_rate
+from dpopt.optimizers._parts import Clip, decayed_weights, private_mean
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
+from dpopt.optimizers.dp2 import scale_by_phase_learning_rate
 from dpopt.preconditioners.delayed import delayed_moments
 
 
@@ -17,7 +16,7 @@ def dp2_noise_first(
     *,
     adaptive_learning_rate: optax.ScalarOrSchedule,
     delay: int | tuple[int, int],
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import trees, validate
 from dpopt.common.types import PyTree, ScalarOrSchedule
-from dpopt.optimizers._parts import private_mean
+from dpopt.optimizers._parts import Clip, private_mean
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
 from dpopt.preconditioners.moments import checked_public_grads, next_second_moment, public_moments
 
@@ -19,7 +18,7 @@ from dpopt.preconditioners.moments import checked_public_grads, next_second_mome
 def dp_r_pub(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -111,7 +110,7 @@ def scale_by_public_adam(
 def dp_adam_pub(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,
@@ -189,7 +188,7 @@ def pda_dpmd(
     learning_rate: optax.ScalarOrSchedule,
     *,
     total_steps: int,
-    l2_clip_norm: FixedClip | AdaptiveClip,
+    l2_clip_norm: Clip,
     noise_multiplier: ScalarOrSchedule,
     expected_batch_size: float | jax.Array,
     key: jax.Array,

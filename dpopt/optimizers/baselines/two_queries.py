@@ -13,8 +13,9 @@ from dpopt.clipping import FixedClip, as_clip_function, as_promise
 from dpopt.common import trees, validate
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.optimizers._parts import decayed_weights, private_mean
-from dpopt.optimizers._phases import clip_ratio, scale_by_either
+from dpopt.optimizers.dp2 import clip_ratio, scale_by_either
 from dpopt.preconditioners.base import Diagonal, apply_diagonal
+from dpopt.preconditioners.delayed import DelayedMoments, delayed_moments
 from dpopt.preconditioners.moments import inverse_root, next_second_moment
 from dpopt.privacy import Privacy
 
@@ -126,9 +127,7 @@ def extra_query(
     2
     """
     validate.positive_int(delay=delay)
-    validate.one_of(("rmsprop", "adagrad", "yogi"), rule=rule)
-    validate.fraction(decay=decay)
-    validate.positive(eps=eps)
+    moments = delayed_moments(int(delay), rule=rule, decay=decay, eps=eps)
 
     def make_core(
         *,
@@ -148,13 +147,13 @@ def extra_query(
             private_mean(norm, noise_multiplier, expected_batch_size, jax.random.fold_in(key, i))
             for i, norm in enumerate((clip, adaptive_l2_clip_norm))
         ]
-        return _two_queries(*queries, delay=int(delay), rule=rule, decay=decay, eps=eps)
+        return _two_queries(*queries, delay=int(delay), moments=moments)
 
     return make_core
 
 
 def _two_queries(
-    plain: PrivateOptimizer, adaptive: PrivateOptimizer, *, delay: int, rule: str, decay: float, eps: float
+    plain: PrivateOptimizer, adaptive: PrivateOptimizer, *, delay: int, moments: DelayedMoments
 ) -> PrivateOptimizer:
     is_adaptive = _NotARefresh(delay)
 
@@ -164,24 +163,20 @@ def _two_queries(
 
     def run(updates: PyTree, state: PyTree, params: optax.Params | None = None, **_: Any):
         is_refresh = ~is_adaptive(state.count)
-
-        def choose(at_refresh: PyTree, otherwise: PyTree) -> PyTree:
-            return jax.tree.map(lambda a, b: jnp.where(is_refresh, a, b), at_refresh, otherwise)
-
         grads = as_promise(updates, params)
         mean1, plain_state, stddev1 = plain.run(grads, state.plain, params)
         total = jax.tree.map(jnp.add, state.total, mean1)
         gathered = jnp.where(state.count == 0, 1, delay)
         square = jax.tree.map(lambda x: jnp.square(x / gathered.astype(x.dtype)), total)
-        v = choose(next_second_moment(rule, state.v, square, decay), state.v)
-        total = choose(jax.tree.map(jnp.zeros_like, total), total)
+        v = optax.tree.where(is_refresh, next_second_moment(moments.rule, state.v, square, moments.decay), state.v)
+        total = optax.tree.where(is_refresh, jax.tree.map(jnp.zeros_like, total), total)
 
         # Queried at every step, so that all steps are one program under jit; a refresh discards the result.
         mean2, adaptive_state, stddev2 = adaptive.run(
-            apply_diagonal(grads, Diagonal(scale=inverse_root(v, eps))), state.adaptive, params
+            apply_diagonal(grads, Diagonal(scale=inverse_root(v, moments.eps))), state.adaptive, params
         )
         state = TwoQueriesState(trees.next_count(state.count), plain_state, adaptive_state, v, total)
-        return choose(mean1, mean2), state, jnp.where(is_refresh, stddev1, stddev2)
+        return optax.tree.where(is_refresh, mean1, mean2), state, jnp.where(is_refresh, stddev1, stddev2)
 
     first, second = plain.privacy.queries + adaptive.privacy.queries
     privacy = Privacy((first, dataclasses.replace(second, active=is_adaptive)), unit=plain.privacy.unit)
