@@ -38,7 +38,8 @@ class Preconditioner(Protocol):
 
     def init(self, params: optax.Params) -> PyTree:
         """The state before the first step: arrays only, of fixed shapes."""
-        ...
+        del params
+        return optax.EmptyState()
 
     def diagonal(self, state: PyTree, params: optax.Params | None, **extra_args: Any) -> tuple[Diagonal, PyTree]:
         """This step's diagonal and the state. Reads only the state and public values (``public_grads``)."""
@@ -47,7 +48,8 @@ class Preconditioner(Protocol):
     def observe(self, state: PyTree, private_mean: optax.Updates, noise_stddev: PyTree) -> PyTree:
         """The state after this step's private mean gradient. ``noise_stddev`` is the standard deviation of its noise:
         one number, or one per parameter or coordinate if a diagonal was undone."""
-        ...
+        del private_mean, noise_stddev
+        return state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
