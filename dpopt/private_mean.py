@@ -29,8 +29,7 @@ def privatize(
 
     Args:
         l2_clip_norm: C, or a clip function of `dpopt.clipping`, or `dpopt.adaptive.quantile_clip`.
-        noise_multiplier: sigma: the standard deviation of the noise over the sensitivity. A number, or a schedule
-            ``step -> number``. 0 switches noise, and privacy, off.
+        noise_multiplier: sigma, the noise's standard deviation over the sensitivity, or a schedule. 0: no privacy.
         expected_batch_size: B, a public constant.
         key: PRNG key for the noise, used for nothing else.
         noise: None for independent noise; a strategy of `dpopt.correlated` needs a sampler of `dpopt.samplers.parts`.
