@@ -3,7 +3,6 @@
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -25,28 +24,14 @@ MOVED = {f"dpopt.{name}": f"dpopt.{room}.{name}" for room, names in _ROOMS.items
 }
 _MODULES = {
     "baselines": (
-        "blend_public_gradients",
-        "dp2_extra_query",
-        "dp2_noise_first",
-        "dp_adam_pub",
-        "dp_r_pub",
-        "extra_query",
-        "pda_dpmd",
-        "precondition_after_noise",
-        "scale_by_public_adam",
+        *("blend_public_gradients", "dp2_extra_query", "dp2_noise_first", "dp_adam_pub", "dp_r_pub", "extra_query"),
+        *("pda_dpmd", "precondition_after_noise", "scale_by_public_adam"),
     ),
     "clipping": ("NormalizedClip",),
     "correlated": ("add_correlated_noise",),
     "gradients": ("PerExampleGrads",),
-    "optimizers.adadps": (
-        "broadcast_feature_scale",
-        "scale_from_frequencies",
-        "tfidf_scores",
-    ),
-    "optimizers.adam_bc": (
-        "scale_by_adagrad_bc",
-        "scale_by_rms_bc",
-    ),
+    "optimizers.adadps": ("broadcast_feature_scale", "scale_from_frequencies", "tfidf_scores"),
+    "optimizers.adam_bc": ("scale_by_adagrad_bc", "scale_by_rms_bc"),
     "optimizers.averaging": ("averaged_params",),
     "optimizers.dp2": ("scale_by_phase_learning_rate",),
     "optimizers.public": ("with_public_arguments",),
@@ -54,24 +39,10 @@ _MODULES = {
     "privacy": ("Privacy",),
     "run.allowance": ("steps_within",),
     "run.state": ("TrainState",),
-    "run.journal": (
-        "Journal",
-        "JournalError",
-    ),
-    "run.results": (
-        "Evaluation",
-        "ReplayError",
-        "TrainResult",
-    ),
-    "run.training": (
-        "SensitiveMetrics",
-        "TrainStep",
-    ),
-    "samplers.parts": (
-        "BallsInBinsSampler",
-        "CyclicPoissonSampler",
-        "EpochSampler",
-    ),
+    "run.journal": ("Journal", "JournalError"),
+    "run.results": ("Evaluation", "ReplayError", "TrainResult"),
+    "run.training": ("SensitiveMetrics", "TrainStep"),
+    "samplers.parts": ("BallsInBinsSampler", "CyclicPoissonSampler", "EpochSampler"),
     "verification": ("VerificationError",),
 }
 # The module that has each name now, by the path that the name had.
@@ -81,11 +52,7 @@ NAMES = {f"dpopt.{name}": f"dpopt.{module}" for module, names in _MODULES.items(
 
 
 def attribute(module: str, name: str) -> Any:
-    """The object that was ``module.name``.
-
-    Raises:
-        AttributeError: if the module never had that name.
-    """
+    """The object that was ``module.name``; an AttributeError if the module never had that name."""
     old = f"{module}.{name}"
     if old not in NAMES:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -95,9 +62,7 @@ def attribute(module: str, name: str) -> Any:
 
 
 class _Finder(MetaPathFinder, Loader):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:

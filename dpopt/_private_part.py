@@ -1,7 +1,5 @@
 """The private part of a chain: from per-example gradients to a noisy mean, in one step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, TypeAlias, cast
@@ -38,22 +36,24 @@ def run_private_part(stages: Sequence[_stages.StagedTransformation]) -> RunCore:
         diagonals, states = _diagonals(preconditioners, state[:n], params, extra_args)
         scaled = reduce(apply_diagonal, diagonals, grads)
         total, clip_state = clip.update(scaled, state[n], params, **extra_args)
+        remainder = scaled.latest.remainder
         stddev = noise_stage.stddev_in(state[n + 1])
-        noisy, noise_state = noise.update(_with_remainder(total, scaled), state[n + 1], params, **extra_args)
-        mean, stddev, mean_state = _normalized(normalize, noisy, stddev, state[n + 2 :], params, extra_args)
+        total = total if remainder is None else sums.Sum(total, remainder)
+        mean, *post_state = noise.update(total, state[n + 1], params, **extra_args)
+        if normalize is not None:
+            mean, mean_state = normalize.update(mean, state[n + 2], params, **extra_args)
+            post_state.append(mean_state)
+            stddev = stddev / cast(_stages.Normalize, normalize.stage).divisor
         mean, stddev = _released(diagonals, mean, stddev)
         states = [p.observe(s, mean, stddev) for p, s in zip(preconditioners, states, strict=True)]
-        return mean, (*states, clip_state, noise_state, *mean_state), stddev
+        return mean, (*states, clip_state, *post_state), stddev
 
     return run
 
 
 def _diagonals(
-    preconditioners: Sequence[Preconditioner],
-    states: Sequence[optax.OptState],
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
-) -> tuple[list[Diagonal], list[optax.OptState]]:
+    preconditioners: Sequence[Preconditioner], states: Sequence[PyTree], params: PyTree, extra_args: dict[str, Any]
+) -> tuple[list[Diagonal], list[PyTree]]:
     """The diagonals of this step, and the states of the preconditioners."""
     diagonals, states = [], list(states)
     for i, preconditioner in enumerate(preconditioners):
@@ -67,39 +67,14 @@ def _diagonals(
     return diagonals, states
 
 
-def _with_remainder(total: PyTree, grads: PerExampleGrads) -> PyTree | sums.Sum:
-    """The clipped sum, with its rounding error where there is one."""
-    remainder = grads.latest.remainder
-    return total if remainder is None else sums.Sum(total, remainder)
-
-
-def _normalized(
-    normalize: _stages.StagedTransformation | None,
-    noisy: PyTree,
-    stddev: PyTree,
-    states: Sequence[optax.OptState],
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
-) -> tuple[PyTree, PyTree, list[optax.OptState]]:
-    """The noisy mean if the chain has `dpopt.normalize_by`, else the sum; the noise in it; and the new states."""
-    if normalize is None:
-        return noisy, stddev, []
-    mean, state = normalize.update(noisy, states[0], params, **extra_args)
-    return mean, stddev / cast(_stages.Normalize, normalize.stage).divisor, [state]
-
-
 def _released(diagonals: Sequence[Diagonal], mean: PyTree, stddev: PyTree) -> tuple[PyTree, PyTree]:
     """The noisy mean and the standard deviation of its noise, both multiplied by what undoes the diagonals."""
     for diagonal in diagonals:
         if diagonal.release is not None:
             release = trees.broadcast_prefix(diagonal.release, mean, "release")
             mean = jax.tree.map(lambda u, r: u * jnp.asarray(r, u.dtype), mean, release)
-            stddev = _times(stddev, release)
+            if jax.tree.structure(stddev) == jax.tree.structure(release):
+                stddev = jax.tree.map(lambda s, r: s * jnp.abs(r), stddev, release)
+            else:  # one number for all leaves
+                stddev = jax.tree.map(lambda r, s=stddev: s * jnp.abs(r), release)
     return mean, stddev
-
-
-def _times(stddev: PyTree, release: PyTree) -> PyTree:
-    """The standard deviation, one for all leaves or one per leaf, of noise that is multiplied by ``release``."""
-    if jax.tree.structure(stddev) == jax.tree.structure(release):
-        return jax.tree.map(lambda s, r: s * jnp.abs(r), stddev, release)
-    return jax.tree.map(lambda r: stddev * jnp.abs(r), release)

@@ -1,15 +1,12 @@
 """Adaptive clipping: a clip norm that follows a quantile of the gradients' norms, at a privacy cost that is included.
 
-A good clip norm is hard to guess before a run, and norms change during one. `quantile_clip` is used in place of a clip
-norm: it moves from an initial value towards the norm below which a given share of examples lie. The number of examples
-below it is a second query of every step, with its own noise. One noise multiplier covers both queries.
+A good clip norm is hard to guess before a run, and norms change during one. `quantile_clip` moves from an initial value
+towards the norm below which a given share of examples lie, by a second query of every step.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +18,13 @@ from dpopt.clipping import as_promise
 from dpopt.common import trees, validate
 from dpopt.common.lazy import flow
 from dpopt.common.types import PyTree, ScalarOrSchedule
+from dpopt.correlated.strategies import Strategy
 from dpopt.engines import unit_clip
 from dpopt.gradients import ClippedSum
 from dpopt.noise import AddGaussianNoiseState, add_gaussian_noise
 from dpopt.preconditioners.base import Diagonal, Preconditioner
 from dpopt.privacy import Privacy, Query
 from dpopt.private_mean import privatize
-
-if TYPE_CHECKING:
-    from dpopt.correlated.strategies import Strategy
 
 # Gradients are divided by the clip norm before they are clipped: within these bounds nothing over- or underflows.
 LEAST, MOST = 2.0**-60, 2.0**60
@@ -78,10 +73,7 @@ class QuantileClip:
         .. math:: z_\Delta = z / \sqrt{1 - r}, \quad \sigma_b = \tfrac{z}{2} \sqrt{m / r}
 
         so that :math:`z_\Delta^{-2} + m\, (2 \sigma_b)^{-2} = z^{-2}`. An example moves each of the m counts by 1/2.
-        Together with the gradients they cost as much as one Gaussian query of multiplier z.
-
-        Args:
-            noise_multiplier: z, a number or a schedule; both results are of the same kind.
+        Together with the gradients they cost as much as one Gaussian query of multiplier z, a number or a schedule.
         """
         gradients, counts = (1 - self.count_share) ** -0.5, 0.5 * (self.num_groups / self.count_share) ** 0.5
         return _times(gradients, noise_multiplier), _times(counts, noise_multiplier)
@@ -153,13 +145,12 @@ class QuantileClip:
 
 def _times(factor: float | jax.Array, value: ScalarOrSchedule) -> ScalarOrSchedule:
     if callable(value):
-        schedule = value
-        return lambda step: factor * schedule(step)
+        return lambda step: factor * value(step)
     return factor * value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AdaptiveClipNorm:
+class AdaptiveClipNorm(Preconditioner):
     """The diagonal that turns a clip at 1 into a clip at C: gradients are divided by C, the noisy mean multiplied by C.
 
     *Privacy*: C was released before the step.
@@ -180,19 +171,11 @@ class AdaptiveClipNorm:
         start = f"{initial[0]:g}" if len(initial) == 1 and not np.ndim(initial[0]) else "those of the groups"
         return f" times the clip norm, which is adaptive, from {start}"
 
-    def init(self, params: optax.Params) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
     def diagonal(
         self, state: optax.EmptyState, params: optax.Params | None, **extra_args: Any
     ) -> tuple[Diagonal, optax.EmptyState]:
         del params, extra_args
         return Diagonal(scale=1 / self.total, release=self.total), state
-
-    def observe(self, state: optax.EmptyState, private_mean: PyTree, noise_stddev: PyTree) -> optax.EmptyState:
-        del private_mean, noise_stddev
-        return state
 
 
 def _centred_counts(seen: ClippedSum, l2_clip_norms: PyTree) -> PyTree:
@@ -225,24 +208,22 @@ def quantile_clip(
         + \sigma_b z \Big), \quad C_{t+1} = C_t \exp(-\eta\, (\tilde b_t - \gamma))
 
     with B the expected batch size, and :math:`\phi` falling from 1/2 to -1/2 between 15/16 and 17/16. (In the paper it
-    jumps at 1, so the votes of similar rows could all change with one other row, which may change the last bits of
-    their norms.) The standard deviation of the noise on the gradients is :math:`z_\Delta C_t`, and is passed to stages
+    jumps at 1, so one other row, which may change the last bits of norms, could change the votes of all similar rows.)
+    The standard deviation of the noise on the gradients is :math:`z_\Delta C_t`, and is passed to stages
     that need it. The optimizer's ``noise_multiplier`` z, given or calibrated, covers both queries together; see
     `QuantileClip.split`. The clip norm is in the optimizer's state: ``optax.tree.get(state, "clip_norms")``.
 
     Args:
         initial_l2_clip_norm: C_0: a number, or numbers as a pytree that is a prefix of the parameters, one for each
-            group with its own clip norm, count and quantile (see `dpopt.GroupClip`). For a parameter that stacks layers
-            for a scan it may be an array ``(layers,)``, with each layer a group (see `dpopt.LayerwiseClip`). Clip norms
-            stay between 2^-60 and 2^60.
+            group with its own clip norm, count and quantile (see `dpopt.GroupClip`). An array ``(layers,)``, for a
+            parameter that stacks layers for a scan, makes each layer a group. Clip norms stay between 2^-60 and 2^60.
         quantile: gamma, the share of examples that should not be clipped, in [0, 1].
         learning_rate: eta, at least 0: a clip norm that is far off moves by a factor of up to e^eta per step.
         count_share: r in (0, 1), the share of ``1 / z**2`` that all counts together get. 0.01 makes the noise on the
             gradients 0.5% larger. The paper's :math:`\sigma_b = B / 20` is :math:`r = m\, (10 z / B)^2`.
 
     Raises:
-        ValueError, TypeError: for a bad argument, named; in ``update``, if the tree of the clip norms is not a prefix
-            of the parameters.
+        ValueError, TypeError: for a bad argument, named; in ``update``, if the tree is not a prefix of the parameters.
 
     *Privacy*: two Gaussian queries per step on one batch: the clipped sum, of sensitivity C_t, and m counts, each of
     which one example moves by at most 1/2, whatever its gradient. The noise on counts is increased by B / 2^15 of

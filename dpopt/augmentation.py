@@ -1,7 +1,4 @@
-"""Augmentation multiplicity: the loss of an example is its mean over several augmentations, which are clipped as one.
-
-Averaged before the clip, K augmentations of an example cost no more privacy than one, unlike K rows of a batch.
-"""
+"""Augmentation multiplicity: the loss of an example is its mean over several augmentations, clipped as one."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -17,14 +14,12 @@ from dpopt.engines import batches
 def augmented(loss_fn: LossFn, augment: Callable[[Example, jax.Array], Example], *, multiplicity: int) -> LossFn:
     r"""The mean loss over random augmentations of an example, ``(1/K) sum_k loss(augment(x, key_k))``.
 
-    Its gradient is the mean gradient over the augmentations. Clip, noise and accounting treat it as the gradient of one
-    example, and every engine can compute it: the augmentations are one more axis. A step costs about K times as much.
+    Every engine can compute its gradient: the augmentations are one more axis. A step costs about K times as much.
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example, or ``(scalar, aux)`` with ``has_aux``:
-            ``aux`` then has an axis ``(K, ...)``. A loss with a true attribute ``takes_key`` (such as those that
-            `dpopt.flax` makes from models with dropout) gets ``(example, key)``, with a different key for every
-            augmentation.
+            ``aux`` then has an axis ``(K, ...)``. A loss with a true attribute ``takes_key`` (such as `dpopt.flax`
+            makes from models with dropout) gets ``(example, key)``, with a different key for every augmentation.
         augment: ``augment(example, key) -> example``, a random variant of one example (leaves without a batch axis),
             drawn from this key alone. Shapes and dtypes may change, the tree structure may not. It must not read other
             private examples: if it mixes two (mixup), one example moves two gradients.
@@ -36,11 +31,10 @@ def augmented(loss_fn: LossFn, augment: Callable[[Example, jax.Array], Example],
         dpopt.example_keys(key, step, indices))``, or give `dpopt.Steps` an ``example_key``. Evaluate with ``loss_fn``.
 
     Raises:
-        ValueError, TypeError: for a bad argument; in the returned function, for an example without a key, or if
-            ``augment`` changes the tree structure.
+        ValueError, TypeError: for a bad argument; in the loss, without a key, or if ``augment`` changes the tree.
 
     *Privacy*: the mean depends on one example and its own draws, and the clip bounds the mean gradient: sensitivity,
-    noise and epsilon are the same for every K.
+    noise and epsilon are the same for every K, unlike with K rows of a batch.
 
     Reference: De, Berrada, Hayes, Smith and Balle 2022, "Unlocking high-accuracy differentially private image
     classification through scale" (arXiv:2204.13650), section 3.2.
@@ -67,11 +61,23 @@ def augmented(loss_fn: LossFn, augment: Callable[[Example, jax.Array], Example],
     takes_key = getattr(loss_fn, "takes_key", False)
 
     def mean_loss(params: PyTree, example_and_key: tuple[Example, jax.Array]) -> Any:
-        example, key = _with_key(example_and_key)
+        example, key = batches.example_and_key(example_and_key)
+        if key is None:
+            raise ValueError(
+                "an augmented loss takes (example, key), but the example has no key, so all examples would share one "
+                "draw. dpopt.train and Plan.run pass a key per example; in your own loop, pass the batch as (examples, "
+                "dpopt.example_keys(key, step, indices)). To evaluate, use the loss without augmentation."
+            )
 
         def of_one(key: jax.Array) -> Any:
             own, left = jax.random.split(key)
-            variant = _checked(augment(example, own), example)
+            variant = augment(example, own)
+            found, expected = jax.tree.structure(variant), jax.tree.structure(example)
+            if found != expected:
+                raise ValueError(
+                    f"augment must return the tree structure of its example, {expected}; it returned {found}. Return "
+                    "the unchanged parts (labels) too."
+                )
             return loss_fn(params, (variant, left) if takes_key else variant)
 
         # Not split(key, K), so that the first augmentations are the same for every K, and values of K can be compared.
@@ -86,24 +92,3 @@ def augmented(loss_fn: LossFn, augment: Callable[[Example, jax.Array], Example],
 
     cast(Any, mean_loss).takes_key = True  # read by `dpopt.train`
     return mean_loss
-
-
-def _with_key(example_and_key: tuple[Example, jax.Array]) -> tuple[Example, jax.Array]:
-    example, key = batches.example_and_key(example_and_key)
-    if key is None:
-        raise ValueError(
-            "an augmented loss takes (example, key), but the example has no key, so all examples would share one draw. "
-            "dpopt.train and Plan.run pass a key per example; in your own loop, pass the batch as (examples, "
-            "dpopt.example_keys(key, step, indices)). To evaluate, use the loss without augmentation."
-        )
-    return example, key
-
-
-def _checked(variant: Example, example: Example) -> Example:
-    found, expected = jax.tree.structure(variant), jax.tree.structure(example)
-    if found != expected:
-        raise ValueError(
-            f"augment must return the tree structure of its example, {expected}; it returned {found}. Return the "
-            "unchanged parts (labels) too."
-        )
-    return variant

@@ -6,7 +6,7 @@ standard deviation of the noise on to the next stage, and holds the resulting `P
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import optax
 
@@ -20,16 +20,14 @@ from dpopt.common.types import PyTree
 from dpopt.gradients import PerExampleGrads
 from dpopt.privacy import PRIVATE_STAGES, Privacy, check_order, check_unit, privacy_of_stages
 
+Gradients: TypeAlias = PerExampleGrads | optax.Updates  # a promise, or gradients stacked along a batch axis
+
 
 class PrivateUpdate(Protocol):
     """Optax's ``update``, of a promise (`per_example_grads`) or of gradients stacked along a batch axis."""
 
     def __call__(
-        self,
-        updates: PerExampleGrads | optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        self, updates: Gradients, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]: ...
 
 
@@ -37,11 +35,7 @@ class PrivateRun(Protocol):
     """`PrivateUpdate` that also returns the standard deviation of the noise in the updates, or None if unknown."""
 
     def __call__(
-        self,
-        updates: PerExampleGrads | optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        self, updates: Gradients, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState, PyTree]: ...
 
 
@@ -82,8 +76,7 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
             grads = as_promise(updates, params)
             check_unit(grads.unit, privacy.unit)
             self.updated = self.updated or not flow.is_inspecting()
-            if not is_chained:
-                inspection.inspect_once(update, update, grads, state, params, extra_args)
+            inspection.inspect_optimizer(self, grads, state, params, extra_args)
             with _stages.listening(None):  # this optimizer reports its privacy as a whole, not stage by stage
                 new_updates, new_state, _ = run(grads, state, params, **extra_args)
             _stages.record(privacy)
@@ -129,8 +122,7 @@ def chain(*transformations: optax.GradientTransformation) -> PrivateOptimizer:
         and float32 parameters, so that moments of bfloat16 models do not lose bits.
 
     Raises:
-        ValueError: if the order is wrong, with the position of the offending stage; TypeError: for something that is
-            not a transformation.
+        ValueError: if the order is wrong, with the position. TypeError: for something that is not a transformation.
 
     *Privacy*: Gaussian mechanism with multiplier noise_stddev / sensitivity at each step; the rest is post-processing.
 
@@ -150,9 +142,14 @@ precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processi
             raise TypeError(f"stage {position} is not an Optax transformation: {t!r}.")
     is_chained = True
     if transformations and isinstance(transformations[0], PrivateOptimizer):
-        core, rest = transformations[0], transformations[1:]
+        core, end = transformations[0], 1
         is_chained = core.is_chained
-        _refuse_private_parts(rest, first_position=1)
+        for i, t in enumerate(transformations[1:], start=1):
+            if isinstance(t, _stages.StagedTransformation | PrivateOptimizer):
+                raise ValueError(
+                    f"stage {i} ({_name(t)}) follows an optimizer that has already clipped and noised: only "
+                    "post-processing may come after it."
+                )
         core_init, run_core, privacy = (lambda p: (core.init(p),)), _run_nested(core), core.privacy
     else:
         names = [_name(t) for t in transformations]
@@ -160,29 +157,28 @@ precondition, clip_and_sum, add_gaussian_noise, normalize_by, then post-processi
         end = max(i for i, name in enumerate(names) if name in PRIVATE_STAGES) + 1
         # Only stages have these names, and nothing else can stand between them in this order.
         parts = cast(tuple[_stages.StagedTransformation, ...], transformations[:end])
-        rest = transformations[end:]
         core_init, run_core = (lambda p: tuple(t.init(p) for t in parts)), run_private_part(parts)
         privacy = privacy_of_stages([t.stage for t in parts])
     _refuse_sums_of_correlated_noise(transformations, privacy)
-    return _with_post_processing(core_init, run_core, privacy, rest, transformations, is_chained)
+    return _with_post_processing(core_init, run_core, privacy, end, transformations, is_chained)
 
 
 def _with_post_processing(
     core_init: Callable[[optax.Params], tuple[optax.OptState, ...]],
     run_core: RunCore,
     privacy: Privacy,
-    rest: Sequence[optax.GradientTransformation],
+    core_length: int,
     stages: Sequence[optax.GradientTransformation],
     is_chained: bool,
 ) -> PrivateOptimizer:
-    core_length = len(stages) - len(rest)
-    for i, t in enumerate(rest):
-        inspection.check_arguments(t.update, f"stage {core_length + i} ({_name(t)})")
+    rest = stages[core_length:]
+    for i, t in enumerate(rest, start=core_length):
+        inspection.check_arguments(t.update, f"stage {i} ({_name(t)})")
         # Any other transformation before it has changed the noise in an unknown way.
-        if isinstance(t, NoiseAware) and (i > 0 or getattr(stages[0], "noise_unknown", False)):
+        if isinstance(t, NoiseAware) and (i > core_length or getattr(stages[0], "noise_unknown", False)):
             raise ValueError(
-                f"stage {core_length + i} ({_name(t)}) needs the noise in its input, which is unknown after "
-                f"{_name(stages[core_length + i - 1])}: put it right after the noise, or pass noise_stddev yourself."
+                f"stage {i} ({_name(t)}) needs the noise in its input, which is unknown after {_name(stages[i - 1])}: "
+                "put it right after the noise, or pass noise_stddev yourself."
             )
     post = [optax.with_extra_args_support(t) for t in rest]
 
@@ -208,13 +204,12 @@ def _with_post_processing(
 
 
 def _refuse_sums_of_correlated_noise(stages: Sequence[optax.GradientTransformation], privacy: Privacy) -> None:
-    strategies = [q.strategy for q in privacy.queries if q.strategy is not None and q.strategy.bands > 1]
     for i, t in enumerate(stages):
         part = getattr(getattr(t, "stage", None), "preconditioner", t)
-        if strategies and getattr(part, "correct_noise", False):
+        if privacy.correlation is not None and getattr(part, "correct_noise", False):
             raise ValueError(
                 f"stage {i} ({_name(t)}) has correct_noise=True: it subtracts the variance that independent noise has "
-                f"in an average, but this noise is correlated over steps ({strategies[0].name})."
+                f"in an average, but this noise is correlated over steps ({privacy.correlation})."
             )
 
 
@@ -237,12 +232,3 @@ def _name(transformation: optax.GradientTransformation) -> str:
         return "private optimizer"
     name = name_of(transformation.update)
     return f"another {name}" if name in PRIVATE_STAGES else name  # not a stage of dpopt, only the same name
-
-
-def _refuse_private_parts(rest: Sequence[optax.GradientTransformation], first_position: int) -> None:
-    for i, t in enumerate(rest):
-        if isinstance(t, _stages.StagedTransformation | PrivateOptimizer):
-            raise ValueError(
-                f"stage {first_position + i} ({_name(t)}) follows an optimizer that has already clipped and noised: "
-                "only post-processing may come after it."
-            )

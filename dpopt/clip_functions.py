@@ -1,7 +1,4 @@
-"""Clip functions: the factor by which an example is scaled down, given the norms of its gradient.
-
-A clip function maps norms to factors, one example at a time, and has the L2 sensitivity of the resulting sum.
-"""
+"""Clip functions: they map the norms of an example's gradient to the factor by which it is scaled down."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,8 +12,7 @@ from dpopt.common.types import PyTree
 from dpopt.engines import stacked
 from dpopt.engines.norms import shrink_to, without_denormals
 
-# The least clip norm and gamma. Float32 flushes numbers below 2^-126 to zero: this far above, a norm near the bound
-# loses less than 2^-20 of itself to that.
+# The least clip norm and gamma. Float32 flushes numbers below 2^-126: norms near this bound lose less than 2^-20 to it.
 LEAST_CLIP_NORM = 2.0**-100
 _TOO_SMALL = "Float32 would lose gradients of that size and smaller; multiply the loss by a constant instead."
 
@@ -69,8 +65,7 @@ class GroupClip:
 
     Args:
         l2_clip_norms: the :math:`C_k`, a pytree that is a prefix of the parameters. Everything below one entry is one
-            group, so ``{"encoder": 1.0, "head": 0.1}`` has two, and a tree with one number per leaf clips per leaf. 0
-            scales a group to zero.
+            group: ``{"encoder": 1.0, "head": 0.1}`` has two, one number per leaf clips per leaf. 0 scales to zero.
 
     Raises:
         ValueError, TypeError: if an entry is not a finite number, or negative, or between 0 and 2^-100; when clipping,
@@ -89,8 +84,7 @@ class GroupClip:
         if not entries:
             raise ValueError("l2_clip_norms has no entries; pass one clip norm per group of parameters.")
         for path, entry in entries:
-            name = f"l2_clip_norms{jax.tree_util.keystr(path)}"
-            _check_clip_norm(**{name: entry})
+            _check_clip_norm(**{f"l2_clip_norms{jax.tree_util.keystr(path)}": entry})
 
     @property
     def sensitivity(self) -> float:
@@ -145,8 +139,7 @@ class LayerwiseClip:
         ValueError, TypeError: if C is not a finite number, or negative, or between 0 and 2^-100; when clipping, if
             ``scanned`` is not a prefix of the parameters, or True for a scalar.
 
-    *Privacy*: sensitivity C under add/remove-one. If a gradient is not finite in some parameters, the example
-    contributes zero to those.
+    *Privacy*: sensitivity C under add/remove-one. An example adds zero to parameters where its gradient is not finite.
 
     Reference: McMahan, Ramage, Talwar and Zhang (2018), per-layer clipping; He et al. (2023), group-wise clipping.
 
@@ -162,8 +155,7 @@ class LayerwiseClip:
         _check_clip_norm(l2_clip_norm=self.l2_clip_norm)
         for path, entry in jax.tree_util.tree_leaves_with_path(self.scanned):
             if not isinstance(entry, bool):
-                where = jax.tree_util.keystr(path)
-                raise TypeError(f"scanned{where} must be True or False, got {entry!r}.")
+                raise TypeError(f"scanned{jax.tree_util.keystr(path)} must be True or False, got {entry!r}.")
 
     @property
     def sensitivity(self) -> float | jax.Array:
@@ -200,8 +192,7 @@ class NormalizedClip:
     r"""Gives every example about the same norm (AUTO-S): :math:`c_i = C / (\|g_i\|_2 + \gamma)`.
 
     Args:
-        l2_clip_norm: C, finite; 0 scales every example to zero. C only scales the learning rate: there is no threshold
-            to tune.
+        l2_clip_norm: C, finite; 0 scales every example to zero. It scales the learning rate, and needs no tuning.
         gamma: stability constant, positive: an example with a norm far below it keeps a small weight. Below about 1e-15
             the ghost engine may have to form gradients one at a time, to tell norms of that size apart.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,17 +45,8 @@ class AdaptiveClip(Protocol):
 FixedClip: TypeAlias = float | jax.Array | stacked.ClipFunction  # C, or a clip function
 
 
-def is_adaptive(l2_clip_norm: object) -> TypeGuard[AdaptiveClip]:
-    """Whether a clip spends a query of its own at every step (`dpopt.adaptive`, `dpopt.sparse`)."""
-    return isinstance(l2_clip_norm, AdaptiveClip)
-
-
 def as_clip_function(l2_clip_norm: FixedClip | AdaptiveClip) -> stacked.ClipFunction:
-    """A clip function unchanged; a number C as ``FlatClip(C)``.
-
-    Raises:
-        TypeError: for an adaptive clip norm (`dpopt.adaptive`).
-    """
+    """A clip function unchanged; a number C as ``FlatClip(C)``. Raises a TypeError for an adaptive clip norm."""
     if isinstance(l2_clip_norm, AdaptiveClip):
         raise TypeError(
             "an adaptive clip norm spends a query of its own at every step, which is not supported here. Pass it to "
@@ -77,8 +68,7 @@ def clip_and_sum(l2_clip_norm: FixedClip) -> optax.GradientTransformationExtraAr
         Padding contributes zero, and so do examples whose gradient has NaN or Inf.
 
     Raises:
-        ValueError, TypeError: if C is not positive; in ``update``, if the input has no batch axis, or parameters
-            are missing.
+        ValueError, TypeError: if C is not positive; in ``update``, if the batch axis or the parameters are missing.
 
     *Privacy*: the sum's L2 sensitivity to adding or removing one example is the clip function's ``sensitivity`` (C), to
     replacing one twice that, plus 6.0e-4 of it for rounding, which events include. `dpopt.chain` also adds the rounding
@@ -107,12 +97,7 @@ def clip_and_sum(l2_clip_norm: FixedClip) -> optax.GradientTransformationExtraAr
 
 
 def as_promise(updates: PerExampleGrads | optax.Updates, params: optax.Params | None) -> PerExampleGrads:
-    """A promise unchanged; a pytree of ``(B, ...)`` leaves wrapped as one, after a check against ``params``.
-
-    Raises:
-        ValueError: if a leaf is not shaped ``(B, *parameter.shape)``, for example because gradients were already
-            summed; if there are no parameters to compare with.
-    """
+    """A promise unchanged; a pytree of ``(B, *parameter.shape)`` leaves wrapped as one. Otherwise a ValueError."""
     if isinstance(updates, PerExampleGrads):
         return updates
     _refuse_masked(updates)
@@ -142,8 +127,8 @@ def as_promise(updates: PerExampleGrads | optax.Updates, params: optax.Params | 
 
 
 def _refuse_masked(tree: PyTree) -> None:
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    if any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked))):
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    if any(isinstance(x, optax.MaskedNode) for x in leaves):
         raise ValueError(
             "a part of the parameters is masked out (optax.masked, partition, multi_transform), so its gradients would "
             "bypass the clip and the noise. To train a part of a model, leave the rest out of params and close over "

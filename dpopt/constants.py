@@ -18,8 +18,7 @@ def with_constants(loss: Callable[..., Any], constants: PyTree) -> LossFn:
     """``loss_fn(params, example)`` from ``loss(params, example, constants)``.
 
     `dpopt.flax.nnx_loss` makes such a loss from a model. In your own training step under ``jax.jit``, pass
-    ``loss_fn.constants`` as an argument and take gradients of ``loss_fn.given(constants)``; otherwise the step closes
-    over them, as over any other array.
+    ``loss_fn.constants`` as an argument and take gradients of ``loss_fn.given(constants)``.
 
     Args:
         loss: ``loss(params, example, constants) -> scalar``, of one example.

@@ -1,8 +1,7 @@
 """Diagnostics: the effect of noise on an adaptive optimizer, before and during training.
 
 Functions of public constants and released values can be used freely. Those named ``sensitive_...`` read values without
-noise. They are for research on data that may be looked at, keep their state outside the optimizer, and their results
-are not covered by epsilon.
+noise, for research on data that may be looked at: their state is not the optimizer's, and epsilon does not cover them.
 """
 
 import dataclasses
@@ -114,13 +113,11 @@ def suggest_gamma(
 ) -> ScalarOrSchedule:
     """A floor for DP-AdamBC's corrected second moment: the size of its error due to noise.
 
-    Below it, a corrected second moment is mostly error, and so is its root in the denominator. A starting point for
-    tuning.
+    Below it, a corrected second moment is mostly error, and so is its root. A starting point for tuning.
 
     Args:
         noise_stddev: s = sigma C / B, the noise in the mean gradient.
-        steps: the number of updates of the run, for the bound at its end; None for a schedule that decreases with the
-            error (first step 0).
+        steps: the number of updates, for the bound at the end of a run; None for a decreasing schedule (first step 0).
         b2, failure_prob: see `second_moment_error_bound`.
 
     Returns:
@@ -145,8 +142,7 @@ def suggest_gamma(
 def tree_quantiles(tree: PyTree, quantiles: Sequence[float] = QUANTILES) -> jax.Array:
     """Quantiles over all coordinates of all leaves.
 
-    *Privacy*: as sensitive as the argument. Post-processing for released values, such as the moments of a private
-    optimizer.
+    *Privacy*: as sensitive as the argument; post-processing for released values, such as a private optimizer's moments.
 
     >>> tree_quantiles({"a": jnp.arange(4.0), "b": jnp.array(4.0)}, (0.0, 0.5, 1.0)).tolist()
     [0.0, 2.0, 4.0]
@@ -232,12 +228,11 @@ class SensitiveMomentRecorder:
 
 
 def sensitive_staleness(clean_means: PyTree, private_means: PyTree, *, delay: int, eps: float) -> jax.Array:
-    r"""DP2's :math:`h(s)`: how far gradients exceed the preconditioner built from older ones. Small is good.
+    r"""DP2's :math:`h(s)`, a scalar: how far gradients exceed the preconditioner built from older ones. Small is good.
 
     .. math:: h(s) = \max_t \frac{\|g_t\|_1}{\|G / s\|_1 + d \epsilon}
 
-    G / s is the average of the private means over the last complete window of s steps before t. The given run stands
-    for the expectations of the paper.
+    G / s averages the private means of the last complete window of s steps before t. (The paper has expectations.)
 
     Args:
         clean_means: leaves ``(T, ...)``, the mean gradients :math:`g_t` of T steps without noise.
@@ -245,14 +240,10 @@ def sensitive_staleness(clean_means: PyTree, private_means: PyTree, *, delay: in
         delay: s, at least 1 and below T.
         eps: the constant added to DP2's preconditioner.
 
-    Returns:
-        h(s), a scalar.
-
     Raises:
         ValueError, TypeError: for a bad argument, or if no step follows the first window.
 
-    *Privacy*: none for ``clean_means``: the result is not covered by epsilon. With the private means for both, it is
-    post-processing.
+    *Privacy*: none for ``clean_means``: epsilon does not cover the result. Post-processing with private means for both.
 
     Reference: Li et al. (2023), Differentially Private Adaptive Optimization with Delayed Preconditioners, Theorem 2.
 

@@ -44,12 +44,7 @@ def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) 
 
 
 def step_event(privacy: Privacy, scheme: Scheme | InParts, step: int, origin: int = 0) -> dp.DpEvent:
-    """The event that one step adds to those before it.
-
-    Args:
-        privacy, scheme: see `compose`.
-        step: number of the step.
-        origin: first step of the strategy that correlates the noise, if any.
+    """The event that one step adds to those before it; ``origin`` is the step at which correlated noise began.
 
     >>> step_event(Privacy((Query(1.0),)), Poisson(0.5), 3).sampling_probability
     0.5
@@ -64,8 +59,7 @@ def compose(privacy: Privacy, sampling: Sampling, steps: int, *, start: int = 0)
 
     Args:
         privacy: the queries of a step.
-        sampling: a scheme of `dpopt.sampling`, `dpopt.samplers.truncated` or `dpopt.samplers.parts` (``Poisson``,
-            ``WithoutReplacement``, ``TruncatedPoisson``, ``InParts``), or a sampler.
+        sampling: a sampler, or a scheme of `dpopt.sampling`, `dpopt.samplers.truncated` or `dpopt.samplers.parts`.
         steps: number of steps; 0 gives the event that costs nothing.
         start: the first step, for optimizers whose cost depends on the step.
 

@@ -2,8 +2,8 @@
 
 A round of Algorithm 3 of AdaDPS is a step of the same chains: every sampled client trains locally, its change
 ``Delta_i = w_i - w`` is clipped, noise is added to the sum, and the server moves by the mean. `client_deltas` promises
-``-Delta_i``, since an Optax optimizer subtracts its input: ``dp_sgd(1.0, ...)`` adds the private mean of the changes,
-``momentum=0.9`` gives server momentum, and ``dp_adam`` gives FedAdam.
+``-Delta_i``, since an Optax optimizer subtracts its input: ``dp_sgd(1.0, ...)`` adds the private mean of the changes as
+the paper does, ``momentum=0.9`` gives server momentum, and ``dp_adam`` gives FedAdam.
 """
 
 import dataclasses
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from dpopt._units import stated_for
+from dpopt._units import arrays_of, stated_for
 from dpopt.chain import PrivateOptimizer
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step
@@ -104,36 +105,30 @@ def client_deltas(
     r"""Makes ``f(params, client_batches, *, mask, example_mask=None)``, a promise of the change of every client.
 
     Client i starts at the server's w and takes ``local_steps`` steps of
-    :math:`w_i \leftarrow w_i - \eta\, S \nabla F_i(w_i)` on its own data. Row i of the promise is
-    :math:`-\Delta_i = w - w_i`: a server optimizer with learning rate 1 and no momentum then adds the private mean of
-    the :math:`\Delta_i`, as the paper does.
+    :math:`w_i \leftarrow w_i - \eta\, S \nabla F_i(w_i)` on its own data. Row i is :math:`-\Delta_i = w - w_i`.
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example.
         local_steps: number of local steps, at least 1.
         local_learning_rate: eta, positive.
-        scale: S = 1 / A, public side information that multiplies the local gradients: positive numbers, a pytree with
-            the structure of the parameters or a prefix of it. None for 1. (To scale the changes themselves before the
-            clip, use `dpopt.precondition_by_side_information` on the server.)
+        scale: S = 1 / A, public side information that multiplies the local gradients: positive numbers, a prefix of the
+            parameters; None for 1. (To scale changes before the clip, use `dpopt.precondition_by_side_information`.)
         local_batch_size: number of examples in a local step. Step k takes the next ones in the given order, cyclically;
             a client with fewer examples uses all of them. None: every step uses all.
         microbatch_size: number of clients to run at a time, to save memory; None for all. The result is the same.
 
     Returns:
         A function of ``params``; ``client_batches``, leaves ``(clients, examples, ...)``, or `Clients`; ``mask``,
-        ``(clients,)`` bool, False for padding, None if there is none; and ``example_mask``, ``(clients, examples)``
-        bool, False for padding of clients with fewer examples, None (the default) if there is none. Padding may hold
-        any values. A client whose run ends in NaN or Inf contributes zero. ``SensitiveAux.losses`` holds the mean loss
-        of each client at its first step. Train steps, `dpopt.train` and ``Plan.run`` accept the function in place of a
-        loss (``Builder(..., unit="client")``).
+        ``(clients,)`` bool, and ``example_mask``, ``(clients, examples)`` bool: False for padding, which may hold any
+        values, None if there is none. A client whose run ends in NaN or Inf contributes zero. ``SensitiveAux.losses``
+        holds the mean loss of each client at its first step. Train steps, `dpopt.train` and ``Plan.run`` accept the
+        function in place of a loss (``Builder(..., unit="client")``).
 
     Raises:
-        ValueError, TypeError: for a bad argument; in the returned function, for parameters, batches, masks or losses
-            that do not fit.
+        ValueError, TypeError: for a bad argument; in the returned function, for anything that does not fit.
 
     *Privacy*: the unit is the client: the clip bounds the effect of all data of one client. Mark the optimizer by
-    `client_level`, and sample clients, not examples: ``expected_batch_size`` and the sampler count clients. ``scale``
-    must be public.
+    `client_level`, and sample clients: ``expected_batch_size`` and the sampler count them. ``scale`` must be public.
 
     Reference: Li, Zaheer, Reddi and Smith (2022), Private Adaptive Optimization with Side Information, Algorithm 3.
 
@@ -146,44 +141,31 @@ def client_deltas(
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
     validate.positive_int(local_steps=local_steps)
     validate.positive(local_learning_rate=local_learning_rate)
-    for name, size in (("local_batch_size", local_batch_size), ("microbatch_size", microbatch_size)):
-        if size is not None:
-            validate.positive_int(**{name: size})
+    sizes = {"local_batch_size": local_batch_size, "microbatch_size": microbatch_size}
+    validate.positive_int(**{name: size for name, size in sizes.items() if size is not None})
     if scale is not None:
         side_information(scale)  # checks the values
 
     @validate.requires_mask
     def promise(
-        params: PyTree,
-        client_batches: Batch,
-        *,
-        mask: jax.Array | np.ndarray | None,
-        example_mask: jax.Array | np.ndarray | None = None,
+        params: PyTree, client_batches: Batch, *, mask: ArrayLike | None, example_mask: ArrayLike | None = None
     ) -> PerExampleGrads:
         validate.floating_params(params)
-        if isinstance(client_batches, Clients):
-            if example_mask is not None:
-                raise ValueError("Clients have an example_mask, but another was given: leave out example_mask=.")
-            client_batches, example_mask = client_batches
-        client_batches = jax.tree.map(jnp.asarray, client_batches)
-        clients, examples = batches.grouped_shape(client_batches, "client")
+        data, (clients, examples), example_mask = arrays_of(client_batches, example_mask, Clients, "client")
         mask = batches.checked_mask(mask, clients)
-        if example_mask is not None:
-            example_mask = batches.checked_example_mask(example_mask, (clients, examples), "client")
-        all_examples = jax.tree.map(lambda x: x.reshape((clients * examples,) + x.shape[2:]), client_batches)
+        all_examples = jax.tree.map(lambda x: x.reshape((clients * examples,) + x.shape[2:]), data)
         batches.check_loss(loss_fn, params, all_examples, has_aux=False)
-        local_scale = None if scale is None else trees.broadcast_prefix(scale, params, "scale")
         runs = _ClientRuns(
             loss_fn,
             params,
-            (client_batches, example_mask),
+            (data, example_mask),
             batch_size=clients,
             engine="vmap",
             microbatch_size=microbatch_size,
             has_aux=False,
             local_steps=local_steps,
             local_learning_rate=local_learning_rate,
-            local_scale=local_scale,
+            local_scale=None if scale is None else trees.broadcast_prefix(scale, params, "scale"),
             local_batch_size=local_batch_size,
         )
         return PerExampleGrads(runs, mask)
@@ -212,7 +194,7 @@ def client_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
     return stated_for("client", optimizer)
 
 
-def client_rows(changes: PyTree, *, mask: jax.Array | np.ndarray | None) -> PerExampleGrads:
+def client_rows(changes: PyTree, *, mask: ArrayLike | None) -> PerExampleGrads:
     r"""A promise of client changes that were computed elsewhere, such as reports that a server received.
 
     Args:
@@ -237,19 +219,15 @@ def device_noise(noise_multiplier: ScalarOrSchedule, *, num_devices: int) -> Sca
     then has standard deviation :math:`\sqrt b \sigma C`, the same as one draw of that size: pass the result as
     ``noise_multiplier``, so that the noise drawn and the event accounted for agree.
 
-    b is a public constant, not the number of clients in a round. In rounds of fixed size (`dpopt.FixedSizeSampler`) the
-    two are the same. Under Poisson sampling they are not: noise from reporting devices alone would have a variance that
-    depends on who takes part (none in an empty round), for which a Gaussian event with :math:`\sqrt b \sigma` does not
-    hold. So here every round has exactly b shares of noise, as if the server added the missing ones; for rounds of
-    fixed size this is the noise of the paper. If only devices add noise in a deployment, use rounds of fixed size, and
-    the smallest number of honest devices that is certain to report as b.
+    b is a public constant: in rounds of fixed size (`dpopt.FixedSizeSampler`), the number of clients. Under Poisson
+    sampling that number varies, and noise from reporting devices alone would have a variance that depends on who takes
+    part, for which a Gaussian event with :math:`\sqrt b \sigma` does not hold. So here every round has exactly b shares
+    of noise, as if the server added the missing ones. If only devices add noise in a deployment, use rounds of fixed
+    size, and the smallest number of honest devices that is certain to report as b.
 
     Args:
         noise_multiplier: sigma on one device, relative to the clip norm: a number, or a schedule ``step -> number``.
         num_devices: b, the number of shares, at least 1.
-
-    Returns:
-        :math:`\sqrt b \sigma`, a number or a schedule.
 
     Raises:
         ValueError, TypeError: for a bad argument.

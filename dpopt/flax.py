@@ -25,14 +25,11 @@ from dpopt.inspection import inspect_optimizer
 
 
 def example_loss(batch_loss: Callable[..., jax.Array]) -> LossFn:
-    """The loss of one example, from a loss of a batch.
+    """The loss of one example, ``loss_fn(params, example)``: a loss of a batch, run on a batch of one.
 
     Args:
         batch_loss: ``batch_loss(params, batch) -> scalar``, the mean or the sum over a batch, without interaction
             between its examples (no batch normalisation, whose statistics mix them).
-
-    Returns:
-        ``loss_fn(params, example)``, which runs ``batch_loss`` on a batch of one.
 
     Raises:
         TypeError: if ``batch_loss`` is not a function.
@@ -94,11 +91,9 @@ def linen_loss(
 
     Raises:
         TypeError: if ``model`` is not a linen module.
-        ValueError: if ``mutable`` is given; in the loss, if the model mixes examples (`check`), or draws random numbers
-            without a key.
+        ValueError: if ``mutable`` is given; in the loss, if the model mixes examples (`check`), or draws without a key.
 
-    *Privacy*: reads no data. Collections updated from private batches (running statistics) would not be private; here
-    they are not updated.
+    *Privacy*: reads no data. Collections (running statistics) are not updated from private batches.
 
     >>> model = linen.Dense(3)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2)))["params"]
@@ -108,7 +103,6 @@ def linen_loss(
     """
     if not isinstance(model, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
         raise TypeError(f"model must be a flax.linen module; got {type(model).__name__}. For NNX see nnx_loss.")
-
     if apply_kwargs.get("mutable"):
         raise ValueError(
             f"mutable={apply_kwargs['mutable']!r} would keep running statistics of private examples, without noise. "
@@ -144,13 +138,11 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., jax.Array], *, wrt: Any = nn
 
     Returns:
         ``loss_fn(params, example)``, and the parameters as plain arrays in an NNX state. If the model draws random
-        numbers (dropout, unless turned off), an example is ``(example, key)``: `dpopt.train` and ``Plan.run`` add keys,
-        and `dpopt.example_keys` makes them.
+        numbers (dropout, unless turned off), examples need keys: see `linen_loss`.
 
     Raises:
         TypeError: if ``model`` is not an NNX module.
-        ValueError: if the filter selects nothing, or layers mix examples (`check`); in the loss, if the model draws
-            random numbers without a key.
+        ValueError: if the filter selects nothing, or layers mix examples (`check`); in the loss, if it has no key.
 
     *Privacy*: reads no data. What the model updates in place while it runs (running statistics, counters) is discarded.
 
@@ -186,11 +178,7 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., jax.Array], *, wrt: Any = nn
 
 
 def nnx_grads(
-    loss: Callable[..., jax.Array],
-    *,
-    wrt: Any = nnx.Param,
-    microbatch_size: int | None = None,
-    engine: Engine = "auto",
+    loss: Callable[..., jax.Array], *, wrt: Any = nnx.Param, microbatch_size: int | None = None, engine: Engine = "auto"
 ) -> Callable[..., PerExampleGrads]:
     """Replaces ``nnx.grad(loss)`` by a promise of per-example gradients: ``grads(model, batch, mask)``.
 
@@ -258,15 +246,12 @@ class NNXOptimizer(nnx.Optimizer[nnx.Module]):
     """
 
     def update(self, model: nnx.Module, grads: PerExampleGrads | PyTree, /, **kwargs: Any) -> optax.Updates:
-        """Updates the state of the optimizer and the parameters of the model in place.
+        """Updates the state of the optimizer and the parameters of the model in place, and returns the updates.
 
         Args:
             model: the module that the optimizer was made for.
             grads: a promise made at the parameters of this model, or ordinary gradients.
             **kwargs: passed to the ``update`` of the Optax transformation.
-
-        Returns:
-            The updates added to the parameters.
         """
         if not isinstance(grads, PerExampleGrads):
             return super().update(model, grads, **kwargs)

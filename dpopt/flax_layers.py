@@ -29,8 +29,7 @@ def check(model: nnx.Module | linen.Module, *args: Any, **kwargs: Any) -> None:
         ValueError: with the path of every such layer.
         TypeError: if ``model`` is not a Flax module.
 
-    *Privacy*: reads no data. Only layers of Flax itself are checked; for other layers, `dpopt.verify` compares
-    gradients.
+    *Privacy*: reads no data. Only layers of Flax itself are checked; for others, `dpopt.verify` compares gradients.
 
     >>> check(nnx.LayerNorm(3, rngs=nnx.Rngs(0)))
     >>> check(nnx.Sequential(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
@@ -43,7 +42,7 @@ def check(model: nnx.Module | linen.Module, *args: Any, **kwargs: Any) -> None:
     elif isinstance(model, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
         found: list[str] = []
         with linen.intercept_methods(watch(found)):
-            jax.eval_shape(functools.partial(model.init, **kwargs), _any_key(), *args)
+            jax.eval_shape(functools.partial(model.init, **kwargs), jax.random.key(0), *args)
         refuse(model, found)
     else:
         raise TypeError(f"model must be a Flax module, linen or NNX; got {type(model).__name__}.")
@@ -109,30 +108,19 @@ def replace_batch_norm(model: nnx.Module, *, groups: int = 32) -> nnx.Module:
     made: dict[int, nnx.GroupNorm] = {}  # a shared layer stays shared
     for _, module in list(nnx.iter_modules(model)):
         items: list[tuple[Any, Any]] = list(enumerate(module) if isinstance(module, nnx.List) else vars(module).items())
+        put = module.__setitem__ if isinstance(module, nnx.List) else functools.partial(setattr, module)
         for name, layer in items:
-            if not isinstance(layer, nnx.BatchNorm):
-                continue
-            if id(layer) not in made:
-                made[id(layer)] = _as_group_norm(layer, groups)
-            if isinstance(module, nnx.List):
-                module[name] = made[id(layer)]
-            else:
-                setattr(module, name, made[id(layer)])
+            if isinstance(layer, nnx.BatchNorm):
+                if id(layer) not in made:
+                    made[id(layer)] = _as_group_norm(layer, groups)
+                put(name, made[id(layer)])
     return model
 
 
 def _as_group_norm(layer: nnx.BatchNorm, groups: int) -> nnx.GroupNorm:
     count = max(n for n in range(1, max(1, groups) + 1) if layer.num_features % n == 0)
-    new = nnx.GroupNorm(
-        layer.num_features,
-        num_groups=count,
-        epsilon=layer.epsilon,
-        dtype=layer.dtype,
-        param_dtype=layer.param_dtype,
-        use_bias=layer.use_bias,
-        use_scale=layer.use_scale,
-        rngs=nnx.Rngs(0),
-    )
+    same = {name: getattr(layer, name) for name in ("epsilon", "dtype", "param_dtype", "use_bias", "use_scale")}
+    new = nnx.GroupNorm(layer.num_features, num_groups=count, rngs=nnx.Rngs(0), **same)
     for old, own in ((layer.scale, new.scale), (layer.bias, new.bias)):
         if old is not None and own is not None:
             own[...] = old[...]
@@ -145,20 +133,12 @@ def _batch_norms(model: nnx.Module) -> Iterator[tuple[str, nnx.BatchNorm]]:
             yield ".".join(map(str, path)) or type(module).__name__, module
 
 
-def _any_key() -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
-
-
 def draws(model: nnx.Module) -> bool:
     """Whether an NNX model has random streams in use; those of dropout that is turned off do not count.
 
     >>> draws(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), draws(nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)))
     (True, False)
     """
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.Dropout) and (module.deterministic or module.rate == 0):
-            continue
-        held = [v for v in vars(module).values() if isinstance(v, nnx.RngStream | nnx.Rngs)]
-        if held:
-            return True
-    return False
+    modules = [module for _, module in nnx.iter_modules(model)]
+    in_use = [m for m in modules if not (isinstance(m, nnx.Dropout) and (m.deterministic or m.rate == 0))]
+    return any(isinstance(held, nnx.RngStream | nnx.Rngs) for m in in_use for held in vars(m).values())

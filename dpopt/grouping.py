@@ -85,10 +85,9 @@ class Groups:
         return np.random.default_rng([cast(int, self._seed), _USER_DRAWS, name] + ([] if step is None else [1, step]))
 
     def batches(self, data: Any) -> UserBatches:
-        """The data as `dpopt.train`, ``Plan.run`` and `dpopt.Steps` take them: a function from user numbers to `Users`.
+        """A function from user numbers to `Users`, for `dpopt.train`, ``Plan.run`` and `dpopt.Steps`.
 
-        Args:
-            data: one row per example, in any form that `dpopt.train` takes.
+        ``data`` has one row per example, in any form that `dpopt.train` takes.
         """
         return UserBatches(self, rows_of(data, len(self._order)))
 
@@ -134,8 +133,7 @@ def group(
     Args:
         user_ids: ``(examples,)`` integers or strings: the user of each example. For an example that several users
             share, leave it out, or assign it to one of them without looking at the data.
-        max_examples: largest number of examples of a user in a batch. It bounds time and memory per user; privacy is
-            bounded by the clip in any case.
+        max_examples: largest number of examples of a user in a batch, for time and memory. (The clip bounds privacy.)
         how: ``"first"``: the first examples in the order of the data (greedy). ``"sample"``: a uniform subset, drawn
             once. ``"resample"``: a uniform subset, drawn again for every batch, so that in time all examples are used.
         seed: a non-negative integer for the draws, as secret as the data. It may be the seed of the sampler.

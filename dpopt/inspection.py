@@ -9,6 +9,7 @@ the sum of that clip, and nothing else that depends on an example may reach the 
 from __future__ import annotations
 
 import inspect
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from dpopt import _stages
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting, flow
 from dpopt.common.types import PyTree
+from dpopt.constants import shapes_of
 from dpopt.engines import stand_in
 from dpopt.events import Sampling, compose
 from dpopt.gradients import PerExampleGrads
@@ -33,11 +35,9 @@ def privacy_of(optimizer: Any, params: optax.Params | None = None) -> Privacy:
 
     Args:
         optimizer: a `PrivateOptimizer`, something that holds one in ``.optimizer`` (a train step) or ``.tx``
-            (``TrainState``, ``nnx.Optimizer``), or any Optax transformation around dpopt's stages, such as an
-            ``optax.chain``.
+            (``TrainState``, ``nnx.Optimizer``), or any Optax transformation around dpopt's stages (``optax.chain``).
         params: the parameters (or shapes), for an ``optax.chain`` whose stages depend on their tree, such as
-            ``adamw(mask=tree)``; not needed after its first step. The update of such a chain is traced once, without
-            data and without computing anything.
+            ``adamw(mask=tree)``; not needed after its first step. The update of such a chain is traced, not computed.
 
     Raises:
         ValueError: if it does not clip once and then add noise to that sum, or if anything bypasses the two.
@@ -110,27 +110,28 @@ def privacy_event(optimizer: Any, *, sampling: Sampling, steps: int, params: PyT
 
 
 def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> None:
-    while not hasattr(optimizer, "updated"):  # a train step or an NNX optimizer holds one
-        held = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
-        if held is None:
-            break
-        optimizer = held
+    while not hasattr(optimizer, "updated") and optimizer is not None:  # a train step or an NNX optimizer holds one
+        optimizer = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
     if drawn_to == 0 and getattr(optimizer, "updated", False):
-        warnings.warn(
+        warning = (
             "this optimizer has been used, but this sampler has drawn no batches. If they came from elsewhere, such as "
             "epochs over shuffled data, epsilon does not hold for them. Pass the sampler that drew them, or a scheme "
-            "(sampler.scheme) for the cost of a planned run.",
-            UserWarning,
-            stacklevel=3,
+            "(sampler.scheme) for the cost of a planned run."
         )
     elif drawn_to is not None and steps < drawn_to:
-        warnings.warn(
+        warning = (
             f"this sampler has drawn the batches of {drawn_to} steps, but only {steps} are accounted for: the others "
             "cost nothing only if their results were never used. Pass a scheme (sampler.scheme) for the cost of a "
-            "shorter run.",
-            UserWarning,
-            stacklevel=3,
+            "shorter run."
         )
+    else:
+        return
+    warnings.warn(warning, UserWarning, stacklevel=3)
+
+
+# For each update function that was inspected: the structures of its arguments, and the shapes of its parameters.
+_inspected: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
+_trained: weakref.WeakKeyDictionary[Callable[..., Any], PyTree] = weakref.WeakKeyDictionary()
 
 
 def inspect_optimizer(
@@ -140,60 +141,26 @@ def inspect_optimizer(
     params: optax.Params | None,
     extra: dict[str, Any],
 ) -> None:
-    """Inspects ``optimizer.update`` for arguments like these, once for each structure.
-
-    Raises:
-        ValueError, TypeError: if it is not private, with the reason.
-    """
+    """Inspects ``optimizer.update`` for arguments like these, once for each structure; raises if it is not private."""
     validate.public_arguments(extra)
-    if not getattr(optimizer, "is_chained", False):
-        update = optax.with_extra_args_support(optimizer).update
-        inspect_once(update, optimizer.update, grads, state, params, extra)
-
-
-# For each update function that was inspected: the structures of its arguments, and the shapes of its parameters.
-_inspected: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
-_trained: weakref.WeakKeyDictionary[Callable[..., Any], PyTree] = weakref.WeakKeyDictionary()
-
-
-def inspect_once(
-    update: Callable[..., Any],
-    identity: Callable[..., Any],
-    grads: PerExampleGrads,
-    state: optax.OptState,
-    params: optax.Params | None,
-    extra: dict[str, Any],
-) -> None:
-    """`inspect_update` for arguments like these, unless done before for ``identity``, or within an inspection."""
-    if flow.is_inspecting():
+    if getattr(optimizer, "is_chained", False) or flow.is_inspecting():
         return
+    update = optax.with_extra_args_support(optimizer).update
     leaves, structure = jax.tree.flatten((state, params, extra))
     signature = structure, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves if not callable(x))
-    seen = _inspected.setdefault(identity, set())
+    seen = _inspected.setdefault(optimizer.update, set())
     if signature not in seen:
         inspect_update(lambda g, s, p: update(g, s, p, **extra), state, params, like=grads.like, unit=grads.unit)
         seen.add(signature)
-        _trained[identity] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+        _trained[optimizer.update] = shapes_of(params)
 
 
 def inspect_update(
-    update: Callable[..., tuple[optax.Updates, optax.OptState]],
-    state: optax.OptState,
-    params: optax.Params | None,
-    *,
-    like: PyTree = None,
-    unit: str = "example",
+    update: Callable[..., Any], state: PyTree, params: PyTree, *, like: PyTree = None, unit: str = "example"
 ) -> Privacy:
-    """The privacy of ``update(grads, state, params) -> (updates, state)``.
+    """The privacy of ``update(grads, state, params) -> (updates, state)``; raises a ValueError if it is not private.
 
-    Args:
-        update: the update of a transformation.
-        state, params: arrays or shapes.
-        like: a tree like one row's gradient; None for ``params``.
-        unit: the unit of a row.
-
-    Raises:
-        ValueError: if it is not private, with the reason.
+    ``state`` and ``params`` are arrays or shapes, ``like`` (None for ``params``) is a tree like one row's gradient.
     """
     found: list[Privacy] = []
 
@@ -241,11 +208,7 @@ def check_arguments(update: Callable[..., Any], name: str) -> None:
 
 
 def _required_private_arguments(update: Callable[..., Any]) -> set[str]:
-    """Required arguments of an update whose names are not public, according to its signature.
-
-    Optax's combinators (``chain``, ``with_extra_args_support``) hide the signatures of their parts, which are found in
-    their closures.
-    """
+    """Required arguments of an update, or of a part of Optax's combinators, whose names are not public."""
     function = inspect.unwrap(update)
     try:
         arguments = inspect.signature(function).parameters.values()
@@ -253,7 +216,8 @@ def _required_private_arguments(update: Callable[..., Any]) -> set[str]:
         return set()
     names = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
     found = {name for name in names if not validate.is_public_argument(name)}
-    if str(function.__module__).split(".")[0] == "optax":  # None in a function made by exec
+    # A combinator hides the signatures of its parts, but closes over them. (The module is None in functions by exec.)
+    if str(function.__module__).split(".")[0] == "optax":
         closed_over = inspect.getclosurevars(function).nonlocals.values()
         parts = [x for value in closed_over for x in (value if isinstance(value, tuple | list) else [value])]
         found.update(*(_required_private_arguments(x) for x in parts if inspect.isfunction(x)))
@@ -275,10 +239,8 @@ def _is_own(error: Exception) -> bool:
     """Whether dpopt raised it, so that its message needs no explanation."""
     if isinstance(error, AttributeError):  # other code read an attribute of arrays from a promise
         return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    here = trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("dpopt")
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    here = bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("dpopt")
     return here and "keyword" not in str(error)  # a call with wrong arguments raises in the caller: dpopt
 
 

@@ -18,8 +18,7 @@ def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
     """A noise key that nobody can guess: random bits from the operating system.
 
     Anyone can guess ``jax.random.key(0)``, and anyone with the noise key can subtract the noise. Keep the key as secret
-    as the data. It cannot be made again, and need not be: `dpopt.train` resumes a run from its checkpoint, with a fresh
-    key.
+    as the data. It cannot be made again, and need not be: `dpopt.train` resumes a run with a fresh key.
 
     Only the seed is of cryptographic quality. The generators of JAX (by default threefry with 20 rounds and a 64-bit
     key) are designed for statistics and speed: no attack that would help here is known, but none is ruled out.
@@ -27,8 +26,7 @@ def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
     Args:
         impl: name of a JAX generator; None for the default. ``"rbg"`` has a 128-bit key, splits it by threefry, and its
             draws may differ between kinds of device.
-        shared: whether all processes of a run get the key of the first one, by ``jax.distributed``. All must then call
-            this function.
+        shared: whether all processes of a run, which must all call this, get that of the first (``jax.distributed``).
 
     Raises:
         ValueError: if JAX has no such generator.
@@ -49,8 +47,7 @@ def example_keys(key: jax.Array, step: int | jax.Array, indices: ArrayLike | Seq
     """One key per example, from step and example, for a loss that draws random numbers (dropout, augmentation).
 
     Do not use keys by row: with ``jax.random.split(key, B)``, the key of an example changes if an example before it
-    leaves the batch. Then the presence of one example changes the gradients of others, and moves the clipped sum by
-    much more than C.
+    leaves the batch. Then one example changes the gradients of others, and moves the clipped sum by much more than C.
 
     Args:
         key: a key for this purpose alone, not the noise key.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from dpopt import events
 from dpopt.accounting import Accountant, epsilon_of_event
@@ -13,8 +14,7 @@ from dpopt.common.lazy import dp_accounting
 class Ledger:
     """An append-only list of the events that a run has recorded.
 
-    Entries cannot be removed or edited, computing epsilon changes nothing, and a ledger survives `to_json` and
-    `from_json` unchanged.
+    Entries cannot be removed or edited. Neither computing epsilon nor `to_json` and `from_json` change a ledger.
 
     *Privacy*: holds descriptions of queries, no data. It is as public as epsilon.
 
@@ -59,14 +59,11 @@ class Ledger:
     def event(self) -> dp_accounting.DpEvent:
         """Everything recorded, as one event."""
         # Order does not matter for composition, and it is faster on counts of equal steps.
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for event, count in self._entries:
-            text = json.dumps(events.to_json(event))
-            counts[text] = counts.get(text, 0) + count
-        parts: list[dp_accounting.DpEvent] = [
-            dp_accounting.SelfComposedDpEvent(events.from_json(json.loads(e)), n) for e, n in counts.items()
-        ]
-        return dp_accounting.ComposedDpEvent(parts)
+            counts[json.dumps(events.to_json(event))] += count
+        distinct = [(events.from_json(json.loads(text)), count) for text, count in counts.items()]
+        return dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(e, n) for e, n in distinct])
 
     def epsilon(self, *, delta: float, accountant: Accountant = "pld") -> float:
         """Epsilon of everything recorded; 0 for an empty ledger."""

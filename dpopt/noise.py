@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from dpopt import _stages
 from dpopt.common import trees, validate
@@ -66,7 +66,7 @@ def standard_normal_like(key: jax.Array, tree: PyTree) -> PyTree:
     ((3,), False)
     """
     leaves, structure = jax.tree.flatten(tree)
-    shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+    shapes = tuple(map(jnp.shape, leaves))
     dtypes = tuple(trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves)
     for dtype in dtypes:
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -99,9 +99,7 @@ def _draws(key: jax.Array, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np
 
 def _keys(key: jax.Array, count: int) -> jax.Array:
     """Independent keys; a single one is ``key`` itself. (``split`` depends on ``jax_threefry_partitionable``.)"""
-    if count == 1:
-        return key[None]
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count)) if count > 1 else key[None]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -238,26 +236,24 @@ def released(updates: PyTree | sums.Sum, noise: Callable[[PyTree], PyTree] | Non
 
 
 def scaled(draw: PyTree, stddev: ArrayLike, *, zero_is_meant: bool) -> PyTree:
-    """Standard normals times a standard deviation, or NaN where that is too small (`_not_vanishing`).
+    """Standard normals times a standard deviation, or NaN where that is too small.
+
+    Schedules and traced numbers cannot be checked earlier. A 0 from a schedule may be a decayed value that underflowed
+    in float32, whereas accounting uses the exact number. A traced number is not accounted for at all (its privacy
+    cannot be stated), and 0 means that its noise is off.
 
     *Privacy*: reads no data.
 
     >>> scaled(jnp.ones(1), 2.0, zero_is_meant=True).tolist()
     [2.0]
     """
-    scale = functools.partial(_not_vanishing, stddev, zero_is_meant=zero_is_meant)
-    return jax.tree.map(lambda z: scale(z.dtype) * z, draw)
 
+    def one(z: jax.Array) -> jax.Array:
+        scale = jnp.asarray(stddev, z.dtype)
+        is_sound = scale >= LEAST_STDDEV
+        return jnp.where(is_sound | (scale == 0) if zero_is_meant else is_sound, scale, jnp.nan) * z
 
-def _not_vanishing(stddev: ArrayLike, dtype: DTypeLike, *, zero_is_meant: bool) -> jax.Array:
-    """The standard deviation, or NaN where it is too small. Schedules and traced numbers cannot be checked earlier.
-
-    A 0 from a schedule may be a decayed value that underflowed in float32, whereas accounting uses the exact number. A
-    traced number is not accounted for at all (its privacy cannot be stated), and 0 means that its noise is off.
-    """
-    stddev = jnp.asarray(stddev, dtype)
-    is_sound = stddev >= LEAST_STDDEV
-    return jnp.where(is_sound | (stddev == 0) if zero_is_meant else is_sound, stddev, jnp.nan)
+    return jax.tree.map(one, draw)
 
 
 def normalize_by(expected_batch_size: float | jax.Array) -> optax.GradientTransformationExtraArgs:

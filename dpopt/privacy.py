@@ -1,7 +1,6 @@
 """The privacy cost of a chain of transformations, before sampling and composition.
 
-`Privacy` lists the Gaussian queries of a step. `dpopt.chain` computes it from its stages; for a chain made by
-``optax.chain``, `dpopt.inspection` finds it.
+`Privacy` lists the Gaussian queries of a step: `dpopt.chain` computes it, `dpopt.inspection` finds it for other chains.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class Privacy:
 
     Args:
         queries: the Gaussian queries of a step. All read the same batch.
-        unit: one record: ``"example"``, or for user-level privacy ``"client"`` (`dpopt.federated`) or ``"user"``
-            (`dpopt.users`).
+        unit: one record: ``"example"``, ``"client"`` (`dpopt.federated`) or ``"user"`` (`dpopt.users`).
 
     *Privacy*: `step_event` is exact for the queries listed; `dpopt.accounting` composes it over steps and sampling.
 
@@ -80,13 +78,12 @@ class Privacy:
         Raises:
             ValueError: if noise is correlated over steps: then a single step has no event.
         """
-        for query in self.queries:
-            if query.strategy is not None and query.strategy.bands > 1:
-                raise ValueError(
-                    f"this optimizer's noise is correlated over steps ({query.strategy.name}), so its batches must "
-                    "come from a sampler that keeps the steps of an example apart; no theorem covers this sampler. Use "
-                    "CyclicPoissonSampler (for banded strategies) or EpochSampler, of dpopt.samplers.parts."
-                )
+        if self.correlation is not None:
+            raise ValueError(
+                f"this optimizer's noise is correlated over steps ({self.correlation}), so its batches must come from "
+                "a sampler that keeps the steps of an example apart; no theorem covers this sampler. Use "
+                "CyclicPoissonSampler (for banded strategies) or EpochSampler, of dpopt.samplers.parts."
+            )
         distance = _distance(relation)
         multipliers = [q.multiplier(step) / distance for q in self.queries if q.active is None or q.active(step)]
         events: list[dp_accounting.DpEvent] = [
@@ -174,8 +171,7 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
         return stddev / clip.sensitivity
 
     sigma = multiplier if callable(noise.noise_stddev) else multiplier(0)
-    query = Query(sigma, strategy=noise.strategy)
-    return Privacy((query,), unit=clip.unit)
+    return Privacy((Query(sigma, strategy=noise.strategy),), unit=clip.unit)
 
 
 _MADE_BY = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function, clip_and_sum, is_adaptive
+from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function, clip_and_sum
 from dpopt.common import validate
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.noise import add_correlated_noise
@@ -29,14 +29,11 @@ def privatize(
 
     Args:
         l2_clip_norm: C, or a clip function of `dpopt.clipping`, or `dpopt.adaptive.quantile_clip`.
-        noise_multiplier: sigma: the standard deviation of the noise over the sensitivity. A number, or a schedule
-            ``step -> number``. 0 switches noise, and privacy, off.
+        noise_multiplier: sigma, the noise's standard deviation over the sensitivity, or a schedule. 0: no privacy.
         expected_batch_size: B, a public constant.
         key: PRNG key for the noise, used for nothing else.
-        noise: a strategy of `dpopt.correlated` for noise that is correlated over steps, which needs a sampler of
-            `dpopt.samplers.parts`; None for independent noise.
-        preconditioner: where S comes from (`dpopt.preconditioners.base`): one, several in a tuple (they multiply), or
-            None.
+        noise: None for independent noise; a strategy of `dpopt.correlated` needs a sampler of `dpopt.samplers.parts`.
+        preconditioner: where S comes from (`dpopt.preconditioners.base`): one, a tuple (they multiply), or None.
 
     Raises:
         ValueError, TypeError: for a bad argument, named.
@@ -53,7 +50,7 @@ def privatize(
     validate.positive(expected_batch_size=expected_batch_size)
     if not isinstance(preconditioner, tuple):
         preconditioner = () if preconditioner is None else (preconditioner,)
-    if is_adaptive(l2_clip_norm):
+    if isinstance(l2_clip_norm, AdaptiveClip):
         return l2_clip_norm.private_mean(
             noise_multiplier=noise_multiplier,
             expected_batch_size=expected_batch_size,

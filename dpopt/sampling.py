@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
@@ -165,10 +166,7 @@ class _Sampler(Generic[_Scheme]):
         return Batch(np.resize(rows, size), np.arange(size) < len(drawn))
 
     def batches(self, start: int, stop: int) -> Batch:
-        """Batches of steps ``start .. stop - 1``, stacked: leaves ``(stop - start, size)``, for ``jax.lax.scan``.
-
-        ``size`` is that of the largest batch.
-        """
+        """Batches of steps ``start .. stop - 1``, all as large as the largest, stacked for ``jax.lax.scan``."""
         validate.non_negative_int(start=start, stop=stop)
         if stop <= start:
             raise ValueError(f"stop must exceed start; got start {start}, stop {stop}.")
@@ -179,10 +177,7 @@ class _Sampler(Generic[_Scheme]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches of steps ``start``, ``start + 1``, ..., endlessly."""
-        step = self.start
-        while True:
-            yield self.batch(step)
-            step += 1
+        return map(self.batch, itertools.count(self.start))
 
 
 def padding(expected_batch_size: float) -> int:

@@ -1,34 +1,28 @@
 """Noise on the touched rows of a table only, for large embedding tables of which a batch uses few rows.
 
-Ordinary noise is drawn for every entry of a table, and moves the embeddings of words that nobody used. Which rows were
-touched is private. `sparse_rows` releases them by a separate query, with noise and at a cost that accounting includes,
-and leaves all other rows unchanged.
+Ordinary noise moves the embeddings of words that nobody used. Which rows were touched is private: `sparse_rows`
+releases them by a separate query, with noise and at a cost that accounting includes, and leaves all others unchanged.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from dpopt import noise as _noise
+from dpopt import noise as independent_noise
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import FixedClip, as_clip_function, as_promise, clip_and_sum
 from dpopt.common import trees, validate
 from dpopt.common.types import Example, PyTree, ScalarOrSchedule
+from dpopt.correlated.strategies import Strategy
 from dpopt.engines.stacked import ClipFunction
-from dpopt.noise import drawn_by, normalize_by
 from dpopt.preconditioners.base import Diagonal, Preconditioner, precondition
 from dpopt.privacy import Privacy
 from dpopt.private_mean import noise_stddev, privatize
-
-if TYPE_CHECKING:
-    from dpopt.correlated.strategies import Strategy
 
 _TOUCH_KEY = 2**31 - 3  # folded into the key: far from step numbers, as is the number for the sampler's seed
 
@@ -64,11 +58,7 @@ class SparseRows:
         return self.clip.sensitivity
 
     def split(self, noise_multiplier: ScalarOrSchedule) -> tuple[ScalarOrSchedule, ScalarOrSchedule]:
-        r"""The noise multipliers of gradients and touches: their :math:`\sigma^{-2}` add up to the given one.
-
-        Args:
-            noise_multiplier: a number or a schedule; both results are of the same kind.
-        """
+        r"""The noise multipliers of gradients and touches: their :math:`\sigma^{-2}` add up to the given one's."""
 
         def part(share: float) -> ScalarOrSchedule:
             if callable(noise_multiplier):
@@ -102,8 +92,8 @@ class SparseRows:
 
         def core_on(kept: dict[int, jax.Array], like: PyTree) -> PrivateOptimizer:
             stages = (precondition(p) for p in (*preconditioner, KeptRows(_is_kept(kept, like), self)))
-            added = drawn_by(_drawn_on(kept), stddev, key)
-            return chain(*stages, clip_and_sum(self.clip), added, normalize_by(expected_batch_size))
+            added = independent_noise.drawn_by(_drawn_on(kept), stddev, key)
+            return chain(*stages, clip_and_sum(self.clip), added, independent_noise.normalize_by(expected_batch_size))
 
         core = core_on({}, None)  # its state and privacy do not depend on the rows of a step
         touches = privatize(
@@ -155,7 +145,7 @@ class SparseRows:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeptRows:
+class KeptRows(Preconditioner):
     """The diagonal that is 1 at kept rows and 0 at others, before the clip and after the noise.
 
     *Privacy*: which rows are kept has already been released.
@@ -176,10 +166,6 @@ class KeptRows:
     def diagonal(self, state: tuple[()], params: optax.Params | None, **extra_args: Any) -> tuple[Diagonal, tuple[()]]:
         del params, extra_args
         return Diagonal(scale=self.scale, release=self.scale), state
-
-    def observe(self, state: tuple[()], private_mean: PyTree, noise_stddev: PyTree) -> tuple[()]:
-        del private_mean, noise_stddev
-        return state
 
 
 def sparse_rows(
@@ -209,8 +195,7 @@ def sparse_rows(
         l2_clip_norm: C, or a clip function.
         tables: maps the parameters to the tables among them (one, or a list): arrays whose first axis indexes rows.
         rows: maps an example to the indices of the rows that it touches: integers of any shape, or a list of these, one
-            for each table. Repeated indices count once, also over the examples of one user or client; negative ones are
-            ignored.
+            for each table. Repeated ones count once, also over the examples of a user or client, negative ones never.
         most_rows: how many rows of each table are kept in a step at most, positive.
         threshold: tau, a number of contributions, each at most 1 (C_1 over the square root of the number of rows that
             the example touches). A row that nobody touched is kept with the probability that noise exceeds tau.
@@ -283,7 +268,7 @@ def _drawn_on(kept: dict[int, jax.Array]) -> Callable[[jax.Array, PyTree], PyTre
     def draw(key: jax.Array, total: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(total)
         few = [jnp.zeros((len(kept[i]), *x.shape[1:]), x.dtype) if i in kept else x for i, x in enumerate(leaves)]
-        drawn = _noise.standard_normal_like(key, few)
+        drawn = independent_noise.standard_normal_like(key, few)
         for place, rows in kept.items():
             zeros = jnp.zeros(leaves[place].shape, drawn[place].dtype)
             drawn[place] = zeros.at[rows].set(drawn[place], mode="drop")

@@ -60,11 +60,8 @@ def true_positive_rates(
     ways = [steps for steps in events.flattened_both_ways(event) if steps]
     deltas = np.max([_deltas(steps, epsilons, accountant) for steps in ways], axis=0)
     gains = np.exp(epsilons)
-    highest = np.minimum(
-        rates[:, None] * gains + deltas,
-        1 - (1 - deltas - rates[:, None]) / gains,
-    )
-    return np.clip(highest.min(axis=1), rates, 1.0)
+    bounds_of_each = np.minimum(rates[:, None] * gains + deltas, 1 - (1 - deltas - rates[:, None]) / gains)
+    return np.clip(bounds_of_each.min(axis=1), rates, 1.0)
 
 
 def _deltas(

@@ -4,17 +4,15 @@
 them by the same engines as for examples, and a sampler draws users. For local training see `dpopt.federated`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import ArrayLike
 
 from dpopt import verification
-from dpopt._units import stated_for
+from dpopt._units import arrays_of, stated_for
 from dpopt.chain import PrivateOptimizer
 from dpopt.common import trees, validate
 from dpopt.common.types import Batch, LossFn, PyTree
@@ -53,26 +51,22 @@ def per_user_grads(
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``, the loss of one example.
-        reduce: ``"mean"`` weights all users equally; with ``"sum"`` users with many examples have more weight, up to
-            the clip. Privacy is the same.
+        reduce: ``"mean"`` weights all users equally; ``"sum"`` those with many examples more, up to the clip.
         engine, memory: see `dpopt.per_example_grads`; losses have one more axis.
         microbatch_size: number of users to process at a time; see `dpopt.per_example_grads`.
 
     Returns:
         A function of ``params``; ``user_batches``, leaves ``(users, examples, ...)``, or `Users`; ``mask``,
-        ``(users,)`` bool, False for padding, None if there is none; and ``example_mask``, ``(users, examples)`` bool,
-        False for padding of users with fewer examples, None (the default) if there is none. Padding may hold any
-        values. A user contributes zero if there are no examples, or any loss or gradient of theirs is not finite.
-        ``SensitiveAux.losses`` holds the sum or mean of each user. Train steps, `dpopt.train` and ``Plan.run`` accept
-        the function in place of a loss (``Builder(..., unit="user")``).
+        ``(users,)`` bool, and ``example_mask``, ``(users, examples)`` bool: False for padding, which may hold any
+        values, None if there is none. A user contributes zero if there are no examples, or any loss or gradient of
+        theirs is not finite. ``SensitiveAux.losses`` holds the sum or mean of each user. Train steps, `dpopt.train` and
+        ``Plan.run`` accept the function in place of a loss (``Builder(..., unit="user")``).
 
     Raises:
-        ValueError, TypeError: for a bad argument; in the returned function, for parameters, batches, masks or losses
-            that do not fit.
+        ValueError, TypeError: for a bad argument; in the returned function, for anything that does not fit.
 
-    *Privacy*: the unit is the user: the clip bounds what all examples of one user add together. Mark the optimizer by
-    `user_level`, and sample users: ``expected_batch_size`` and the sampler count them. All examples of a user must be
-    in one row.
+    *Privacy*: the unit is the user: the clip bounds what all examples of one user add together, which must be in one
+    row. Mark the optimizer by `user_level`, and sample users: ``expected_batch_size`` and the sampler count them.
 
     >>> grads = per_user_grads(lambda w, x: 0.5 * (w - x) ** 2)
     >>> grads(jnp.array(0.0), jnp.array([[4.0, 2.0], [8.0, 8.0]]), mask=None).materialize().tolist()
@@ -94,11 +88,7 @@ def per_user_grads(
 
     @validate.requires_mask
     def promise(
-        params: PyTree,
-        user_batches: Batch,
-        *,
-        mask: jax.Array | np.ndarray | None,
-        example_mask: jax.Array | np.ndarray | None = None,
+        params: PyTree, user_batches: Batch, *, mask: ArrayLike | None, example_mask: ArrayLike | None = None
     ) -> PerExampleGrads:
         validate.floating_params(params)
         batch = _prepared(loss_fn, params, user_batches, example_mask)
@@ -118,18 +108,13 @@ def per_user_grads(
 
 
 def _prepared(
-    loss_fn: LossFn, params: PyTree, user_batches: Batch, example_mask: jax.Array | np.ndarray | None
+    loss_fn: LossFn, params: PyTree, user_batches: Batch, example_mask: ArrayLike | None
 ) -> tuple[PyTree, jax.Array]:
     """A checked batch with users as rows: ``(examples, example mask)``."""
-    user_batches, keys = _without_keys(user_batches)
-    if isinstance(user_batches, Users):
-        if example_mask is not None:
-            raise ValueError("Users have an example_mask, but another was given: leave out example_mask=.")
-        user_batches, example_mask = user_batches
-    data = jax.tree.map(jnp.asarray, user_batches)
-    shape = users, examples = batches.grouped_shape(data, "user")
-    example_mask = jnp.ones(shape, bool) if example_mask is None else example_mask
-    example_mask = batches.checked_example_mask(example_mask, shape, "user")
+    has_keys = isinstance(user_batches, tuple) and len(user_batches) == 2 and isinstance(user_batches[0], Users)
+    user_batches, keys = user_batches if has_keys else (user_batches, None)  # paired by the training loop
+    data, (users, examples), example_mask = arrays_of(user_batches, example_mask, Users, "user")
+    example_mask = jnp.ones((users, examples), bool) if example_mask is None else example_mask
     data = _without_padding(data, example_mask)
     if keys is not None:
         data = data, jax.vmap(lambda key: jax.random.split(key, examples))(keys)
@@ -155,12 +140,6 @@ def user_level(optimizer: PrivateOptimizer) -> PrivateOptimizer:
     'user'
     """
     return stated_for("user", optimizer)
-
-
-def _without_keys(batch: Batch) -> tuple[Batch, jax.Array | None]:
-    """The users and their keys, if the training loop has paired them with keys."""
-    paired = isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], Users)
-    return batch if paired else (batch, None)
 
 
 def _without_padding(data: PyTree, example_mask: jax.Array) -> PyTree:

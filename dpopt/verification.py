@@ -20,12 +20,12 @@ from dpopt.common import trees, validate
 from dpopt.common.types import Batch, LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.engines import explicit_axes, promises
+from dpopt.engines.programs import equations
 from dpopt.gradients import Engine, per_example_grads
 from dpopt.preconditioners.base import SideInformation
 
 if TYPE_CHECKING:
     import optax
-    from jax.extend.core import Jaxpr
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def verify(
         ran = source.run(mask, whole_scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 
-    def difference(params: optax.Params, plain: _Plain) -> _Difference | None:
+    def difference(params: optax.Params, plain: _Plain) -> str | None:
         everyone = list(range(len(plain.totals)))
         for chosen in [everyone, *([i] for i in everyone)] if len(everyone) > 1 else [everyone]:
             norms, total = jax.device_get(run(params, batch, np.isin(np.arange(size), chosen), constants))
@@ -120,7 +120,10 @@ def verify(
         plain = _Plain.of(loss_fn, constants, near, batch, min(examples, size), has_aux, scale)
         if difference(near, plain) is None:
             return
-    raise VerificationError(_explained(first, engine))
+    raise VerificationError(
+        f"engine={engine!r} disagrees with plain jax.grad about {first}. {_advice(engine)} This message is as private "
+        "as the data."
+    )
 
 
 def _moved(params: PyTree, seed: int) -> PyTree:
@@ -160,15 +163,6 @@ def fixed_scale(optimizer: optax.GradientTransformation, params: optax.Params) -
     return None if not scales else jax.tree.map(lambda *s: np.prod(np.broadcast_arrays(*s), axis=0), *scales)
 
 
-class _Difference(NamedTuple):
-    """A disagreement between an engine and plain gradients."""
-
-    quantity: str
-    parameter: str
-    got: float
-    want: float
-
-
 class _Plain(NamedTuple):
     """Gradients of a few examples, computed one by one, in NumPy's float64."""
 
@@ -195,8 +189,12 @@ class _Plain(NamedTuple):
 
     def difference(
         self, norms: PyTree, total: PyTree, chosen: list[int], clip_norm: float, tolerance: float
-    ) -> _Difference | None:
+    ) -> str | None:
         """The first disagreement with an engine's norms and clipped sum of the chosen examples, or None."""
+
+        def described(name: str, quantity: str, got: float, want: float) -> str:
+            return f"parameter {name}: {quantity} is {got:.6g}, and should be {want:.6g}"
+
         floors = [_FLOOR * max(n, _FAR_BELOW * clip_norm) for n in self.totals]
         finite = [i for i in chosen if np.isfinite(self.totals[i])]  # all others must contribute zero
         weights = [min(1.0, clip_norm / self.totals[i]) if self.totals[i] > 0 else 1.0 for i in finite]
@@ -206,38 +204,31 @@ class _Plain(NamedTuple):
             for i in finite:
                 got, want = float(rows[i]), self.norms[i][k]
                 if not abs(got - want) <= tolerance * (want + floors[i]):
-                    return _Difference(f"the norm of the gradient of example {i} of the batch", name, got, want)
+                    return described(name, f"the norm of the gradient of example {i} of the batch", got, want)
             want = sum((w * self.grads[i][k] for w, i in zip(weights, finite, strict=True)), np.zeros(summed.shape))
             size = sum(w * (self.norms[i][k] + floors[i]) for w, i in zip(weights, finite, strict=True))
             if not np.linalg.norm((summed - want).ravel()) <= tolerance * size:
                 got = float(np.linalg.norm(np.asarray(summed, np.float64).ravel()))
-                return _Difference(f"the clipped sum (its norm) of {which}", name, got, float(np.linalg.norm(want)))
+                return described(name, f"the clipped sum (its norm) of {which}", got, float(np.linalg.norm(want)))
         return None
 
 
 def _tolerance(loss_fn: LossFn, constants: PyTree, params: PyTree, batch: Batch) -> float:
+    """2^-8, or 2^-2 for a loss that has floating values of 16 bits or fewer."""
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    return 2.0**-2 if _computes_narrowly(jax.make_jaxpr(given(loss_fn, constants))(params, example).jaxpr) else 2.0**-8
+    program = jax.make_jaxpr(given(loss_fn, constants))(params, example).jaxpr
+    dtypes = [getattr(v.aval, "dtype", None) for e in equations(program) for v in (*e.invars, *e.outvars)]
+    is_narrow = any(d is not None and jnp.issubdtype(d, jnp.floating) and d.itemsize <= 2 for d in dtypes)
+    return 2.0**-2 if is_narrow else 2.0**-8
 
 
-def _computes_narrowly(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, at any depth, has floating values of 16 bits or fewer."""
-    dtypes = [getattr(v.aval, "dtype", None) for e in jaxpr.eqns for v in (*e.invars, *e.outvars)]
-    if any(d is not None and jnp.issubdtype(d, jnp.floating) and d.itemsize <= 2 for d in dtypes):
-        return True
-    inner = [x for e in jaxpr.eqns for v in e.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
-    return any(_computes_narrowly(getattr(x, "jaxpr", x)) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns"))
-
-
-def _explained(found: _Difference, engine: str) -> str:
-    advice = (
-        "The loss depends on more than the parameters and its own example: on other rows of the batch, or on something "
-        "that changes from call to call. Then clipping examples one by one bounds nothing."
-        if engine == "vmap"
-        else "Pass engine='vmap', which forms every gradient, and please report the loss: this is a bug in dpopt. "
-        "(If engine='vmap' is refused as well, the loss depends on more than its own example.)"
-    )
+def _advice(engine: str) -> str:
+    if engine == "vmap":
+        return (
+            "The loss depends on more than the parameters and its own example: on other rows of the batch, or on "
+            "something that changes from call to call. Then clipping examples one by one bounds nothing."
+        )
     return (
-        f"engine={engine!r} disagrees with plain jax.grad about parameter {found.parameter}: {found.quantity} is "
-        f"{found.got:.6g}, and should be {found.want:.6g}. {advice} This message is as private as the data."
+        "Pass engine='vmap', which forms every gradient, and please report the loss: this is a bug in dpopt. (If "
+        "engine='vmap' is refused as well, the loss depends on more than its own example.)"
     )

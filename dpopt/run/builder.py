@@ -14,7 +14,7 @@ import optax
 from dpopt import accounting, events
 from dpopt._units import stated_for
 from dpopt.chain import PrivateOptimizer, chain
-from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function, is_adaptive
+from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.common.types import ScalarOrSchedule
@@ -119,7 +119,7 @@ class Builder:
         """Sets the clip norm, or a clip function of `dpopt.clipping`, or `dpopt.adaptive.quantile_clip`."""
         if self._clip is not None:
             raise ValueError("clip(...) was called already: a run clips once.")
-        clip = l2_clip_norm if is_adaptive(l2_clip_norm) else as_clip_function(l2_clip_norm)
+        clip = l2_clip_norm if isinstance(l2_clip_norm, AdaptiveClip) else as_clip_function(l2_clip_norm)
         return dataclasses.replace(self, _clip=clip)
 
     def correlate(self, strategy: Strategy) -> Builder:

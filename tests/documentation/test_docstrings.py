@@ -27,13 +27,11 @@ INTERNAL = {
     "privacy_of_stages",
     "check_unit",
     "inspect_optimizer",
-    "inspect_once",
     "inspect_update",
     "check_arguments",
     "apply_diagonal",
     "as_promise",
     "as_clip_function",
-    "is_adaptive",
     "fixed_scale",
     "verify_once",
 }
