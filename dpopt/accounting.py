@@ -26,7 +26,7 @@ _HOPELESS = 1e6  # no meaningful privacy, and too large an epsilon for a grid of
 def epsilon(
     *, noise_multiplier: float, sampling_prob: float, steps: int, delta: float, accountant: Accountant = "pld"
 ) -> float:
-    """Epsilon of ``steps`` Gaussian queries on Poisson samples: an upper bound for adding or removing one example.
+    """Epsilon of ``steps`` Gaussian queries, each on a Poisson sample of the data.
 
     Args:
         noise_multiplier: standard deviation of the noise over the L2 sensitivity; 0 gives infinity.
@@ -34,7 +34,11 @@ def epsilon(
         steps: number of steps, including those with an empty batch.
         delta: target delta, in (0, 1).
         accountant: ``"pld"``: the smallest of three bounds, from privacy loss distributions (usually the smallest),
-            Renyi divergences, and the probability of being in any batch. ``"rdp"``: Renyi divergences alone.
+            Renyi divergences, and the probability of being in any batch. ``"rdp"``: Renyi divergences alone, the
+            classic moments accountant.
+
+    Returns:
+        An upper bound on epsilon for adding or removing one example.
 
     Raises:
         ValueError, TypeError: for an argument out of range.
@@ -68,6 +72,8 @@ def calibrate(
     >>> 2.99 < globals()["epsilon"](noise_multiplier=sigma, **settings) <= 3.0
     True
     """
+    validate.positive(epsilon=epsilon)
+    validate.probability(sampling_prob=sampling_prob)
     validate.positive_int(steps=steps)
 
     def make_event(noise_multiplier: float) -> dp_accounting.DpEvent:
@@ -142,7 +148,8 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
     the larger of two: against data sets with one example fewer, and with one more.
 
     Args:
-        event: made of Gaussian queries, Poisson samples, samples of a fixed size, and selections (`dpopt.tuning`).
+        event: a ``dp_accounting`` event, made of Gaussian queries, Poisson samples, samples without replacement, and
+            selections of the best of several runs (`dpopt.tuning`).
         delta: target delta, in (0, 1).
         accountant: see `epsilon`. Sampling without replacement and selection have only an RDP bound: pass ``"rdp"``.
 

@@ -5,6 +5,7 @@ the parameters, the batch, and an affine map ``g_i -> S * g_i + o`` collected on
 `PerExampleGrads.clipped_sum`, runs an engine (`dpopt.engines.promises`).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -44,6 +45,16 @@ class ClippedSum(NamedTuple):
     leaf_norms: PyTree = None  # like params, (B,) or (B, layers) each: the norms that were clipped. None: empty batch
 
 
+@dataclasses.dataclass
+class _Record:
+    """The latest clipped sum. A promise makes one and shares it with every promise derived from it by `_derived`.
+
+    Written by `PerExampleGrads.clipped_sum` alone, and read by `PerExampleGrads.latest`.
+    """
+
+    latest: ClippedSum | None = None
+
+
 class PerExampleGrads(NotAnArray):
     """B per-example gradients that have not been computed, under an affine map ``g_i -> S * g_i + o``.
 
@@ -60,12 +71,12 @@ class PerExampleGrads(NotAnArray):
         self._scale = scale
         self._offset = offset
         self._is_mapped_by_hand = False  # by `scale` or `shift`, not by a declared diagonal
-        self._latest: list[ClippedSum] = []  # at most one; shared with every promise derived from this one
+        self._record = _Record()
 
     def _derived(self, scale: PyTree, offset: PyTree, by_hand: bool) -> "PerExampleGrads":
         new = PerExampleGrads(self._source, self._mask, scale, offset)
         new._is_mapped_by_hand = by_hand or self._is_mapped_by_hand
-        new._latest = self._latest
+        new._record = self._record
         return new
 
     @property
@@ -82,8 +93,9 @@ class PerExampleGrads(NotAnArray):
         """The gradients of another function of the same rows, for a second query.
 
         Args:
-            function: ``function(params, examples, mask) -> scalar``, of one row: leaves ``(examples, ...)`` (a single
-                one unless rows are users or clients), and ``(examples,)`` bool, False for padding.
+            function: ``function(params, examples, mask) -> scalar``, of one row: its examples, leaves
+                ``(examples, ...)`` (a single one unless rows are users or clients), and ``(examples,)`` bool, False
+                for padding.
             params: the argument to differentiate.
 
         Raises:
@@ -136,7 +148,11 @@ class PerExampleGrads(NotAnArray):
         Args:
             clip: a clip function of `dpopt.clipping`.
 
-        *Privacy*: one example moves the sum by at most ``clip.sensitivity``, by-products by any amount. No noise yet.
+        Returns:
+            The sum, shaped like the parameters (at least float32), and the per-example by-products.
+
+        *Privacy*: the sum's L2 sensitivity to adding or removing one example is ``clip.sensitivity``; it still needs
+        noise. The by-products have no such bound.
         """
         if self._source.batch_size == 0:  # an empty Poisson batch: the sum of nothing
             empty = jnp.zeros((0,), jnp.float32)
@@ -148,7 +164,7 @@ class PerExampleGrads(NotAnArray):
             was_clipped = jnp.any(jnp.stack([(c < 1).reshape(len(c), -1).any(1) for c in coefficients]), axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
             result = ClippedSum(ran.sum, aux, ran.remainder, ran.leaf_norms)
-        self._latest[:] = [result]
+        self._record.latest = result
         return result
 
     def materialize(self) -> PyTree:
@@ -166,10 +182,16 @@ class PerExampleGrads(NotAnArray):
 
     @property
     def latest(self) -> ClippedSum:
-        """The latest `clipped_sum` of this promise or one derived from it, not noised; a ValueError if none."""
-        if not self._latest:
+        """The latest `clipped_sum` of this promise or of one derived from it by a diagonal.
+
+        Raises:
+            ValueError: if there is none yet.
+
+        *Privacy*: not noised.
+        """
+        if self._record.latest is None:
             raise ValueError("these gradients have not been clipped yet: pass them to an optimizer's update first.")
-        return self._latest[0]
+        return self._record.latest
 
     def __repr__(self) -> str:
         return (
@@ -193,7 +215,8 @@ def per_example_grads(
     """Makes ``f(params, batch, *, mask)``, a promise of the gradient of ``loss_fn`` at every example.
 
     Args:
-        loss_fn: ``loss_fn(params, example) -> scalar``, or ``(scalar, aux)``, of ONE example (no batch axis).
+        loss_fn: ``loss_fn(params, example) -> scalar``, the loss of ONE example (no batch axis); with ``has_aux``,
+            ``(scalar, aux)``.
         engine: how to compute the clipped sum: ``"vmap"`` forms all gradients; ``"ghost"`` forms none, or only those
             that it must (see `dpopt.explain`); ``"auto"`` picks the one that should be faster. The result is the same.
             If ``ghost`` cannot follow a loss, it falls back to ``vmap`` with one warning that names the operation.
@@ -212,7 +235,8 @@ def per_example_grads(
 
     Raises:
         ValueError, TypeError: for a bad argument; in the returned function, for parameters that have no gradient, batch
-            leaves that disagree on B, a mask that is missing or does not fit, a loss that is not a real scalar.
+            leaves that disagree on B, a mask that is missing or has the wrong shape or dtype, a loss that is not a real
+            scalar.
 
     *Privacy*: raw gradients; see `PerExampleGrads`.
 
