@@ -7,7 +7,6 @@ from collections import Counter
 from typing import TypeAlias, cast
 
 from dpopt.common.lazy import dp_accounting as dp
-from dpopt.composition.event_kinds import changed
 
 Steps: TypeAlias = "Counter[dp.DpEvent]"
 
@@ -57,9 +56,16 @@ def noise(event: dp.DpEvent) -> float:
 
 def with_noise(event: dp.DpEvent, sigma: float) -> dp.DpEvent:
     """The same step with another noise multiplier."""
-    if isinstance(event, dp.PoissonSampledDpEvent | dp.SampledWithoutReplacementDpEvent):
-        return changed(event, event=dp.GaussianDpEvent(sigma))
-    return changed(event, noise_multiplier=sigma)
+    inner = dp.GaussianDpEvent(sigma)
+    match event:
+        case dp.TruncatedSubsampledGaussianDpEvent(dataset_size=n, sampling_probability=q, truncated_batch_size=b):
+            return dp.TruncatedSubsampledGaussianDpEvent(n, q, b, sigma)
+        case dp.PoissonSampledDpEvent(sampling_probability=q):
+            return dp.PoissonSampledDpEvent(q, inner)
+        case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
+            return dp.SampledWithoutReplacementDpEvent(n, b, inner)
+        case _:
+            return inner
 
 
 def alternatives(event: dp.DpEvent) -> list[tuple[float, float, float]]:

@@ -1,21 +1,16 @@
 """DP2: delayed preconditioners. Adaptive steps use a diagonal that is estimated from plain private steps."""
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
-import jax.numpy as jnp
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import FixedClip, as_clip_function
-from dpopt.common import trees, validate
-from dpopt.common.averages import at_step
-from dpopt.common.types import PyTree, ScalarOrSchedule
+from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers._parts import decayed_weights, private_mean
-from dpopt.preconditioners.delayed import delayed_moments, phase_lengths
+from dpopt.optimizers._phases import clip_ratio
+from dpopt.optimizers._phases import scale_by_phase_learning_rate as scale_by_phase_learning_rate
+from dpopt.preconditioners.delayed import delayed_moments
 
 
 def dp2(
@@ -82,70 +77,3 @@ def dp2(
     core = private_mean(clip, noise_multiplier, expected_batch_size, key, noise, moments)
     rates = scale_by_phase_learning_rate(learning_rate, adaptive_learning_rate, delay)
     return chain(core, *decayed_weights(weight_decay), rates)
-
-
-class ScaleByPhaseLearningRateState(NamedTuple):
-    """State of `scale_by_phase_learning_rate`."""
-
-    count: jax.Array  # (), int32: steps so far  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-def scale_by_phase_learning_rate(
-    learning_rate: optax.ScalarOrSchedule,
-    adaptive_learning_rate: optax.ScalarOrSchedule,
-    delay: int | tuple[int, int],
-) -> optax.GradientTransformation:
-    """Multiplies by the negative learning rate of DP2's phase, plain or adaptive.
-
-    Args:
-        learning_rate: number, or schedule of the step (over both phases), for the s1 plain steps of a cycle.
-        adaptive_learning_rate: likewise for the s2 adaptive steps.
-        delay: s or ``(s1, s2)``, as in `delayed_moments`.
-
-    Raises:
-        ValueError, TypeError: for a bad delay.
-
-    *Privacy*: post-processing.
-
-    >>> rates = scale_by_phase_learning_rate(0.5, 2.0, delay=1)
-    >>> first, state = rates.update(jnp.ones(1), rates.init(jnp.zeros(1)))
-    >>> first.tolist(), rates.update(jnp.ones(1), state)[0].tolist()
-    ([-0.5], [-2.0])
-    """
-    s1, s2 = phase_lengths(delay)
-    return scale_by_either(learning_rate, adaptive_learning_rate, lambda count: count % (s1 + s2) >= s1)
-
-
-def scale_by_either(
-    plain: optax.ScalarOrSchedule,
-    adaptive: optax.ScalarOrSchedule,
-    is_adaptive: Callable[[jax.Array], jax.Array],
-) -> optax.GradientTransformation:
-    """Multiplies by ``-adaptive`` at steps where ``is_adaptive(step)`` holds, and by ``-plain`` at others."""
-
-    def init_fn(params: optax.Params):
-        del params
-        return ScaleByPhaseLearningRateState(jnp.zeros([], jnp.int32))
-
-    def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None):
-        del params
-        first, second = (at_step(rate, state.count) for rate in (plain, adaptive))
-        step_size = -jnp.where(is_adaptive(state.count), second, first)
-        updates = jax.tree.map(lambda u: jnp.asarray(step_size, u.dtype) * u, updates)
-        return updates, ScaleByPhaseLearningRateState(trees.next_count(state.count))
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def clip_ratio(adaptive: float | jax.Array, plain: float | jax.Array) -> float | jax.Array:
-    """``adaptive / plain`` for two clip norms; 1 if both are infinite, an error if only one is."""
-    validate.positive(allow_inf=True, adaptive_l2_clip_norm=adaptive)
-    infinite = [validate.concrete(c) == math.inf for c in (plain, adaptive)]
-    if all(infinite):
-        return 1.0  # no clip in either phase; inf / inf would be NaN
-    if any(infinite):
-        raise ValueError(
-            f"l2_clip_norm ({plain}) and adaptive_l2_clip_norm ({adaptive}) must both be finite, or both infinite "
-            "(without privacy)."
-        )
-    return adaptive / plain

@@ -35,6 +35,7 @@ OFFERED = {
     "dpopt.events.flattened_both_ways": "dpopt.composition.flattened",
     "dpopt.events.merged": "dpopt.composition.flattened",
     "dpopt.privacy.Relation": "dpopt.composition.relation",
+    "dpopt.optimizers.dp2.scale_by_phase_learning_rate": "dpopt.optimizers._phases",
     "dpopt.run.identity.Segment": "dpopt.run.state",
     "dpopt.run.identity.TrainState": "dpopt.run.state",
     "dpopt.run.results.Evaluation": "dpopt.run._monitor",

@@ -6,8 +6,8 @@ import optax
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.optimizers._parts import Clip, decayed_weights, private_mean
+from dpopt.optimizers._phases import scale_by_phase_learning_rate
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
-from dpopt.optimizers.dp2 import scale_by_phase_learning_rate
 from dpopt.preconditioners.delayed import delayed_moments
 
 

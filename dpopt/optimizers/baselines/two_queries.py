@@ -13,7 +13,7 @@ from dpopt.clipping import FixedClip, as_clip_function, as_promise
 from dpopt.common import trees, validate
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.optimizers._parts import decayed_weights, private_mean
-from dpopt.optimizers.dp2 import clip_ratio, scale_by_either
+from dpopt.optimizers._phases import clip_ratio, scale_by_either
 from dpopt.preconditioners.base import Diagonal, apply_diagonal
 from dpopt.preconditioners.delayed import DelayedMoments, delayed_moments
 from dpopt.preconditioners.moments import inverse_root, next_second_moment
