@@ -9,7 +9,11 @@ for 320x8x8x16 to 32 channels on two cores; JAX issue 12868), and that of an ima
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,8 @@ from jax.extend import core
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.rows import bounded
 from dpopt.ghost.values import aval, is_narrow
+
+_MOST_PRODUCTS = 128  # entries of a filter, such as 11 x 11
 
 
 def channels_last(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -34,7 +40,7 @@ def channels_last(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.A
 
         for eqn in closed.jaxpr.eqns:
             args = [read(v) for v in eqn.invars]
-            bind = _convolve if eqn.primitive is CONVOLUTION else eqn.primitive.bind
+            bind = _partitioned if eqn.primitive is CONVOLUTION else eqn.primitive.bind
             out = bind(*args, **eqn.params)
             env.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
         (out,) = closed.jaxpr.outvars
@@ -81,8 +87,68 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list
     return run
 
 
+def _partitioned(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """A convolution. Mapped over shares of a batch that lie on several devices, each share stays on its devices.
+
+    Under ``vmap`` the gradients of filters are one grouped convolution, for which XLA would send all images to all
+    devices, and compute all of it on each."""
+    plain = functools.partial(_convolve, **params)
+    run = jax.custom_batching.custom_vmap(plain)
+
+    @run.def_vmap
+    def _(size: int, are_mapped: Sequence[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
+        is_partitioned = all(are_mapped) and jax.device_count() > 1 and _has_few_products(lhs[0], rhs[0], **params)
+        one = functools.partial(_convolve, bind=_by_products, **params) if is_partitioned else plain
+        return jax.vmap(one, in_axes=[0 if m else None for m in are_mapped])(lhs, rhs), True
+
+    return run(lhs, rhs)
+
+
+def _has_few_products(lhs: jax.Array, rhs: jax.Array, **params: Any) -> bool:
+    """Whether `_by_products` can take a convolution: it is not grouped, and its result is as small as a filter."""
+    out = jax.eval_shape(functools.partial(_convolve, **params), lhs, rhs)
+    positions = math.prod(out.shape[i] for i in params["dimension_numbers"].out_spec[2:])
+    return params["feature_group_count"] == params["batch_group_count"] == 1 and positions <= _MOST_PRODUCTS
+
+
+def _by_products(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    precision: Any,
+    preferred_element_type: Any,
+    **_: Any,
+) -> jax.Array:
+    """A convolution, channels last, as one product for each entry of a filter's gradient: ``(K, ..., channels)``."""
+    within = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
+    lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *within, (0, 0, 0)])
+    sizes = [(n - 1) * step + 1 for n, step in zip(rhs.shape, rhs_dilation, strict=False)]  # of a window
+    contracted = tuple(range(1, lhs.ndim)), tuple(range(rhs.ndim - 1))
+
+    def product(starts: tuple[int, ...]) -> jax.Array:
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        window = lax.slice(lhs, (0, *starts, 0), (len(lhs), *ends, lhs.shape[-1]), (1, *rhs_dilation, 1))
+        return lax.dot_general(
+            window, rhs, (contracted, ((), ())), precision=precision, preferred_element_type=preferred_element_type
+        )
+
+    spans = zip(lhs.shape[1:-1], sizes, window_strides, strict=True)
+    starts = [range(0, n - size + 1, step) for n, size, step in spans]
+    products = jnp.stack([product(at) for at in itertools.product(*starts)], axis=1)
+    return products.reshape(len(lhs), *map(len, starts), rhs.shape[-1])
+
+
 def _convolve(
-    lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: lax.ConvDimensionNumbers, **params: object
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    dimension_numbers: lax.ConvDimensionNumbers,
+    bind: Callable[..., jax.Array] = CONVOLUTION.bind,
+    **params: object,
 ) -> jax.Array:
     lhs_spec, rhs_spec, out_spec = dimension_numbers
     n = lhs.ndim
@@ -91,7 +157,7 @@ def _convolve(
     rhs = jnp.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
     images, filters = (0, n - 1, *inner), (n - 1, n - 2, *range(n - 2))
     numbers = lax.ConvDimensionNumbers(images, filters, images)
-    out = CONVOLUTION.bind(lhs, rhs, dimension_numbers=numbers, **params)
+    out = bind(lhs, rhs, dimension_numbers=numbers, **params)
     sources = [0] * n  # the axis of `out` that becomes each axis of the result
     for axis, place in zip((0, n - 1, *inner), out_spec, strict=True):
         sources[place] = axis

@@ -88,7 +88,8 @@ class Plan:
 
     def fitting(self, size: float) -> int:
         """How many examples to process at a time if each needs buffers of ``size`` bytes."""
-        return self._divisor((_STREAMED_CHUNK_BYTES if self.streamed else _CHUNK_BYTES) / max(size, 1))
+        limit = _STREAMED_CHUNK_BYTES if self.streamed else _CHUNK_BYTES
+        return _divisor(self.batch_size, limit / max(size, 1))
 
     @property
     def parts(self) -> int:
@@ -96,17 +97,19 @@ class Plan:
 
         On CPUs, touching memory for the first time costs more than most computations in it. With A bytes of
         activations, k parts touch A / k, but they read the parameters, add up their sums (P bytes in all) and start
-        their operations k times. A / k + k P is smallest at k = sqrt(A / P). On other backends small parts leave
-        processors idle, and on several devices a part would have to be a part on each: there the batch stays whole.
+        their operations k times. A / k + k P is smallest at k = sqrt(A / P), on each device for its share of a batch,
+        of which every part has an equal share in turn. On other backends small parts leave processors idle, so that
+        the batch stays whole.
         """
-        if jax.default_backend() != "cpu" or jax.device_count() > 1:
+        if jax.default_backend() != "cpu" or self.batch_size % jax.device_count():
             return 1
+        own = self.batch_size // jax.device_count()
         activations, operations = forward_work(self.trace.body)
-        activations *= self.batch_size
+        activations *= own
         if activations < _WHOLE_BYTES:
             return 1
         again = sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves) + _START_BYTES * operations
-        return self._divisor(min(math.sqrt(activations / again), activations / _CHUNK_BYTES))
+        return _divisor(own, min(math.sqrt(activations / again), activations / _CHUNK_BYTES))
 
     def of(self, batch_size: int) -> Plan:
         """This plan for another batch size."""
@@ -137,10 +140,6 @@ class Plan:
         one, scaling = cast(Contact, contact.of_step), not cast(Entry, contact.weight.entry).copy
         return self.fitting(norm_cost(one, self.streamed[contact], scaling)[1])
 
-    def _divisor(self, most: float) -> int:
-        """The largest divisor of the batch size up to ``most``, at least one."""
-        return max(n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0 and n <= max(1, most))
-
     @property
     def all_formed_bytes(self) -> int:
         """Bytes of the plain per-example gradients of the batch."""
@@ -155,6 +154,11 @@ class Plan:
     def prefers_vmap(self) -> bool:
         """Whether plain per-example gradients should be faster by more than the margin, or are tiny."""
         return self.is_tiny or self.ghost_cost > MARGIN * self.vmap_cost
+
+
+def _divisor(size: int, most: float) -> int:
+    """The largest divisor of ``size`` up to ``most``, at least one."""
+    return max(n for n in range(1, size + 1) if size % n == 0 and n <= max(1, most))
 
 
 def methods(contact: Contact, scaled: bool) -> list[str]:

@@ -120,7 +120,7 @@ def scale_by_micro_adam(
         stored = jax.tree.map(jnp.asarray, (state.indices, state.values, state.error))  # NumPy after a restore
         stored = [structure.flatten_up_to(tree) for tree in stored]
         new = [rule.update(count, *leaf) for leaf in zip(leaves, *stored, keys, strict=True)]
-        updates, indices, values, error = (structure.unflatten(column) for column in zip(*new, strict=True))
+        updates, indices, values, error = (structure.unflatten([leaf[i] for leaf in new]) for i in range(4))
         return updates, ScaleByMicroAdamState(count, indices, values, error, state.key)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -97,14 +97,17 @@ def test_auto_decides_for_the_batch_not_for_its_parts(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_batches_split")
-def test_several_devices_and_accelerators_take_the_batch_whole(monkeypatch):
+@pytest.mark.parametrize("devices, parts", [(1, 6), (2, 3), (3, 4), (4, 3), (12, 1), (5, 1)])
+def test_every_part_has_as_many_examples_on_each_device(monkeypatch, devices, parts):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
     plan = ghost.plan_clipped_sum(loss_fn, *inputs(), has_aux=True)
-    assert plan.parts == 6
-    with monkeypatch.context() as m:
-        m.setattr(jax, "device_count", lambda: 2)
-        assert plan.parts == 1
+    assert plan.parts == parts
+
+
+@pytest.mark.usefixtures("small_batches_split")
+def test_accelerators_take_the_batch_whole(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert plan.parts == 1
+    assert ghost.plan_clipped_sum(loss_fn, *inputs(), has_aux=True).parts == 1
 
 
 def parts(features, positions, batch_size):

@@ -1,0 +1,52 @@
+"""What the clipped sums of the coverage cases send between 8 simulated devices, for test_across_devices.py."""
+
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ghost"))
+
+import ghost_cases
+
+import dpopt
+from dpopt.ghost import memory
+from dpopt.run import sharding
+
+ROWS = 176  # more than one block of 86 rows, so that the devices' shares are summed apart
+
+
+def sent(function, *args):
+    """The collectives of a compiled program, but for sums over devices: what they are and their shapes."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    found = re.findall(r"= (.*) (all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    return [(kind, re.findall(r"\w+\[[\d,]*\]", shape)) for shape, kind in found]
+
+
+def main(part, parts):
+    warnings.simplefilter("error")  # no fallback
+    mesh, found = sharding.make_mesh(8), {}
+    for case in ghost_cases.CASES[part::parts]:
+        loss_fn, params, batch = case(ghost_cases.Arrays())
+        batch = jax.tree.map(lambda x: jnp.resize(x, (ROWS, *x.shape[1:])), batch)  # repeats the rows
+        batch = sharding.shard_batch(batch, mesh)
+        params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
+        for way in ("recorded", "streamed"):
+            memory._SMALL_BYTES = 0 if way == "streamed" else 1 << 26
+            memory.allowed = lambda *_, way=way: 0 if way == "streamed" else 1 << 40
+
+            def total(params, batch, loss_fn=loss_fn):
+                grads = dpopt.per_example_grads(loss_fn, engine="ghost")(params, batch, mask=None)
+                return grads.clipped_sum(dpopt.FlatClip(0.5)).sum
+
+            found[f"{case.__name__}, {way}"] = sent(total, params, batch)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
