@@ -105,10 +105,10 @@ def _partitioned(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _has_few_products(lhs: jax.Array, rhs: jax.Array, **params: Any) -> bool:
-    """Whether `_by_products` can take a convolution: it is not grouped, and its result is as small as a filter."""
+    """Whether `_by_products` can take a convolution: the gradient of a filter, if its result is as small as one."""
     out = jax.eval_shape(functools.partial(_convolve, **params), lhs, rhs)
     positions = math.prod(out.shape[i] for i in params["dimension_numbers"].out_spec[2:])
-    return params["feature_group_count"] == params["batch_group_count"] == 1 and positions <= _MOST_PRODUCTS
+    return params["feature_group_count"] == 1 and positions <= _MOST_PRODUCTS
 
 
 def _by_products(
@@ -119,27 +119,32 @@ def _by_products(
     padding: Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int],
     rhs_dilation: Sequence[int],
+    batch_group_count: int,
     precision: Any,
     preferred_element_type: Any,
     **_: Any,
 ) -> jax.Array:
-    """A convolution, channels last, as one product for each entry of a filter's gradient: ``(K, ..., channels)``."""
+    """A convolution, channels last, as one product for each position of its result."""
+    groups, inner = batch_group_count, range(1, lhs.ndim - 1)
     within = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
     lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *within, (0, 0, 0)])
     sizes = [(n - 1) * step + 1 for n, step in zip(rhs.shape, rhs_dilation, strict=False)]  # of a window
-    contracted = tuple(range(1, lhs.ndim)), tuple(range(rhs.ndim - 1))
+    rhs = rhs.reshape(*rhs.shape[:-1], groups, -1)
+    contracted = tuple(range(2, lhs.ndim + 1)), tuple(range(rhs.ndim - 2))
+    dimensions = contracted, ((0,), (rhs.ndim - 2,))
 
     def product(starts: tuple[int, ...]) -> jax.Array:
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         window = lax.slice(lhs, (0, *starts, 0), (len(lhs), *ends, lhs.shape[-1]), (1, *rhs_dilation, 1))
+        window = window.reshape(groups, -1, *window.shape[1:])
         return lax.dot_general(
-            window, rhs, (contracted, ((), ())), precision=precision, preferred_element_type=preferred_element_type
+            window, rhs, dimensions, precision=precision, preferred_element_type=preferred_element_type
         )
 
-    spans = zip(lhs.shape[1:-1], sizes, window_strides, strict=True)
+    spans = zip((lhs.shape[i] for i in inner), sizes, window_strides, strict=True)
     starts = [range(0, n - size + 1, step) for n, size, step in spans]
-    products = jnp.stack([product(at) for at in itertools.product(*starts)], axis=1)
-    return products.reshape(len(lhs), *map(len, starts), rhs.shape[-1])
+    products = jnp.stack([product(at) for at in itertools.product(*starts)])  # [positions, groups, images, channels]
+    return jnp.moveaxis(products, 2, 0).reshape(len(lhs) // groups, *map(len, starts), -1)
 
 
 def _convolve(

@@ -130,9 +130,11 @@ def _(size: int, are_mapped: Sequence[bool], rows: Array, diagonal: Array) -> tu
     if are_mapped[1]:
         rows = rows if are_mapped[0] else jnp.broadcast_to(rows, (size, *rows.shape))
         return jax.vmap(_mixed.fun)(rows, diagonal), (True, True)
-    # A diagonal shared by all examples is read once: an additional row of ones adds up its columns.
-    rows = jnp.concatenate([rows, jnp.ones((1, rows.shape[1]), rows.dtype)])
-    out = _in_blocks(rows, diagonal)
+    ones = jnp.ones((1, rows.shape[1]), rows.dtype)
+    if jax.device_count() > 1:  # a row more would be sent, with all others, to the devices that have one less
+        return (_in_blocks(rows, diagonal), _in_blocks(ones, diagonal)[0]), (True, False)
+    # A diagonal shared by all examples is read once: the additional row adds up its columns.
+    out = _in_blocks(jnp.concatenate([rows, ones]), diagonal)
     return (out[:-1], out[-1]), (True, False)
 
 

@@ -1,14 +1,66 @@
-"""What a clipped sum sends between devices."""
+"""What a clipped sum sends between devices, and the products that keep a convolution's share on its own."""
 
 import ghost_cases
+import jax
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
 from runs import ROOT, script
+
+from dpopt.ghost.canonical import channels_last
 
 
 @pytest.mark.slow  # four processes, each of which compiles some thirty programs for eight devices
 @pytest.mark.parametrize("part", range(4))
 def test_only_sums_travel_between_devices(part):
-    """Every coverage case, in one pass and in two: whatever the model, no examples and no gradients of theirs."""
+    """Every coverage case, in one pass and in two: whatever the model, no examples and no gradients of theirs.
+
+    But for a filter of each example's own, whose convolutions run one after the other."""
     found = script(ROOT / "tests" / "programs" / "collectives_run.py", part, 4, devices=8, timeout=900)
-    assert len(found) == 2 * len(ghost_cases.CASES[part::4])
-    assert {case: sent for case, sent in found.items() if sent} == {}
+    assert len(found) == 4 * len(ghost_cases.CASES[part::4])
+    assert {c: sent for c, sent in found.items() if sent and not c.startswith("conv_own_filter")} == {}
+
+
+@st.composite
+def convolutions(draw):
+    """Shapes of shares of images and of a filter, and the options of a convolution, in one to three dimensions."""
+    n = draw(st.integers(1, 3))
+    several = lambda low, high: draw(st.lists(st.integers(low, high), min_size=n, max_size=n))  # noqa: E731
+    groups, size = draw(st.integers(1, 3)), several(3, 5)
+    window, channels = [draw(st.integers(1, s)) for s in size], groups * draw(st.integers(1, 2))
+    options = {
+        "window_strides": several(1, 3),
+        "padding": list(zip(several(0, 2), several(0, 2), strict=True)),
+        "lhs_dilation": several(1, 2),
+        "rhs_dilation": [1] * n,
+        "feature_group_count": groups,
+    }
+    return (2, 3, channels, *size), (groups * draw(st.integers(1, 2)), channels // groups, *window), options
+
+
+@settings(max_examples=30)
+@given(case=convolutions())
+def test_products_are_the_gradients_of_filters(x64, case):
+    images, filters, options = case
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=images), rng.normal(size=filters)
+
+    def convolved(w, x):
+        return lax.conv_general_dilated(x, w, **options)
+
+    out = jax.eval_shape(jax.vmap(convolved, (None, 0)), w, x)
+    y = rng.normal(size=out.shape)
+
+    def gradient(x, y):
+        transposed = jax.linear_transpose(lambda w: convolved(w, x), w)
+        return channels_last(lambda y: transposed(y)[0])(y)
+
+    want = jax.vmap(gradient)(x, y)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(jax, "device_count", lambda: 2)
+        program = jax.make_jaxpr(jax.vmap(gradient))(x, y)
+        got = jax.vmap(gradient)(x, y)
+    assert "conv_general_dilated" not in str(program)
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
