@@ -15,7 +15,7 @@ import optax
 import dpopt
 from benchmarks.cost.families import Family
 
-KEY = jax.random.key(0)
+SEED = 0
 
 
 def batch_size(family: Family) -> int:
@@ -91,7 +91,7 @@ def jax_privacy_clipped(family: Family, scaled: bool, l2_clip_norm: float, micro
 
 def optax_contrib(family: Family, scaled: bool, l2_clip_norm: float) -> Callable:
     """Optax's differentially private aggregate of ``vmap(grad)``, without noise; its mean is scaled to a sum."""
-    aggregate = optax.contrib.differentially_private_aggregate(l2_clip_norm, 0.0, KEY)
+    aggregate = optax.contrib.differentially_private_aggregate(l2_clip_norm, 0.0, jax.random.key(SEED))
 
     def run(params, batch, diagonal):
         grads = jax.vmap(jax.grad(family.loss_fn), (None, 0))(params, batch)

@@ -111,7 +111,7 @@ def _others(family: Family, clip: float, checked: Checked) -> tuple[dict[str, Ca
 
 def noise_and_update(family: Family) -> dict[str, float]:
     """Times the rest of a private step: the noise draw, and Adam's update."""
-    noise, adam = dpopt.add_gaussian_noise(1.0, gradients.KEY), optax.adam(1e-3)
+    noise, adam = dpopt.add_gaussian_noise(1.0, jax.random.key(gradients.SEED)), optax.adam(1e-3)
     noise_state, adam_state = noise.init(family.params), adam.init(family.params)
     return interleaved(
         {
@@ -127,7 +127,11 @@ def whole_steps(family: Family, l2_clip_norm: float, budget_s: float) -> dict[st
     """Times a DP-Adam step with its metrics, and an Adam step with its loss."""
     count, adam = gradients.batch_size(family), optax.adam(1e-3)
     private = dpopt.dp_adam(
-        1e-3, l2_clip_norm=l2_clip_norm, noise_multiplier=1.0, expected_batch_size=count, key=gradients.KEY
+        1e-3,
+        l2_clip_norm=l2_clip_norm,
+        noise_multiplier=1.0,
+        expected_batch_size=count,
+        key=jax.random.key(gradients.SEED),
     )
     private_step = jax.jit(dpopt.make_train_step(family.loss_fn, private))
 

@@ -24,6 +24,7 @@ MEASURED = {
     "lstm": ("What keeps DP-SGD from learning with an LSTM", "utility.lstm"),
     "scaling": ("Scaling", "cost.scaling"),
     "scaling-devices": ("Devices (simulated on one processor)", "cost.scaling"),
+    "mesh": ("A batch sharded over devices", "cost.mesh"),
     "scaling-llm": ("Language models on many devices", "cost.llm_scaling"),
 }
 

@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from benchmarks import records
-from benchmarks.cost import gradients, memory, noise, opacus_speed, speed
+from benchmarks.cost import gradients, memory, mesh, noise, opacus_speed, speed
 from benchmarks.cost.families import FAMILIES, Family
 from benchmarks.report import figures
 
@@ -162,3 +162,23 @@ def test_noise_is_timed_beside_jaxs(tmp_path, monkeypatch):
     assert set(found["steps"]["ratio"]) == {"independent", "banded, 4 bands", "banded inverse, 4 bands"}
     (run,) = found["runs"]
     assert run["ratio"] == 1.0 and run["ns_per_number"]["dpopt"] == 1e9 / 7
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_batch_on_a_mesh_is_compared_with_the_ordinary_gradient(tmp_path):
+    mesh.main(tmp_path, 1, only="tiny", budget_s=0.0)
+    found = json.loads((tmp_path / "mesh.json").read_text())
+    (run,) = found["runs"]
+    assert set(run["seconds"]) == set(run["sent"]) == set(mesh.WAYS)
+    run |= {"seconds": {"ordinary": 2.0, "auto": 3.0, "auto, diagonal": 5.0}}
+    run |= {"scratch_bytes": {"ordinary": 10, "auto": 11, "auto, diagonal": 12}}
+    run |= {"sent": {"ordinary": {"all-gather": 1}, "auto": {"all-gather": 1}, "auto, diagonal": {"all-gather": 3}}}
+    assert "| tiny | 1.50 | 2.50 | 1.10 | 1.20 | 2 |" in mesh.markdown(found)
+
+
+def test_what_a_program_gathers_is_counted_and_its_sums_are_not():
+    program = """
+      %a = f32[8] all-gather(%x), %b = (f32[2], f32[8]) all-gather-start(%y), %c = f32[] all-reduce(%z)
+      %d = f32[3] collective-permute(%b), %e = f32[8] fusion(%a), calls=%all-gather-like
+    """
+    assert mesh.sent(program) == {"all-gather": 2, "collective-permute": 1}
