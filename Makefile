@@ -15,7 +15,7 @@ test: .venv/installed-dev
 # Each of two cores is a separate device: this is faster than running every operation on both.
 demo-transformer: .venv/installed-pretrained
 	XLA_FLAGS=--xla_force_host_platform_device_count=2 $(BIN)/python examples/fine_tune_transformer.py \
-		--mesh data=2 --microbatch 32
+		--mesh data=2
 
 # Includes the tests marked slow: runs killed many times, simulated devices, the audit.
 test-all: .venv/installed-dev
