@@ -166,7 +166,7 @@ def test_noise_is_timed_beside_jaxs(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("tiny")
 def test_a_batch_on_a_mesh_is_compared_with_the_ordinary_gradient(tmp_path):
-    mesh.main(tmp_path, 1, only="tiny", budget_s=0.0)
+    mesh.main(tmp_path, 1, only=("tiny",), budget_s=0.0)
     found = json.loads((tmp_path / "mesh.json").read_text())
     (run,) = found["runs"]
     assert set(run["seconds"]) == set(run["sent"]) == set(mesh.WAYS)
