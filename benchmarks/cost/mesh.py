@@ -71,10 +71,8 @@ def markdown(content: dict[str, Any]) -> str:
         more = sum((Counter(run["sent"][way]) - Counter(run["sent"]["ordinary"]) for way in WAYS[1:]), Counter())
         lines.append([run["family"], *ratios, "none" if not more else str(more.total())])
     device = content["environment"]
-    intro = (
-        f"On {content['devices']} devices simulated on {device['device']}, {device['cores']} cores: time and scratch "
-    )
-    intro += "memory per device over those of the ordinary gradient, and arrays that are gathered or exchanged besides."
+    intro = f"On {content['devices']} devices simulated on {device['device']}, {device['cores']} cores: time and "
+    intro += "scratch memory per device over those of the ordinary gradient, and arrays gathered or exchanged besides."
     return f"{intro}\n\n" + tables.rows(head, lines, ["---", *["---:"] * (len(head) - 1)])
 
 

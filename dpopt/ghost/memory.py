@@ -117,7 +117,7 @@ def choose(
         return Way(None, 1, reason)
     if wants_vmap:
         reason = "vmap, which should be faster, would take more memory than is allowed"
-    # A part of a sharded batch would be on some devices and leave the others idle.
+    # On several devices every part is a sum over all of them, so beyond those that save time two passes come first.
     more = [k for k in range(parts, size + 1) if size % k == 0] if may_split and jax.device_count() == 1 else [parts]
     return _within(limit, found, plan, more, single, reason)
 

@@ -97,11 +97,16 @@ def test_auto_decides_for_the_batch_not_for_its_parts(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_batches_split")
-@pytest.mark.parametrize("devices, parts", [(1, 6), (2, 3), (3, 4), (4, 3), (12, 1), (5, 1)])
-def test_every_part_has_as_many_examples_on_each_device(monkeypatch, devices, parts):
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    plan = ghost.plan_clipped_sum(loss_fn, *inputs(), has_aux=True)
-    assert plan.parts == parts
+@pytest.mark.parametrize("batch_size", [12, 24, 30])
+def test_every_part_has_as_many_examples_on_each_device(monkeypatch, batch_size):
+    plan = ghost.plan_clipped_sum(loss_fn, *inputs(), has_aux=True).of(batch_size)
+    found = {}
+    for devices in range(1, batch_size + 2):
+        monkeypatch.setattr(jax, "device_count", lambda devices=devices: devices)
+        found[devices] = plan.parts
+    split = {devices: parts for devices, parts in found.items() if parts > 1}
+    assert all(batch_size % (devices * parts) == 0 for devices, parts in split.items())
+    assert len(split) > 2
 
 
 @pytest.mark.usefixtures("small_batches_split")
