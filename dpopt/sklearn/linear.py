@@ -194,7 +194,8 @@ class PrivateLinearClassifier(ClassifierMixin, _PrivateLinear):
 
     def predict(self, X: Any) -> np.ndarray:
         """The likeliest class of every row, ``(n,)``."""
-        return self.classes_[np.argmax(self.predict_proba(X), axis=1)]
+        likeliest = np.argmax(self.predict_proba(X), axis=1)  # first, since it checks that the model is fitted
+        return self.classes_[likeliest]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
