@@ -27,17 +27,20 @@ def upcast(tree: PyTree) -> PyTree:
     return jax.tree.map(widened, tree)
 
 
-def at_once(function: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-    """Applies an elementwise function to all leaves, stacked by shape and dtype, so that few kernels are compiled."""
-    leaves, structure = jax.tree.flatten(tree)
-    alike: dict[tuple[tuple[int, ...], np.dtype], list[int]] = {}
-    for i, x in enumerate(leaves):
-        alike.setdefault((x.shape, x.dtype), []).append(i)
+def at_once(function: Callable[..., jax.Array], *trees: PyTree) -> PyTree:
+    """Applies an elementwise function to all leaves, stacked by shape and dtype, so that few kernels are compiled.
+
+    ``function`` takes one array from each of ``trees``, pytrees of one structure with equal shapes."""
+    structure = jax.tree.structure(trees[0])
+    leaves = list(zip(*(structure.flatten_up_to(tree) for tree in trees), strict=True))
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for i, arrays in enumerate(leaves):
+        alike.setdefault(tuple((x.shape, x.dtype) for x in arrays), []).append(i)
+    found: dict[int, jax.Array] = {}
     for members in alike.values():
-        out = function(jnp.stack([leaves[i] for i in members]))
-        for row, i in enumerate(members):
-            leaves[i] = out[row]
-    return structure.unflatten(leaves)
+        out = function(*(jnp.stack(arrays) for arrays in zip(*(leaves[i] for i in members), strict=True)))
+        found |= zip(members, out, strict=True)
+    return structure.unflatten(found[i] for i in range(len(leaves)))
 
 
 def zeros(tree: PyTree) -> PyTree:

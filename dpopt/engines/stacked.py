@@ -6,6 +6,7 @@ This is the reference that every other way to a clipped sum is compared with.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
@@ -135,10 +136,10 @@ def clip_stacked(
     coefficients = tree.flatten_up_to(row_coefficients(clip, leaf_norms))
     coefficients = [jnp.where(trees.per_example(mask, c), c, 0) for c in coefficients]
 
-    def weighted_sum(rows: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
-        return [jnp.sum(trees.per_example(c, g) * g, axis=0) for g, c in zip(*rows, strict=True)]
+    def weighted_sum(grads: list[jax.Array], coefficients: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.sum(trees.per_example(c, g) * g, axis=0) for g, c in zip(grads, coefficients, strict=True)]
 
-    total = sums.over_examples(lambda group: sums.in_blocks(weighted_sum, group), (grads, coefficients))
+    total = sums.over_examples(functools.partial(sums.in_blocks, weighted_sum), grads, coefficients)
     rest = None if total.remainder is None else tree.unflatten(total.remainder)
     is_finite = jnp.isfinite(global_norms(leaf_norms))
     return EngineResult(tree.unflatten(total.value), leaf_norms, None, None, is_finite, rest)

@@ -9,6 +9,7 @@ floats, whose rounding is negligible. Neighbouring batches differ in one row of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -95,20 +96,24 @@ def _add(
 def needs_remainder(size: int) -> bool:
     """Whether `over_examples` returns pairs of floats for ``size`` examples."""
     rows = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return jax.eval_shape(lambda x: over_examples(lambda group: jnp.sum(group), x), rows).remainder is not None
+    return jax.eval_shape(lambda x: over_examples(lambda x, c: jnp.vdot(c, x), x, x), rows).remainder is not None
 
 
-def over_examples(one_group: Callable[[Any], PyTree], inputs: Any) -> Sum:
-    """``one_group(inputs)``, a pytree of sums over the leading axis of ``inputs``, computed three blocks at a time.
+def over_examples(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> Sum:
+    """``one_group(rows, coefficients)``, a pytree of sums ``sum_i c_i x_i``, computed three blocks at a time.
 
     ``one_group`` adds up its rows with `in_blocks`. On several devices a sharded batch is split into `shares`.
+
+    Args:
+        rows: a pytree of arrays ``[B, ...]``, or of none; finite where their coefficient is zero.
+        coefficients: a pytree of at least one array ``[B, ...]``.
     """
-    size = _length(inputs)
+    size = _length(coefficients)
     count = shares(size)
     if count == 1:
-        return _in_groups(one_group, inputs)
-    split = jax.tree.map(lambda x: x.reshape(count, size // count, *x.shape[1:]), inputs)
-    return fold(jax.vmap(lambda share: _in_groups(one_group, share))(split), size // count)
+        return _in_groups(one_group, rows, coefficients)
+    split = jax.tree.map(lambda x: x.reshape(count, size // count, *x.shape[1:]), (rows, coefficients))
+    return fold(jax.vmap(functools.partial(_in_groups, one_group))(*split), size // count)
 
 
 def shares(size: int) -> int:
@@ -125,9 +130,22 @@ def shares(size: int) -> int:
     return next(n for n in range(1, devices + 1) if devices % n == 0 and size // n <= ROWS)
 
 
-def in_blocks(one_block: Callable[[Any], PyTree], inputs: Any) -> PyTree:
-    """``one_block(inputs)``, summed over blocks of at most `ROWS` rows, one after another to save memory."""
-    return _one_after_another(one_block, inputs, ROWS, lambda a, b: jax.tree.map(jnp.add, a, b))
+def in_blocks(one_block: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> PyTree:
+    """``one_block(rows, coefficients)``, summed over blocks of at most `ROWS` rows, one after another."""
+    size = _length(coefficients)
+    whole = size // ROWS
+
+    def block(start: jax.typing.ArrayLike, count: int) -> PyTree:
+        return one_block(*_slice((rows, coefficients), start, count))
+
+    def plus(a: PyTree, b: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, a, b)
+
+    if size <= ROWS:
+        return one_block(rows, coefficients)
+    # The first block and the rest are compiled separately: their rows are read in place.
+    total = lax.fori_loop(1, whole, lambda i, total: plus(total, block(i * ROWS, ROWS)), block(0, ROWS))
+    return plus(total, block(whole * ROWS, size % ROWS)) if size % ROWS else total
 
 
 def fold(parts: Sum, rows: int) -> Sum:
@@ -146,22 +164,38 @@ def _length(tree: PyTree) -> int:
     return jax.tree.leaves(tree)[0].shape[0]
 
 
-def _in_groups(one_group: Callable[[Any], PyTree], inputs: Any) -> Sum:
-    if _length(inputs) <= BLOCKS * ROWS:
-        return Sum(one_group(inputs))
-    return _one_after_another(lambda group: paired(Sum(one_group(group))), inputs, BLOCKS * ROWS, add)
+def _in_groups(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> Sum:
+    """Adds up groups of equal length in a loop, so that each is compiled once."""
+    size = _length(coefficients)
+    count = -(-size // (BLOCKS * ROWS))
+    length = -(-size // count)
+
+    def group(i: jax.typing.ArrayLike) -> Sum:
+        # The last group may have to begin among the rows of the one before, which count as zeros here.
+        start = jnp.minimum(i * length, size - length)
+        own, c = _slice((rows, coefficients), start, length)
+        if size % length:
+            is_new = start + jnp.arange(length) >= i * length
+            c = jax.tree.map(lambda c: jnp.where(is_new.reshape(-1, *[1] * (c.ndim - 1)), c, 0), c)
+        return paired(Sum(one_group(own, c)))
+
+    if count == 1:
+        return Sum(one_group(rows, coefficients))
+    zeros = zeros_after(coefficients, jax.eval_shape(group, 0))
+    return lax.fori_loop(0, count, lambda i, total: add(total, group(i)), zeros)
 
 
-def _one_after_another(
-    one_part: Callable[[Any], PyTree], inputs: Any, rows: int, plus: Callable[[Any, Any], PyTree]
-) -> PyTree:
-    size = _length(inputs)
-    whole = size // rows
+def _slice(tree: Any, start: jax.typing.ArrayLike, count: int) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), tree)
 
-    def part(start: jax.typing.ArrayLike, count: int) -> PyTree:
-        return one_part(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), inputs))
 
-    if size <= rows:
-        return one_part(inputs)
-    total = lax.fori_loop(1, whole, lambda i, total: plus(total, part(i * rows, rows)), part(0, rows))
-    return plus(total, part(whole * rows, size % rows)) if size % rows else total
+def zeros_after(inputs: PyTree, like: PyTree) -> PyTree:
+    """Zeros like a pytree, which exist only once ``inputs``, arrays of finite numbers, have been computed.
+
+    XLA's CPU scheduler runs operations without inputs first, so constants would occupy memory from the beginning, such
+    as throughout a forward and backward pass."""
+    late = jnp.zeros(())
+    if jax.device_count() == 1:  # on several, one entry of a sharded array may be another device's
+        firsts = [x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(inputs) if x.size]
+        late = 0 * sum(firsts, late)
+    return jax.tree.map(lambda s: jnp.broadcast_to(late.astype(s.dtype), s.shape), like)

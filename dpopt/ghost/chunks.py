@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpopt.common.types import Batch, PyTree
+from dpopt.engines.sums import zeros_after
 
 
 def together(batch_size: int, chunk: int) -> int:
@@ -44,13 +45,8 @@ def in_chunks(function: Callable[[PyTree], PyTree], inputs: Batch, batch_size: i
         return function(inputs)
     split = jax.tree.map(lambda x: split_rows(x, chunk), inputs)
     one = jax.eval_shape(function, jax.tree.map(lambda x: x[0], split))
-    # The results are initialised with a zero that depends on the inputs. XLA's CPU scheduler runs operations without
-    # inputs first, so constant zeros would occupy memory throughout the forward and backward pass.
-    late = jnp.zeros(())
-    if jax.device_count() == 1:  # on several, one entry of a sharded array may be another device's
-        firsts = [x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(inputs) if x.size]
-        late = 0 * sum(firsts, jnp.zeros(()))
-    out = jax.tree.map(lambda s: jnp.broadcast_to(late.astype(s.dtype), (batch_size // chunk, *s.shape)), one)
+    all_rows = jax.tree.map(lambda s: jax.ShapeDtypeStruct((batch_size // chunk, *s.shape), s.dtype), one)
+    out = zeros_after(inputs, all_rows)
 
     def step(i: jax.Array, out: PyTree) -> PyTree:
         rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), split)

@@ -86,10 +86,12 @@ class _Hook:
 
     def added(self, contact: Contact, x: jax.Array | None, y: jax.Array, c: jax.Array) -> sums.Sum:
         """The sum of a batch's gradients, weighted by ``c``."""
-        rows = selected(c != 0, x), selected(c != 0, y), c
-        total = sums.over_examples(
-            lambda group: sums.in_blocks(lambda rows: contacts.transposed(contact, *rows), group), rows
-        )
+        rows = selected(c != 0, x), selected(c != 0, y)
+
+        def one_block(rows: tuple[Any, jax.Array], c: jax.Array) -> jax.Array:
+            return contacts.transposed(contact, *rows, c)
+
+        total = sums.over_examples(functools.partial(sums.in_blocks, one_block), rows, c)
         total = total if self.total.remainder is None else sums.paired(total)  # the sum of a single example is not
         return jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
 

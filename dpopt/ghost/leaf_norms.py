@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dpopt.common.trees import at_once
 from dpopt.engines.norms import Norm, safe_norm
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.chunks import in_chunks
@@ -42,22 +43,24 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
         c: _kept(run, c, s) if c in run.plan.kept else s._replace(out=None) for c, s in seen.items()
     }
     found: list[Any] = [(known or {}).get(leaf) for leaf in range(len(run.leaves))]
-    diagonals = {}
-    for leaf_plan in run.plan.leaves:
-        if leaf_plan.method != "pulled_back" and found[leaf_plan.leaf] is None:
-            found[leaf_plan.leaf], diagonal = _norm(run, leaf_plan, seen, records)
-            if diagonal is not None:
-                diagonals[leaf_plan.leaf] = jnp.sqrt(jnp.max(diagonal))
+    own = [p for p in run.plan.leaves if p.method != "pulled_back" and found[p.leaf] is None]
+    squares = {p.leaf: _square(run, p, seen, records) for p in own if p.method != "none"}
+    diagonals = {i: jnp.sqrt(jnp.max(s.diagonal)) for i, s in squares.items() if s.diagonal is not None}
     for contacts, leaves in run.plan.pulled_back:
-        for leaf, square in zip(leaves, _pulled(run, contacts, leaves, records), strict=True):
-            found[leaf] = _roots(square)
+        squares |= zip(leaves, _pulled(run, contacts, leaves, records), strict=True)
+    value, missing = ({leaf: square[i] for leaf, square in sorted(squares.items())} for i in range(2))
+    upper, lower = at_once(lambda v, m: jnp.sqrt(v + m), value, missing), at_once(jnp.sqrt, value)
+    for leaf_plan in run.plan.leaves:
+        leaf = leaf_plan.leaf
+        if leaf_plan.method == "none":
+            found[leaf] = found[leaf] or _without_contacts(run, leaf)
+        elif leaf_plan.method == "pulled_back":
+            found[leaf] = upper[leaf], lower[leaf]
+        elif leaf in upper:
+            found[leaf] = _affine(run, leaf_plan, (upper[leaf], lower[leaf]), seen)
     # A loss may compute in fewer bits than its parameters have.
     upper, lower = ([b[i].astype(x.dtype) for b, x in zip(found, run.wide, strict=True)] for i in (0, 1))
     return LeafNorms(upper, lower, records, diagonals)
-
-
-def _roots(square: Square) -> Bounds:
-    return jnp.sqrt(square.value + square.missing), jnp.sqrt(square.value)
 
 
 def _root(x: Float[Array, " ..."]) -> Float[Array, ""]:
@@ -73,39 +76,42 @@ def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
     return Formed(in_chunks(several, seen, run.plan.batch_size, run.plan.chunk([contact])))
 
 
-def _norm(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records) -> tuple[Bounds, Array | None]:
-    """The norms of one parameter whose contacts' gradients are not pulled back, and `Square.diagonal`."""
+def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records) -> Square:
+    """The squared norms of ``S g`` for one parameter, or of g where S is a number. (Its square may be out of range.)"""
     leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
-    scale, offset, number = run.scales[leaf], run.offsets[leaf], run.scalar_scale(leaf)
-    shape = run.trace.leaves[leaf].shape
-    if method == "none":
-        zero = jnp.zeros(shape, run.wide[leaf].dtype)
-        alone = jnp.broadcast_to(safe_norm(run.affine(leaf, zero).reshape(-1), axis=0), (run.plan.batch_size,))
-        return (alone, alone), None
     if method == "shared_gram":
-        square = _shared(contacts, [seen[c] for c in contacts])
+        return _shared(contacts, [seen[c] for c in contacts])
+    diagonal = None if run.scalar_scale(leaf) is not None else run.scales[leaf]
+    if leaf_plan.standardized is None:
+        one, rest, inputs = _direct(run, leaf_plan, diagonal, records)
     else:
-        diagonal = None if number is not None else scale
-        if leaf_plan.standardized is None:
-            one, rest, inputs = _direct(run, leaf_plan, diagonal, records)
-        else:
-            one, rest, inputs = _standardized(run, leaf_plan, diagonal, seen, records)
-        # Kept gradients are squared in chunks, too: otherwise a CNN took 1.11 ordinary gradients instead of 1.03.
-        chunk = run.plan.chunk(contacts) if method == "explicit" else run.plan.fitting(leaf_plan.bytes)
-        found = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
-        square = jax.vmap(rest)(*found)  # for all examples, which share a diagonal
-    upper, lower = _roots(square)
-    if number is not None:  # its square may be out of range
-        upper, lower = (x * jnp.abs(number) for x in (upper, lower))
+        one, rest, inputs = _standardized(run, leaf_plan, diagonal, seen, records)
+    # Kept gradients are squared in chunks, too: otherwise a CNN took 1.11 ordinary gradients instead of 1.03.
+    chunk = run.plan.chunk(contacts) if method == "explicit" else run.plan.fitting(leaf_plan.bytes)
+    found = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
+    return jax.vmap(rest)(*found)  # for all examples, which share a diagonal
+
+
+def _without_contacts(run: Run, leaf: int) -> Bounds:
+    zero = jnp.zeros(run.trace.leaves[leaf].shape, run.wide[leaf].dtype)
+    norm = jnp.broadcast_to(safe_norm(run.affine(leaf, zero).reshape(-1), axis=0), (run.plan.batch_size,))
+    return norm, norm
+
+
+def _affine(run: Run, leaf_plan: LeafPlan, roots: Bounds, seen: SeenAt) -> Bounds:
+    """The norms of ``S g + o`` from the roots of `_square`."""
+    leaf, contacts = leaf_plan.leaf, leaf_plan.contacts
+    scale, offset, number = run.scales[leaf], run.offsets[leaf], run.scalar_scale(leaf)
+    upper, lower = roots if number is None else (x * jnp.abs(number) for x in roots)
     if offset is None:
-        return (upper, lower), square.diagonal
+        return upper, lower
     # |S g + o|^2 = |S g|^2 + 2 <g, S o> + |o|^2, and <g, S o> is a directional derivative.
-    offset = jnp.broadcast_to(offset, shape)
+    offset = jnp.broadcast_to(offset, run.trace.leaves[leaf].shape)
     direction = offset if scale is None else offset * scale
     mixed: Any = 0.0
     for c, v in zip(contacts, run.pull_back.push(leaf, direction, contacts), strict=True):
         mixed += jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(seen[c].x, seen[c].y)
-    return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0)), square.diagonal
+    return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0))
 
 
 def _shared(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Square:
@@ -210,12 +216,13 @@ def roundings(
         return size_of_terms(factors, record.x, record.y, None if gain is None else factors.fold(gain))
 
     def of_leaf(own: Mapping[int, Array | None]) -> Array:
-        if len(own) == 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own):
+        if len(own) <= 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own):
             return jnp.zeros(())  # nothing was added up
-        return functools.reduce(jnp.hypot, (behind(*of) for of in own.items()), jnp.zeros(()))
+        return functools.reduce(jnp.hypot, [behind(*of) for of in own.items()])
 
     return [of_leaf(own) for own in gains]
 
 
 def _root_of_terms(factors: Factors, x: Array, y: Array, scale: Array | None) -> Array:
-    return _roots(term_sizes.square(factors, x, y, scale))[0]
+    square = term_sizes.square(factors, x, y, scale)
+    return jnp.sqrt(square.value + square.missing)

@@ -19,6 +19,7 @@ from dpopt.ghost import term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Recorded, Records, weighted
 from dpopt.ghost.leaf_norms import roundings
+from dpopt.ghost.pullback import Pull
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import distinct_arrays, finite, without_bad_entries
 from dpopt.ghost.squares import TOLERANCE, shifted_norm, with_roundings
@@ -52,44 +53,48 @@ def certain(
     fine = [are_finite, *(c >= (1 - TOLERANCE) * most for c, most in distinct)]
     uncertain = mask & ~functools.reduce(jnp.logical_and, fine)
     arrays, rebuild = distinct_arrays(records)
+    pull_back = run.pull_back.of(run.contacts_of(leaves), leaves)
 
-    def step(state: tuple[list[jax.Array], list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
-        own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves)
-        return own, without_bad_entries(~finite(own), state[1])
+    def step(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+        own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves, pull_back)
+        return own, without_bad_entries(~jnp.all(jnp.isfinite(own), axis=0), state[1])
 
-    own, arrays = if_any(uncertain | ~are_finite, step, ([upper[i] for i in leaves], arrays))
+    together = jnp.stack([upper[i] for i in leaves])  # one array, so that a loop copies few
+    own, arrays = if_any(uncertain | ~are_finite, step, (together, arrays))
     norms = dict(zip(leaves, own, strict=True))
-    return [norms.get(i, n) for i, n in enumerate(upper)], rebuild(arrays)
+    return [norms[i].astype(n.dtype) if i in norms else n for i, n in enumerate(upper)], rebuild(arrays)
 
 
 def _norms(
-    run: Run, chosen: jax.Array, known: list[jax.Array], records: Records, leaves: Sequence[int]
-) -> list[jax.Array]:
-    """Norms of ``leaves``: for ``chosen`` examples of the formed gradients, plus the rounding error of their sum."""
+    run: Run, chosen: jax.Array, known: jax.Array, records: Records, leaves: Sequence[int], pull_back: Pull
+) -> jax.Array:
+    """Norms of ``leaves``, ``[leaves, B]``, like ``known``.
+
+    For ``chosen`` examples they are those of the formed gradients, plus the rounding error of their sum."""
     contacts = run.contacts_of(leaves)
     gains = run.gains(contacts, leaves)
     offsets = [run.offset_norm(i) for i in leaves]
 
-    def one(rows: tuple[list[Recorded], jax.Array, list[jax.Array]]) -> list[jax.Array]:
+    def one(rows: tuple[list[Recorded], jax.Array, jax.Array]) -> jax.Array:
         records, is_chosen, known = rows
         formed = [_formed(c, r) for c, r in zip(contacts, records, strict=True)]
-        gradients = [run.affine(i, g) for i, g in zip(leaves, run.pull_back(contacts, formed, leaves), strict=True)]
+        gradients = [run.affine(i, g) for i, g in zip(leaves, pull_back(formed), strict=True)]
 
         def wanted(norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
             size = functools.partial(term_sizes.size, norm)
             return [norm(g) for g in gradients], roundings(gains, contacts, formed, records, norm, size)
 
-        own = [with_roundings(n, total) for n, total in zip(*all_at_once(wanted), strict=True)]
-        own = [shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)]
-        return [jnp.where(is_chosen, o.astype(n.dtype), n) for n, o in zip(known, own, strict=True)]
+        own = with_roundings(*(jnp.stack(z) for z in all_at_once(wanted)))
+        own = jnp.stack([shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)])
+        return jnp.where(is_chosen, own.astype(known.dtype), known)
 
-    rows = [records[c] for c in contacts], chosen, known
+    rows = [records[c] for c in contacts], chosen, known.T
     # One example per device at a time, so that each processes its share of a sharded batch.
     together = math.gcd(run.plan.batch_size, jax.device_count())
     if together == 1:
-        return lax.map(one, rows)
+        return lax.map(one, rows).T
     several = lax.map(jax.vmap(one), jax.tree.map(lambda x: split_rows(x, together), rows))
-    return jax.tree.map(join_rows, several)
+    return join_rows(several).T
 
 
 def _formed(contact: Contact, record: Recorded) -> jax.Array:

@@ -6,6 +6,7 @@ This map is linear in the cotangent and the same for all examples, so a weighted
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from dpopt.ghost.program import Trace
 from dpopt.ghost.values import Contact
 
 _PROBES = 4
+# From gradients with respect to weights to those with respect to parameters.
+Pull: TypeAlias = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 
 class PullBack:
@@ -40,8 +43,12 @@ class PullBack:
         self, contacts: Sequence[Contact], cotangents: Sequence[jax.Array], leaves: Sequence[int]
     ) -> list[jax.Array]:
         """Gradients with respect to the contacts' weights, pulled back to the parameters."""
+        return self.of(contacts, leaves)(cotangents)
+
+    def of(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Pull:
+        """The same as a function of the gradients, for loops: what does not depend on these is computed here."""
         values, pull = jax.vjp(self._weights(contacts, leaves), [self.wide[i] for i in leaves])
-        return pull([g.astype(v.dtype) for g, v in zip(cotangents, values, strict=True)])[0]
+        return lambda cotangents: pull([g.astype(v.dtype) for g, v in zip(cotangents, values, strict=True)])[0]
 
     def push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
         """The other direction: the change of the weights for a change of one parameter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -25,15 +26,15 @@ def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], record
     distinct, groups = grouped(weights)
     contacts = run.contacts_of(weights)
 
-    def one_group(rows: tuple[list[Array], list[Recorded]]) -> list[Array]:
-        coefficients, own = rows[0], dict(zip(contacts, rows[1], strict=True))
+    def one_group(rows: list[Recorded], coefficients: list[Array]) -> list[Array]:
+        own = dict(zip(contacts, rows, strict=True))
 
-        def added(contact: Contact, group: int) -> Array:
-            return sums.in_blocks(lambda block: weighted(contact, *block), (own[contact], coefficients[group]))
+        def added(contact: Contact, group: int) -> Array:  # a loop for each: its sum stays in the cache
+            return sums.in_blocks(functools.partial(weighted, contact), own[contact], coefficients[group])
 
         return to_leaves(run, groups, coefficients, added)
 
-    return sums.over_examples(one_group, (distinct, [records[k] for k in contacts]))
+    return sums.over_examples(one_group, [records[k] for k in contacts], distinct)
 
 
 def grouped(

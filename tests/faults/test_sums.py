@@ -266,6 +266,18 @@ def test_floats_are_used_where_the_bound_holds():
         assert in_a_block + over_blocks + behind_a_diagonal <= paid_for, (rows, blocks)
 
 
+@pytest.mark.parametrize("size", [1, 85, 86, 87, 171, 172, 173, 258, 259, 1000, 1033])
+def test_every_row_is_added_once(size):
+    """The parts of a sum have equal lengths, so the last one may begin among rows that have been added."""
+    rng = np.random.default_rng(size)
+    x, c = (rng.integers(1, 100, shape).astype(np.float32) for shape in ((size, 3), (size,)))
+
+    def added(x, c):
+        return sums.over_examples(lambda x, c: sums.in_blocks(lambda x, c: {"sum": c @ x}, x, c), x, c)
+
+    np.testing.assert_array_equal(jax.jit(added)(x, c).value["sum"], c.astype(np.float64) @ x)
+
+
 def test_devices_share_rows_as_the_bound_allows(monkeypatch):
     """One share per device if floats can add them up; otherwise few shares, whose sums are sent to all devices."""
     for devices in (1, 2, 3, 8, 64, 256):

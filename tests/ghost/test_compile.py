@@ -34,3 +34,28 @@ def test_functions_of_several_arrays_at_once():
     found = at_once(lambda x: jnp.where(jnp.isfinite(x), x, 0), arrays)
     assert_trees_close(found, {"a": np.array([1.0, 0.0]), "b": np.array([2.0, 0.0]), "c": np.ones((2, 3))}, rtol=0)
     assert found["c"].dtype == jnp.float16
+
+
+def test_functions_of_several_trees_at_once():
+    """Only arrays whose partners are alike, too, are stacked."""
+    first = {"a": np.arange(2.0), "b": np.arange(2.0), "c": np.arange(3.0)}
+    second = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float16), "c": np.ones(3, np.float32)}
+    found = at_once(lambda x, y: x - y, first, second)
+    assert_trees_close(found, {k: first[k] - np.float32(second[k]) for k in first}, rtol=0)
+
+
+def _clipped_sum(loss_fn, params, batch):
+    def coefficients(norms):
+        return jax.tree.map(lambda n: 1 / (1 + n), norms)
+
+    return ghost.clipped_sum(loss_fn, params, batch, coefficients=coefficients)
+
+
+def test_a_sum_over_many_groups_of_blocks_compiles_one():
+    loss_fn, params, _ = ghost_cases.dense(ghost_cases.Arrays())
+
+    def products(rows):
+        jaxpr = jax.make_jaxpr(lambda p, b: _clipped_sum(loss_fn, p, b).sum)(params, jnp.ones((rows, 4)))
+        return [e.primitive.name for e in equations(jaxpr.jaxpr)].count("dot_general")
+
+    assert products(1000) == products(250)
