@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.common.trees import at_once
 from dpopt.engines.norms import Norm, all_at_once
 from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import term_sizes
@@ -84,7 +85,7 @@ def _norms(
             size = functools.partial(term_sizes.size, norm)
             return [norm(g) for g in gradients], roundings(gains, contacts, formed, records, norm, size)
 
-        own = with_roundings(*(jnp.stack(z) for z in all_at_once(wanted)))
+        own = at_once(with_roundings, *all_at_once(wanted))  # norms of one dtype together: its rounding is theirs
         own = jnp.stack([shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)])
         return jnp.where(is_chosen, own.astype(known.dtype), known)
 

@@ -351,3 +351,24 @@ def test_a_parameter_without_a_gradient_under_a_large_number_drops_nobody(engine
         return promise.scale({"v": jnp.float32(1), "w": jnp.float32(number)}).clipped_sum(dpopt.FlatClip(1.0)).sum
 
     np.testing.assert_allclose(np.linalg.norm(clipped(params, x)["v"]), 1, rtol=1e-5)  # of the second example
+
+
+def test_the_rounding_error_of_a_norm_is_that_of_its_own_dtype(x64):
+    """Norms formed one by one are computed together: a float64 parameter must not make float32 ones look exact."""
+
+    def loss(p, example):
+        x, r = example
+        return jnp.sum((x @ p["w"]) * r) + sum(jnp.sum(q) for name, q in p.items() if name != "w")
+
+    # Two terms that all but cancel, whose squares overflow: the norm is mostly the bound on what they lose.
+    x, r = (np.full((1, 2, size), 1e14, np.float32) for size in (30, 40))
+    batch = x * np.float32([[1], [-1]]), r * np.float32([[1], [1 - 1e-5]])
+    w = {"w": jnp.ones((30, 40), jnp.float32)}
+
+    @jax.jit
+    def norm(params):
+        return ghost.clipped_sum(loss, params, batch, coefficients=lambda n: jax.tree.map(jnp.zeros_like, n)).leaf_norms
+
+    alone, beside = norm(w), norm(w | {"v": jnp.ones(2, jnp.float64)})
+    assert float(alone["w"][0]) > 1e26  # without the bound: 3e24
+    np.testing.assert_allclose(beside["w"], alone["w"], rtol=1e-5)
