@@ -48,6 +48,24 @@ def test_clipped_sum_equals_a_loop_in_64_bits(x64):
 
 @ENGINES
 @pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_each_sum_has_the_width_of_its_own_parameter(microbatch_size, engine, x64):
+    """Found by the fuzzer: one float64 parameter made all of vmap's sums float64, and microbatches failed."""
+    leaves, tree = jax.tree.flatten(random_tree(0, batch=7))
+    dtypes = [np.float64, np.float32, jnp.bfloat16, np.float16][: len(leaves)]
+    params = [np.zeros(g.shape[1:], t) for g, t in zip(leaves, dtypes, strict=True)]
+
+    def loss(params, example):
+        return sum(jnp.vdot(w.astype(np.float32), x) for w, x in zip(params, example, strict=True))
+
+    made = dpopt.per_example_grads(loss, engine=engine, microbatch_size=microbatch_size)(params, leaves, mask=None)
+    total = made.clipped_sum(CLIP).sum
+    assert [x.dtype for x in total] == [jnp.promote_types(t, np.float32) for t in dtypes]
+    # Plain gradients of half-precision parameters are rounded, and `auto` takes them for a tree as small as this.
+    assert_near(tree.unflatten(total), loop_clipped_sum(tree.unflatten(leaves), 1.5), 2.0**-7)
+
+
+@ENGINES
+@pytest.mark.parametrize("microbatch_size", [None, 3])
 def test_scale_and_shift_act_before_the_clip(microbatch_size, engine):
     grads = random_tree(1, batch=5)
     scale = jax.tree.map(lambda x: np.abs(x) + 0.1, random_tree(2))

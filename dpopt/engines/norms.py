@@ -64,13 +64,13 @@ def _small(arrays: list[jax.Array]) -> list[int]:
         return []
     order = sorted(range(len(arrays)), key=lambda i: arrays[i].size)
     total = np.cumsum([arrays[i].size for i in order])
-    return [i for i, so_far in zip(order, total, strict=True) if so_far <= _COPIED]
+    return sorted(i for i, so_far in zip(order, total, strict=True) if so_far <= _COPIED)
 
 
 def _norms_of_rows(arrays: list[Float[Array, " _"]]) -> Float[Array, " arrays"]:
     """Norms of vectors, each padded to whole rows."""
     counts = [-(-x.size // _ROW) for x in arrays]
-    padded = [jnp.pad(x, (0, n * _ROW - x.size)) for x, n in zip(arrays, counts, strict=True)]
+    padded = [y for x, n in zip(arrays, counts, strict=True) for y in (x, jnp.zeros(n * _ROW - x.size, x.dtype))]
     rows = safe_norm(jnp.concatenate(padded).reshape(-1, _ROW), axis=1)
     ends = np.cumsum(counts)
     index = ends[:, None] - 1 - np.arange(max(counts))  # an array's rows, padded to the largest count

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from dpopt.common import trees
 from dpopt.common.types import PyTree
 from dpopt.engines import sums
-from dpopt.engines.norms import safe_norm
+from dpopt.engines.norms import safe_norm, without_denormals
 from dpopt.engines.rare_branch import if_any
 
 
@@ -134,6 +134,8 @@ def clip_stacked(
     norms = [jnp.where(f, n, jnp.nan) for f, n in zip(fine, norms, strict=True)]
     leaf_norms = tree.unflatten(norms)
     coefficients = tree.flatten_up_to(row_coefficients(clip, leaf_norms))
+    # In the gradients' own dtypes: where these differ, a flat clip computes all coefficients in the widest.
+    coefficients = [without_denormals(c, g.dtype) for c, g in zip(coefficients, grads, strict=True)]
     coefficients = [jnp.where(trees.per_example(mask, c), c, 0) for c in coefficients]
 
     def weighted_sum(grads: list[jax.Array], coefficients: list[jax.Array]) -> list[jax.Array]:

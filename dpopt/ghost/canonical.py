@@ -40,7 +40,7 @@ def channels_last(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.A
 
         for eqn in closed.jaxpr.eqns:
             args = [read(v) for v in eqn.invars]
-            bind = _partitioned if eqn.primitive is CONVOLUTION else eqn.primitive.bind
+            bind = _convolved if eqn.primitive is CONVOLUTION else eqn.primitive.bind
             out = bind(*args, **eqn.params)
             env.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
         (out,) = closed.jaxpr.outvars
@@ -87,18 +87,23 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list
     return run
 
 
-def _partitioned(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """A convolution. Mapped over shares of a batch that lie on several devices, each share stays on its devices.
+def _convolved(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """A convolution, as products where XLA's own is slow.
 
-    Under ``vmap`` the gradients of filters are one grouped convolution, for which XLA would send all images to all
-    devices, and compute all of it on each."""
+    Those are the gradients of grouped filters on CPUs, for which XLA takes 2 to 300 times as long. Besides, where a
+    batch's shares on several devices are mapped, all gradients of filters: under ``vmap`` they are one grouped
+    convolution, for which XLA would send all images to all devices, and compute all of it on each."""
+    by_products = functools.partial(_convolve, bind=_by_products, **params)
+    is_grouped = params["batch_group_count"] > 1  # the gradient of a grouped filter
+    if is_grouped and jax.default_backend() == "cpu" and _has_few_products(lhs, rhs, **params):
+        return by_products(lhs, rhs)
     plain = functools.partial(_convolve, **params)
     run = jax.custom_batching.custom_vmap(plain)
 
     @run.def_vmap
     def _(size: int, are_mapped: Sequence[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
         is_partitioned = all(are_mapped) and jax.device_count() > 1 and _has_few_products(lhs[0], rhs[0], **params)
-        one = functools.partial(_convolve, bind=_by_products, **params) if is_partitioned else plain
+        one = by_products if is_partitioned else plain
         return jax.vmap(one, in_axes=[0 if m else None for m in are_mapped])(lhs, rhs), True
 
     return run(lhs, rhs)

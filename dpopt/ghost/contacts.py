@@ -22,7 +22,7 @@ from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.primitives import BILINEAR, DOT
 from dpopt.ghost.rows import wide
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries, tiny
+from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
@@ -173,9 +173,11 @@ def lost_to_weighing(contact: Contact, other: jax.Array, rows: int) -> jax.Array
     return count * (rows + other)  # whether partial results below tiny are kept depends on other examples
 
 
-def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array) -> jax.Array:
-    """Whether coefficients may multiply examples that lose up to ``lost`` tiny that way."""
-    return lost < clipped_to * (TOLERANCE / tiny(c.dtype))
+def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array, tiny: float) -> jax.Array:
+    """Whether coefficients may multiply examples that lose up to ``lost`` times ``tiny`` that way.
+
+    Smaller coefficients than ``tiny`` may not: they lose digits themselves."""
+    return (c >= tiny) & (lost < clipped_to * (TOLERANCE / tiny))
 
 
 def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:

@@ -42,6 +42,7 @@ class _Hook:
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
     method: str = dataclasses.field(metadata=_STATIC)
     chunk: int = dataclasses.field(metadata=_STATIC)  # examples at a time
+    tiny: float = dataclasses.field(metadata=_STATIC)  # see `Trace.tiny`
     coefficient: jax.Array | None = None  # (): this example's; 0 excludes it, whatever it contains
 
     slot_axes = (0, None)  # of the slots' cotangents: whether they have a batch axis
@@ -164,7 +165,7 @@ def _clipped(contact: Contact, hook: ClipHook, rows: _Rows, limit: jax.Array, di
     upper = bounds[..., 0]
     c = jnp.where((per_example(keep, upper) > 0) & jnp.isfinite(upper), shrink_to(limit[None], upper), 0)
     lost = contacts.lost_to_weighing(contact, bounds[..., 2], len(keep))
-    c = jnp.where(contacts.can_weigh(c, limit[None], lost * _gain(hook, contact, diagonal)), c, 0)
+    c = jnp.where(contacts.can_weigh(c, limit[None], lost * _gain(hook, contact, diagonal), hook.tiny), c, 0)
     return bounds, hook.added(contact, x, y, c)
 
 
@@ -192,7 +193,7 @@ def _clipped_as_formed(
         fine = (keep > 0) & jnp.isfinite(norm)
         c, other = jnp.where(fine, shrink_to(limit[None], norm), 0), jnp.ones_like(norm)
         lost = contacts.lost_to_weighing(contact, other, size) * (1 if diagonal is None else largest(diagonal))
-        c = jnp.where(contacts.can_weigh(c, limit[None], lost * formed[0].size ** 0.5), c, 0)
+        c = jnp.where(contacts.can_weigh(c, limit[None], lost * formed[0].size ** 0.5, hook.tiny), c, 0)
         total = contacts.combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
         return jnp.stack([norm, norm, other], axis=1).astype(hook.bounds.dtype), total
 

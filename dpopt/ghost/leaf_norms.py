@@ -192,7 +192,7 @@ def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
     """How much an entry of ``S g`` may have lost to products that underflow when g is formed."""
     count = sum(1 if c.factors is None else c.factors.positions for c in contacts)
     scale = run.scales[leaf]
-    return count * tiny(run.wide[leaf].dtype) * (1.0 if scale is None else largest(scale))
+    return count * run.trace.tiny * (1.0 if scale is None else largest(scale))
 
 
 def roundings(

@@ -7,14 +7,16 @@ example, and the engine maps it over the batch. A ``Scope`` is one level of the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read
+from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read, wide_dtype
 
 
 class Scope:
@@ -218,6 +220,16 @@ class Trace:
     def new_contact(self, weight: Value, *args: Any, **kwargs: Any) -> Contact:
         self.contacts.append(Contact(len(self.contacts), weight, *args, **kwargs))
         return self.contacts[-1]
+
+    @functools.cached_property
+    def tiny(self) -> float:
+        """The smallest normal number of the narrowest dtype on gradients' way from the contacts to the parameters.
+
+        A loss may compute in float32 with parameters, and so with coefficients, in float64."""
+        dtypes = [c.tap_dtype for c in self.contacts]
+        dtypes += [v.dtype for op in self.prologue for v in op.outputs if v.leaves]
+        wide = (wide_dtype(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact))
+        return max((float(jnp.finfo(d).tiny) for d in wide), default=float(jnp.finfo(jnp.float32).tiny))
 
     def run_prologue(self, leaves: Sequence[jax.Array], wide: bool = False) -> dict[Value, jax.Array]:
         """All prologue values. ``wide``: of wide ``leaves``, so that pulling back does not round to 16 bits."""

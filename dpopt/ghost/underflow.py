@@ -37,7 +37,7 @@ def without_underflowing(
         leaves = [leaf for leaf, own in groups.items() if own == group]
         lost = _lost(run, leaves, records, known, diagonals)
         clipped_to = c * jnp.where(c > 0, jnp.max(jnp.stack([norms[leaf] for leaf in leaves]), axis=0), 0)
-        found.append(jnp.where(can_weigh(c, clipped_to, lost), c, 0))
+        found.append(jnp.where(can_weigh(c, clipped_to, lost, run.trace.tiny), c, 0))
     return {leaf: found[group] for leaf, group in groups.items()}
 
 

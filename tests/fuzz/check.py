@@ -64,7 +64,7 @@ def run(seed: int, fast: bool = True, compare: bool = True) -> Outcome:
     started, program = time.process_time(), draw(seed)
     with warnings.catch_warnings(record=True) as caught, np.errstate(all="ignore"):
         warnings.simplefilter("always")
-        with _conditions(program.seed):  # also while an eager program runs again
+        with _conditions(program):  # also while an eager program runs again
             outcome = _checked(program, fast, compare)
     if outcome.kind == "ran" and any("Falling back" in str(w.message) for w in caught):
         outcome.kind = "fell_back"
@@ -108,8 +108,11 @@ def _as_if_large(rows: int, devices: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _conditions(seed: int) -> Iterator[None]:
+def _conditions(program: Program) -> Iterator[None]:
+    seed = program.seed
     with contextlib.ExitStack() as stack:
+        if program.has_float64:
+            stack.enter_context(jax.enable_x64(True))
         if seed % TWO_PASSES == 3:
             stack.enter_context(_two_passes())
         if seed % LARGE == 1:

@@ -17,6 +17,7 @@ from .losses import KINDS, D, T, V
 from .weights import PROLOGUES
 
 BATCH = 4
+HALVES = ["bfloat16", "float16"]
 # What a table looked up out of range and read out needs lies in two kinds at a time: they are drawn more often.
 _HEADS: dict[str, Callable] = {
     "sum": lambda h, e: jnp.sum(h * e["u"]),
@@ -43,6 +44,7 @@ class Program:
     microbatch_size: int | None
     is_jitted: bool
     is_precise: bool  # nothing is rounded to half precision on the way
+    has_float64: bool  # needs `jax.enable_x64`
     features: list[str]
 
 
@@ -67,11 +69,17 @@ def draw(seed: int) -> Program:
         uses.append((KINDS[kind][1], list(zip(names, prologues, strict=True))))
     head = str(rng.choice(list(_HEADS)))
     regularized = rng.random() < 0.05
+    params, computed_in, casts_first = _dtypes(seed, params, features)
+
+    def used_as(w, prologue):
+        w = w.astype(computed_in) if casts_first else w
+        return PROLOGUES[prologue](w).astype(computed_in)
 
     def loss(params, e):
+        e = {k: x.astype(computed_in) if jnp.issubdtype(x.dtype, jnp.floating) else x for k, x in e.items()}
         h = e["x"]
         for function, sources in uses:
-            h = function(h, [PROLOGUES[p](params[name]) for name, p in sources], e)
+            h = function(h, [used_as(params[name], p) for name, p in sources], e)
         value = e["m"] * _HEADS[head](h, e)
         return value + sum(jnp.sum(jnp.sin(w)) for w in params.values()) if regularized else value
 
@@ -94,13 +102,25 @@ def draw(seed: int) -> Program:
     # Entries that are roundings and nothing else may be the largest under an uneven diagonal.
     precise = (
         "scale_uneven" not in used
-        and used.isdisjoint(set(KINDS) - losses.PRECISE)
+        and used.isdisjoint({*HALVES, *KINDS} - losses.PRECISE)
         and used.isdisjoint(set(PROLOGUES) - weights.PRECISE)
     )
     return Program(
         seed, loss, params, list(batches), list(tame), scale, offset, clip, engine, microbatch,
-        rng.random() > 0.02, precise, sorted(used),
+        rng.random() > 0.02, precise, "float64" in used, sorted(used),
     )  # fmt: skip
+
+
+def _dtypes(seed, params, features):
+    """The parameters, in one program of four each in a dtype of its own; the dtype that the loss computes in; and
+    whether parameters are cast to it first of all."""
+    rng = np.random.default_rng([seed, 3])  # like `_uneven`
+    if rng.random() < 0.75:
+        return params, "float32", False
+    computed_in = str(rng.choice(["float32", "float32", "float64"]))
+    drawn = {k: str(rng.choice(["float32", "float64", *HALVES])) for k in params}
+    features += [f for f in (computed_in, *drawn.values()) if f != "float32"]
+    return {k: w.astype(jnp.dtype(drawn[k])) for k, w in params.items()}, computed_in, rng.random() < 0.5
 
 
 def _scale(rng, params, features):
