@@ -27,8 +27,15 @@ from dpopt.ghost.values import aval, is_narrow
 _MOST_PRODUCTS = 128  # entries of a filter, such as 11 x 11
 
 
-def channels_last(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """``function`` of one array with its convolutions rewritten; meant for the transpose of a single primitive."""
+def channels_last(
+    function: Callable[[jax.Array], jax.Array], of_image: bool = False
+) -> Callable[[jax.Array], jax.Array]:
+    """``function`` of one array with its convolutions rewritten: the transpose of a single primitive.
+
+    Args:
+        of_image: whether it is the transpose of a convolution with respect to its image, not its filter.
+    """
+    convolved = _convolve if of_image else _filter_gradient
 
     def run(x: jax.Array) -> jax.Array:
         closed = jax.make_jaxpr(function)(x)
@@ -40,7 +47,7 @@ def channels_last(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.A
 
         for eqn in closed.jaxpr.eqns:
             args = [read(v) for v in eqn.invars]
-            bind = _convolved if eqn.primitive is CONVOLUTION else eqn.primitive.bind
+            bind = convolved if eqn.primitive is CONVOLUTION else eqn.primitive.bind
             out = bind(*args, **eqn.params)
             env.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
         (out,) = closed.jaxpr.outvars
@@ -67,7 +74,7 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list
                 return eqn.primitive.bind(*((x, other) if i == 0 else (other, x)), **eqn.params)
 
             transposed = jax.linear_transpose(of_one, eqn.invars[i].aval)
-            return channels_last(lambda y: transposed(y)[0])(cotangent)
+            return channels_last(lambda y: transposed(y)[0], of_image=i == 0)(cotangent)
 
         return in_turn(pulled)
 
@@ -87,15 +94,15 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list
     return run
 
 
-def _convolved(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """A convolution, as products where XLA's own is slow.
+def _filter_gradient(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """A convolution that is the gradient of a filter, as products where XLA's own is slow.
 
-    Those are the gradients of grouped filters on CPUs, for which XLA takes 2 to 300 times as long. Besides, where a
-    batch's shares on several devices are mapped, all gradients of filters: under ``vmap`` they are one grouped
-    convolution, for which XLA would send all images to all devices, and compute all of it on each."""
+    That is on CPUs where the filter is grouped or transposed: XLA takes 2 to 300 times as long. Besides, where a
+    batch's shares on several devices are mapped: under ``vmap`` their gradients are one grouped convolution, for which
+    XLA would send all images to all devices, and compute all of it on each."""
     by_products = functools.partial(_convolve, bind=_by_products, **params)
-    is_grouped = params["batch_group_count"] > 1  # the gradient of a grouped filter
-    if is_grouped and jax.default_backend() == "cpu" and _has_few_products(lhs, rhs, **params):
+    is_slow = params["batch_group_count"] > 1 or max(params["lhs_dilation"]) > 1
+    if is_slow and jax.default_backend() == "cpu" and _has_few_products(lhs, rhs, **params):
         return by_products(lhs, rhs)
     plain = functools.partial(_convolve, **params)
     run = jax.custom_batching.custom_vmap(plain)
@@ -129,27 +136,41 @@ def _by_products(
     preferred_element_type: Any,
     **_: Any,
 ) -> jax.Array:
-    """A convolution, channels last, as one product for each position of its result."""
-    groups, inner = batch_group_count, range(1, lhs.ndim - 1)
-    within = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
-    lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *within, (0, 0, 0)])
-    sizes = [(n - 1) * step + 1 for n, step in zip(rhs.shape, rhs_dilation, strict=False)]  # of a window
-    rhs = rhs.reshape(*rhs.shape[:-1], groups, -1)
-    contracted = tuple(range(2, lhs.ndim + 1)), tuple(range(rhs.ndim - 2))
+    """A convolution, channels last, as one product for each position of its result.
+
+    Each takes a window of one operand: of the images, or of the filters where that saves dilating the images."""
+    groups, size = batch_group_count, [*zip(lhs.shape[1:], rhs.shape, strict=False)][:-1]
+    is_of_filters = max(lhs_dilation) > 1 and max(rhs_dilation) == 1
+    reach = [((n - 1) * d + 1, (k - 1) * r + 1) for (n, k), d, r in zip(size, lhs_dilation, rhs_dilation, strict=True)]
+    spans = zip(reach, padding, window_strides, strict=True)
+    starts = [range(0, low + n + high - k + 1, step) for (n, k), (low, high), step in spans]
+    before = [max(0, at[-1] - low) for at, (low, _) in zip(starts, padding, strict=True)]
+    if is_of_filters:  # image i meets entry i d + low - start
+        after = [max(0, low + n - k) for (n, k), (low, _) in zip(reach, padding, strict=True)]
+        rhs = jnp.pad(rhs, [*zip(before, after, strict=True), (0, 0), (0, 0)])
+    else:
+        within = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
+        lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *within, (0, 0, 0)])
+    lhs, rhs = lhs.reshape(groups, -1, *lhs.shape[1:]), rhs.reshape(*rhs.shape[:-1], groups, -1)
+    contracted = tuple(range(2, lhs.ndim)), tuple(range(rhs.ndim - 2))
     dimensions = contracted, ((0,), (rhs.ndim - 2,))
 
-    def product(starts: tuple[int, ...]) -> jax.Array:
-        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        window = lax.slice(lhs, (0, *starts, 0), (len(lhs), *ends, lhs.shape[-1]), (1, *rhs_dilation, 1))
-        window = window.reshape(groups, -1, *window.shape[1:])
+    def window(x: jax.Array, first: int, begin: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> jax.Array:
+        index = (slice(i, i + n, step) for i, n, step in zip(begin, sizes, steps, strict=True))
+        return x[(*[slice(None)] * first, *index)]
+
+    def product(at: tuple[int, ...]) -> jax.Array:
+        if is_of_filters:
+            begin = [i + low - start for i, (low, _), start in zip(before, padding, at, strict=True)]
+            operands = lhs, window(rhs, 0, begin, [n for n, _ in reach], lhs_dilation)
+        else:
+            operands = window(lhs, 2, at, [k for _, k in reach], rhs_dilation), rhs
         return lax.dot_general(
-            window, rhs, dimensions, precision=precision, preferred_element_type=preferred_element_type
+            *operands, dimensions, precision=precision, preferred_element_type=preferred_element_type
         )
 
-    spans = zip((lhs.shape[i] for i in inner), sizes, window_strides, strict=True)
-    starts = [range(0, n - size + 1, step) for n, size, step in spans]
     products = jnp.stack([product(at) for at in itertools.product(*starts)])  # [positions, groups, images, channels]
-    return jnp.moveaxis(products, 2, 0).reshape(len(lhs) // groups, *map(len, starts), -1)
+    return jnp.moveaxis(products, 2, 0).reshape(lhs.shape[1], *map(len, starts), -1)
 
 
 def _convolve(

@@ -20,7 +20,7 @@ from jax import lax
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.primitives import BILINEAR, DOT
-from dpopt.ghost.rows import wide
+from dpopt.ghost.rows import summed_products
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
 from dpopt.ghost.values import Contact, wide_dtype
@@ -123,8 +123,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> ja
     # of a single example's factors it would store a broadcast.)
     if contact.primitive is DOT and factors is not None and factors.shape[:2] == (1, 1) and len(c) > 1:
         (left,), right = jax.vmap(factors.split)(x, y)
-        left, right = (wide(z).reshape(-1, z.shape[-1]) for z in (left, right))
-        total = lax.dot_general(left, right, (((0,), (0,)), ((), ())), precision=_PRECISION)
+        total = summed_products(*(z.reshape(-1, z.shape[-1]) for z in (left, right)))
         return factors.unfold(total[None, None])
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
     shape = jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))

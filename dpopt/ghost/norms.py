@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Shaped
 
 from dpopt.common.types import PyTree
 from dpopt.ghost import squares
-from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, join, wide
+from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, join, summed_products, wide
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square
 from dpopt.ghost.standardized import Coefficients, PerFilter
@@ -199,7 +199,7 @@ def _formed(group: Group) -> Float[Array, "K a p"]:
     left, p = [cast(Dense, rows).x for rows in group.left], right.shape[1]
     if left[0].shape[1] == p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
         return jnp.stack([jnp.sum(wide(rows) * wide(right), axis=0, keepdims=True) for rows in left])
-    return einsum("ta,tp->ap", cast(Dense, group.rows()).x, right).reshape(len(left), -1, p)
+    return summed_products(cast(Dense, group.rows()).x, right).reshape(len(left), -1, p)
 
 
 def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: _Cotangent) -> Float[Array, ""]:

@@ -97,9 +97,9 @@ class Plan:
 
         On CPUs, touching memory for the first time costs more than most computations in it. With A bytes of
         activations, k parts touch A / k, but they read the parameters, add up their sums (P bytes in all) and start
-        their operations k times. A / k + k P is smallest at k = sqrt(A / P), on each device for its share of a batch,
-        of which every part has an equal share in turn. On other backends small parts leave processors idle, so that
-        the batch stays whole.
+        their operations k times, and have one sum more. A / k + (k + 1) P is smallest at k = sqrt(A / P), on each
+        device for its share of a batch, of which every part has an equal share in turn; a whole batch has A. On other
+        backends small parts leave processors idle, so that the batch stays whole.
         """
         if jax.default_backend() != "cpu" or self.batch_size % jax.device_count():
             return 1
@@ -109,7 +109,8 @@ class Plan:
         if activations < _WHOLE_BYTES:
             return 1
         again = sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves) + _START_BYTES * operations
-        return _divisor(own, min(math.sqrt(activations / again), activations / _CHUNK_BYTES))
+        parts = _divisor(own, min(math.sqrt(activations / again), activations / _CHUNK_BYTES))
+        return parts if activations / parts + (parts + 1) * again < activations else 1
 
     def of(self, batch_size: int) -> Plan:
         """This plan for another batch size."""

@@ -15,6 +15,7 @@ from jax import lax
 
 # Norms bound the sensitivity, so they are computed in full float32 precision on accelerators too.
 _PRECISION = lax.Precision.HIGHEST
+_LONG = 256
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -33,6 +34,16 @@ def einsum(spec: str, *operands: jax.Array) -> jax.Array:
     """``jnp.einsum`` in full precision and at least float32."""
     dtype = jnp.promote_types(jnp.result_type(*operands), jnp.float32)
     return jnp.einsum(spec, *operands, precision=_PRECISION, preferred_element_type=dtype)
+
+
+def summed_products(left: jax.Array, right: jax.Array) -> jax.Array:
+    """``[a, p]``: ``sum_t left_t (x) right_t`` from ``[T, a]`` and ``[T, p]``, like `einsum`.
+
+    CPUs compute a product with fewer rows than columns up to ten times as fast as its transpose, which XLA would put
+    back in its place without the barrier. If the sum is long, transposing costs little beside it."""
+    if jax.default_backend() == "cpu" and len(left) >= _LONG and left.shape[1] >= 2 * right.shape[1]:
+        return lax.optimization_barrier(einsum("ta,tp->pa", left, right)).T
+    return einsum("ta,tp->ap", left, right)
 
 
 class Dense(NamedTuple):

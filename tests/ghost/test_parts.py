@@ -124,9 +124,10 @@ def parts(features, positions, batch_size):
 
 
 def test_how_many():
-    """A / k + k P bytes are touched by k parts: A from the activations, P from the parameters."""
+    """A / k + (k + 1) P bytes are touched by k parts: A from the activations, P from the parameters."""
     assert parts(features=64, positions=8, batch_size=32) == 1  # fits a cache
-    assert parts(features=2048, positions=1, batch_size=4096) == 2  # 67 MB of activations to 17 MB of parameters
+    assert parts(features=2048, positions=1, batch_size=4096) == 1  # 67 MB of activations to 17 MB of parameters
+    assert parts(features=2048, positions=1, batch_size=8192) == 2  # 134 MB to 17 MB
     assert parts(features=128, positions=1024, batch_size=64) == 16  # 67 MB to 66 KB; a part of 4 MB is small enough
     assert parts(features=128, positions=1024, batch_size=61) == 1  # 61 has no divisor
 
