@@ -39,9 +39,10 @@ def einsum(spec: str, *operands: jax.Array) -> jax.Array:
 def summed_products(left: jax.Array, right: jax.Array) -> jax.Array:
     """``[a, p]``: ``sum_t left_t (x) right_t`` from ``[T, a]`` and ``[T, p]``, like `einsum`.
 
-    CPUs compute a product with fewer rows than columns up to ten times as fast as its transpose, which XLA would put
+    A CPU computes a product with fewer rows than columns up to ten times as fast as its transpose, which XLA would put
     back in its place without the barrier. If the sum is long, transposing costs little beside it."""
-    if jax.default_backend() == "cpu" and len(left) >= _LONG and left.shape[1] >= 2 * right.shape[1]:
+    is_one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
+    if is_one_cpu and len(left) >= _LONG and left.shape[1] >= 2 * right.shape[1]:
         return lax.optimization_barrier(einsum("ta,tp->pa", left, right)).T
     return einsum("ta,tp->ap", left, right)
 
