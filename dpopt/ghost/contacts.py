@@ -85,7 +85,7 @@ def parts_of_one(
     if isinstance(record, Formed) or factors is None or factors.positions == 1:
         return found, None
     if diagonal is None or factors.one_hot:
-        return cancelled_before(found, term_sizes.square(factors, record.x, record.y, diagonal)), None
+        return cancelled_before(found, term_sizes.square(factors, record.x, record.y, diagonal), formed.dtype), None
     return found, term_sizes.columns(factors, record.x, record.y)
 
 
@@ -95,7 +95,8 @@ def with_terms(
     """`square_of_one` from the result of `parts_of_one`."""
     if columns is None:
         return square
-    return cancelled_before(square, term_sizes.behind(cast(Factors, contact.factors), columns, cast(Any, diagonal)))
+    terms = term_sizes.behind(cast(Factors, contact.factors), columns, cast(Any, diagonal))
+    return cancelled_before(square, terms, contact.tap_dtype)
 
 
 def weighted(contact: Contact, record: Recorded, c: jax.Array) -> jax.Array:

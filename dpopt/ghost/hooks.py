@@ -42,7 +42,7 @@ class _Hook:
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
     method: str = dataclasses.field(metadata=_STATIC)
     chunk: int = dataclasses.field(metadata=_STATIC)  # examples at a time
-    tiny: float = dataclasses.field(metadata=_STATIC)  # see `Trace.tiny`
+    tiny: float = dataclasses.field(metadata=_STATIC)  # of `Trace.narrowest`
     coefficient: jax.Array | None = None  # (): this example's; 0 excludes it, whatever it contains
 
     slot_axes = (0, None)  # of the slots' cotangents: whether they have a batch axis

@@ -111,7 +111,7 @@ def _affine(run: Run, leaf_plan: LeafPlan, roots: Bounds, seen: SeenAt) -> Bound
     mixed: Any = 0.0
     for c, v in zip(contacts, run.pull_back.push(leaf, direction, contacts), strict=True):
         mixed += jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(seen[c].x, seen[c].y)
-    return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0))
+    return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0), run.trace.narrowest)
 
 
 def _shared(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Square:
@@ -166,7 +166,7 @@ def _standardized(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: Seen
         if columns is None:
             return square
         terms = term_sizes.standardized_square(factors, columns, deviation, diagonal, coefficients)
-        return cancelled_before(square, terms)
+        return cancelled_before(square, terms, contact.tap_dtype)
 
     return explicit, rest, records[contact]
 
@@ -179,10 +179,10 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
         gradients = run.pull_back(contacts, formed, leaves)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
         totals = roundings(gains, contacts, formed, records, _root, _root_of_terms)
-        found = [s._replace(value=cancelled(s.value, total)) for s, total in zip(found, totals, strict=True)]
-        return [shifted(square, o) for square, o in zip(found, offsets, strict=True)]
+        found = [s._replace(value=cancelled(s.value, total, narrow)) for s, total in zip(found, totals, strict=True)]
+        return [shifted(square, o, narrow) for square, o in zip(found, offsets, strict=True)]
 
-    gains = run.gains(contacts, leaves)
+    gains, narrow = run.gains(contacts, leaves), run.trace.narrowest
     losses = [_lost(run, i, contacts) for i in leaves]
     offsets = [run.offset_norm(i) for i in leaves]
     return in_chunks(jax.vmap(one), [records[c] for c in contacts], run.plan.batch_size, run.plan.chunk(contacts))
@@ -192,7 +192,7 @@ def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
     """How much an entry of ``S g`` may have lost to products that underflow when g is formed."""
     count = sum(1 if c.factors is None else c.factors.positions for c in contacts)
     scale = run.scales[leaf]
-    return count * run.trace.tiny * (1.0 if scale is None else largest(scale))
+    return count * tiny(run.trace.narrowest) * (1.0 if scale is None else largest(scale))
 
 
 def roundings(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from dpopt.common.types import PyTree
@@ -181,7 +182,9 @@ def segments(group: Group) -> Square:
     """For one-hot ``l``: rows with equal index are added up first."""
     right = group.scaled()
     found = squares.of_entries(cast(OneHot, group.table()).merged(right))
-    return found._replace(value=squares.cancelled(found.value, jnp.sum(jnp.sqrt(Dense(right).squares()))))
+    return found._replace(
+        value=squares.cancelled(found.value, jnp.sum(jnp.sqrt(Dense(right).squares())), group.right.dtype)
+    )
 
 
 _METHODS: dict[str, Callable[[Group], Square]] = {"rank_one": rank_one, "gram": gram, "segments": segments}
@@ -207,7 +210,9 @@ def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: 
     return jnp.sum(over_groups(lambda group: jnp.sum(wide(group.scaled())), factors, x, y, factors.fold(direction)))
 
 
-def with_offset(upper: _Norms, lower: _Norms, mixed: _Norms, offset: Float[Array, ""]) -> tuple[_Norms, _Norms]:
+def with_offset(
+    upper: _Norms, lower: _Norms, mixed: _Norms, offset: Float[Array, ""], computed_in: DTypeLike
+) -> tuple[_Norms, _Norms]:
     """Bounds on ``|g + o|`` from bounds on ``|g|``, from ``<g, o>`` and ``|o|``.
 
     Where the two cancel, rounding error is a large share of the result. It counts as missing, so that the norm is
@@ -218,8 +223,8 @@ def with_offset(upper: _Norms, lower: _Norms, mixed: _Norms, offset: Float[Array
     unit = jnp.where((larger > 0) & jnp.isfinite(larger), larger, 1)  # squares of the quotients stay in range
     high, low, offset = upper / unit, lower / unit, offset / unit
     cross = 2 * mixed / unit / unit
-    vanished = 2.0**24 * squares.tiny(upper.dtype) / unit / unit
-    rounding = 16 * jnp.finfo(upper.dtype).eps * jnp.square(high + offset) + vanished
+    vanished = 2.0**24 * squares.tiny(computed_in) / unit / unit
+    rounding = 16 * squares.eps(upper.dtype, computed_in) * jnp.square(high + offset) + vanished
     highest = jnp.maximum(jnp.square(high) + cross + jnp.square(offset), 0) + rounding
     lowest = jnp.maximum(jnp.square(low) + cross + jnp.square(offset) - rounding, 0)
     return unit * jnp.sqrt(highest), unit * jnp.sqrt(lowest)
@@ -248,7 +253,7 @@ def standardized_gram(
         found = squares.of_products(_diagonal(inner), _diagonal(outer), value, sizes)
         # The terms may cancel in part, so the rounding error of their sum counts as well.
         of_terms = cast(jax.Array, sum(jnp.sum(jnp.abs(t)) for t in terms))
-        return found._replace(value=squares.cancelled(found.value, jnp.sqrt(of_terms)))
+        return found._replace(value=squares.cancelled(found.value, jnp.sqrt(of_terms), group.right.dtype))
 
     size = c.size
     groups = over_groups(one, factors, x, y, more=(factors.split(x, out)[1], c.per_filter), grams=True)
@@ -263,7 +268,7 @@ def standardized_explicit(formed: _Folded, deviation: _Folded, scale: _Folded | 
     parts = parts if scale is None else [part * scale for part in parts]
     found = squares.of_entries(cast(jax.Array, sum(parts)))
     total = cast(jax.Array, sum(jnp.sqrt(squares.sum_squares(part)) for part in parts))
-    return found._replace(value=squares.cancelled(found.value, total))
+    return found._replace(value=squares.cancelled(found.value, total, formed.dtype))
 
 
 def shared_gram(uses: Sequence[tuple[Factors, bool, Array, Array]]) -> Square:

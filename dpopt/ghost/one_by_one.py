@@ -73,7 +73,7 @@ def _norms(
 
     For ``chosen`` examples they are those of the formed gradients, plus the rounding error of their sum."""
     contacts = run.contacts_of(leaves)
-    gains = run.gains(contacts, leaves)
+    gains, narrow = run.gains(contacts, leaves), run.trace.narrowest
     offsets = [run.offset_norm(i) for i in leaves]
 
     def one(rows: tuple[list[Recorded], jax.Array, jax.Array]) -> jax.Array:
@@ -85,8 +85,10 @@ def _norms(
             size = functools.partial(term_sizes.size, norm)
             return [norm(g) for g in gradients], roundings(gains, contacts, formed, records, norm, size)
 
-        own = at_once(with_roundings, *all_at_once(wanted))  # norms of one dtype together: its rounding is theirs
-        own = jnp.stack([shifted_norm(n, o) for n, o in zip(own, offsets, strict=True)])
+        own = at_once(
+            functools.partial(with_roundings, narrow), *all_at_once(wanted)
+        )  # norms of one dtype together: its rounding is theirs
+        own = jnp.stack([shifted_norm(n, o, narrow) for n, o in zip(own, offsets, strict=True)])
         return jnp.where(is_chosen, own.astype(known.dtype), known)
 
     rows = [records[c] for c in contacts], chosen, known.T

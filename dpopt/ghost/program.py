@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read, wide_dtype
@@ -222,14 +223,14 @@ class Trace:
         return self.contacts[-1]
 
     @functools.cached_property
-    def tiny(self) -> float:
-        """The smallest normal number of the narrowest dtype on gradients' way from the contacts to the parameters.
+    def narrowest(self) -> np.dtype:
+        """The narrowest dtype on gradients' way from the contacts to the parameters, whose bounds hold for them.
 
         A loss may compute in float32 with parameters, and so with coefficients, in float64."""
         dtypes = [c.tap_dtype for c in self.contacts]
         dtypes += [v.dtype for op in self.prologue for v in op.outputs if v.leaves]
-        wide = (wide_dtype(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact))
-        return max((float(jnp.finfo(d).tiny) for d in wide), default=float(jnp.finfo(jnp.float32).tiny))
+        wide = (jnp.finfo(wide_dtype(d)).dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact))
+        return min(wide, key=lambda d: d.itemsize, default=np.dtype(np.float32))
 
     def run_prologue(self, leaves: Sequence[jax.Array], wide: bool = False) -> dict[Value, jax.Array]:
         """All prologue values. ``wide``: of wide ``leaves``, so that pulling back does not round to 16 bits."""

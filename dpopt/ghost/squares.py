@@ -50,6 +50,13 @@ def tiny(dtype: jax.typing.DTypeLike) -> float:
     return float(jnp.finfo(dtype).tiny)
 
 
+def eps(*dtypes: jax.typing.DTypeLike) -> float:
+    """The largest rounding error among dtypes, each at least float32.
+
+    Parameters and diagonals may be float64 where the terms of a gradient are added up in float32."""
+    return max(float(jnp.finfo(jnp.promote_types(d, jnp.float32)).eps) for d in dtypes)
+
+
 def to_one(x: Any) -> tuple[Any, jax.Array]:
     """x divided by a power of two, in at least float32, so that its largest entry is in [1, 2); and that power of two.
 
@@ -80,21 +87,21 @@ def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:
     return Square(value, x.size * (tiny(value.dtype) + jnp.square(lost)))
 
 
-def shifted(square: Square, offset: jax.Array | float) -> Square:
+def shifted(square: Square, offset: jax.Array | float, computed_in: jax.typing.DTypeLike) -> Square:
     """The square of ``g + o``, uncertain where the weighted sum would be, which sums g and o separately.
 
     That is from about ``|g| + |o| = 256 |g + o|`` on, where the rounding error of the sum is 2^-15 of the clip norm.
     """
     size = jnp.sqrt(square.value) + 2 * offset  # at least |g| + |o|
-    lost = 0 if isinstance(offset, float) else jnp.finfo(square.value.dtype).eps / 64 * jnp.square(size)
+    lost = 0 if isinstance(offset, float) else eps(square.value.dtype, computed_in) / 64 * jnp.square(size)
     return square._replace(missing=square.missing + lost)
 
 
-def shifted_norm(norm: jax.Array, offset: jax.Array | float) -> jax.Array:
+def shifted_norm(norm: jax.Array, offset: jax.Array | float, computed_in: jax.typing.DTypeLike) -> jax.Array:
     """``|g + o|``, or the smallest norm that `shifted` counts as certain: the sum adds up g and o separately."""
     if isinstance(offset, float):
         return norm
-    return jnp.maximum(norm, (jnp.finfo(norm.dtype).eps / (128 * TOLERANCE)) ** 0.5 * (norm + 2 * offset))
+    return jnp.maximum(norm, (eps(norm.dtype, computed_in) / (128 * TOLERANCE)) ** 0.5 * (norm + 2 * offset))
 
 
 def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int]) -> Square:
@@ -103,25 +110,27 @@ def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tupl
     smallest = tiny(value.dtype)
     missing = (p * T * smallest) * jnp.sum(left) + (a * T * smallest) * jnp.sum(right) + (T * T + 3) * smallest
     total = jnp.sum(jnp.sqrt(left) * jnp.sqrt(right))  # sum_t |l_t| |r_t|
-    return Square(cancelled(value, total), missing)
+    return Square(cancelled(value, total, value.dtype), missing)
 
 
-def cancelled(value: jax.Array, total: jax.Array) -> jax.Array:
+def cancelled(value: jax.Array, total: jax.Array, computed_in: jax.typing.DTypeLike) -> jax.Array:
     """Adds the possible rounding error of the square of a sum of terms whose norms add up to ``total``.
+
+    The sum was ``computed_in`` a dtype that may be narrower than that of its square.
 
     This also bounds the rounding of the weighted sum, which adds up the same terms in another order: an example's
     coefficient times its ``total`` is at most 1 / sqrt(4 eps) = 1,400 clip norms, one rounding of which is 2^-13.
     """
-    return jnp.maximum(value, 0) + _ROUNDINGS * jnp.finfo(value.dtype).eps * jnp.square(total)
+    return jnp.maximum(value, 0) + _ROUNDINGS * eps(value.dtype, computed_in) * jnp.square(total)
 
 
-def cancelled_before(square: Square, terms: Square) -> Square:
+def cancelled_before(square: Square, terms: Square, computed_in: jax.typing.DTypeLike) -> Square:
     """`cancelled` for terms added up before a linear map; ``terms`` is the square of their size after the map."""
-    share = _ROUNDINGS * jnp.finfo(square.value.dtype).eps
+    share = _ROUNDINGS * eps(square.value.dtype, computed_in)
     value = jnp.maximum(square.value, 0) + share * terms.value
     return square._replace(value=value, missing=square.missing + share * terms.missing)
 
 
-def with_roundings(norm: jax.Array, total: jax.Array) -> jax.Array:
+def with_roundings(computed_in: jax.typing.DTypeLike, norm: jax.Array, total: jax.Array) -> jax.Array:
     """`cancelled` for a norm that is not squared."""
-    return jnp.hypot(norm, (_ROUNDINGS * jnp.finfo(norm.dtype).eps) ** 0.5 * total)
+    return jnp.hypot(norm, (_ROUNDINGS * eps(norm.dtype, computed_in)) ** 0.5 * total)

@@ -39,6 +39,7 @@ from dpopt.ghost.hooks import ClipHook, Hooks, TwoPassHook
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected, settled
+from dpopt.ghost.squares import tiny
 from dpopt.ghost.underflow import without_underflowing
 from dpopt.ghost.values import Contact, Entry, wide_dtype
 from dpopt.ghost.weighted_sum import Weigh, grouped, to_leaf, to_leaves, weighted_sum
@@ -243,7 +244,7 @@ def _hooks(run: Run, clip: Clip, groups: Mapping[int, int], adds_up: jax.Array |
         common: dict[str, Any] = dict(
             bounds=jnp.zeros((*steps, 3), dtype),
             total=Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None),
-            diagonal=diagonal, method=method, chunk=run.plan.streamed_chunk(contact), tiny=run.trace.tiny,
+            diagonal=diagonal, method=method, chunk=run.plan.streamed_chunk(contact), tiny=tiny(run.trace.narrowest),
         )  # fmt: skip
         if leaf not in run.plan.single:
             hooks[contact] = TwoPassHook(**common, adds_up=adds_up, group=groups[leaf])

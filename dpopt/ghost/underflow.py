@@ -13,7 +13,7 @@ from jax import lax
 from dpopt.ghost.contacts import Records, can_weigh, is_added_up, lost_to_weighing, not_weighed
 from dpopt.ghost.plan import is_direct
 from dpopt.ghost.run import Run
-from dpopt.ghost.squares import largest
+from dpopt.ghost.squares import largest, tiny
 from dpopt.ghost.values import Contact
 from dpopt.ghost.weighted_sum import grouped
 
@@ -37,7 +37,7 @@ def without_underflowing(
         leaves = [leaf for leaf, own in groups.items() if own == group]
         lost = _lost(run, leaves, records, known, diagonals)
         clipped_to = c * jnp.where(c > 0, jnp.max(jnp.stack([norms[leaf] for leaf in leaves]), axis=0), 0)
-        found.append(jnp.where(can_weigh(c, clipped_to, lost, run.trace.tiny), c, 0))
+        found.append(jnp.where(can_weigh(c, clipped_to, lost, tiny(run.trace.narrowest)), c, 0))
     return {leaf: found[group] for leaf, group in groups.items()}
 
 

@@ -358,7 +358,7 @@ def test_the_rounding_error_of_a_norm_is_that_of_its_own_dtype(x64):
 
     def loss(p, example):
         x, r = example
-        return jnp.sum((x @ p["w"]) * r) + sum(jnp.sum(q) for name, q in p.items() if name != "w")
+        return jnp.sum((x @ p["w"].astype(jnp.float32)) * r) + sum(jnp.sum(q) for name, q in p.items() if name != "w")
 
     # Two terms that all but cancel, whose squares overflow: the norm is mostly the bound on what they lose.
     x, r = (np.full((1, 2, size), 1e14, np.float32) for size in (30, 40))
@@ -372,3 +372,5 @@ def test_the_rounding_error_of_a_norm_is_that_of_its_own_dtype(x64):
     alone, beside = norm(w), norm(w | {"v": jnp.ones(2, jnp.float64)})
     assert float(alone["w"][0]) > 1e26  # without the bound: 3e24
     np.testing.assert_allclose(beside["w"], alone["w"], rtol=1e-5)
+    # In float64 itself, while the loss computes in float32.
+    np.testing.assert_allclose(norm({"w": w["w"].astype(jnp.float64)})["w"], alone["w"], rtol=1e-5)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import contributions, slow_unless
+from helpers import contributions, enable_x64, slow_unless
 from jax import lax
 
 SLACK = 2.0**-11
@@ -72,7 +72,7 @@ def _loss(kind, weight):
     """A loss whose gradient by the weight is ``x^T y``."""
 
     def loss(params, example):
-        x, y, w = example["x"], example["y"], weight(params["w"])
+        x, y, w = example["x"], example["y"], weight(params["w"]).astype(jnp.float32)
         if kind == "table":
             return jnp.sum(w[example["ids"]] * y)
         if kind in ("convolution", "standardized"):
@@ -110,13 +110,14 @@ def test_what_terms_leave_of_each_other_is_not_enlarged_unseen(seed, kind):
     weight = _weight(rng, entries, kind)
     large, small = 10.0 ** rng.uniform(0, 12), float(rng.choice([1.0, 0.0]))
     scale = np.where(entries, large, small) * rng.uniform(0.5, 1, (width, out))
-    scale = None if rng.random() < 0.2 else {"w": jnp.asarray(scale, jnp.float32)}
-    params = {"w": jnp.asarray(rng.normal(size=(width, out)), jnp.float32)}
+    dtype = np.float64 if seed % 3 == 0 else np.float32  # of the parameter: the loss computes in float32 either way
+    scale = None if rng.random() < 0.2 else {"w": scale.astype(np.float32).astype(dtype)}
+    params = {"w": rng.normal(size=(width, out)).astype(dtype)}
     batch = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.float32), "ids": jnp.asarray(ids)}
     loss = _loss(kind, weight)
-    l2_clip_norm = np.float32(10.0 ** rng.uniform(-3, 3))
+    l2_clip_norm = dtype(10.0 ** rng.uniform(-3, 3))
     for way in _WAYS:
-        with jax.numpy_rank_promotion("allow"):
+        with jax.numpy_rank_promotion("allow"), enable_x64(dtype == np.float64):
             both = contributions(loss, params, batch, way, l2_clip_norm, scale)
         alone, moved = (np.linalg.norm(np.asarray(z, np.float64).reshape(EXAMPLES, -1), axis=1) for z in both)
         assert (alone <= l2_clip_norm * (1 + SLACK)).all(), (way, alone / l2_clip_norm)
