@@ -14,14 +14,17 @@ from jaxtyping import Array, Float
 Norm = Callable[[jax.Array], jax.Array]  # the L2 norm of a whole array
 _Result = TypeVar("_Result")
 _ROW = 1024
-_COPIED = 2**22  # entries, 16 MB: how much `all_at_once` copies
+# How much `all_at_once` copies: up to a share of all entries, since most of them are those of the largest gradients,
+# whose copies would take much memory and save few kernels.
+_COPIED_SHARE = 1 / 8
+_COPIED = 2**22  # entries, 16 MB
 
 
 def safe_norm(x: Float[Array, " ..."], axis: int) -> Float[Array, " ..."]:
     """L2 norm along ``axis`` whose squares neither overflow nor underflow; NaN and Inf propagate to the result."""
     if x.shape[axis] == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
-    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    largest = jnp.maximum(jnp.max(x, axis=axis, keepdims=True), -jnp.min(x, axis=axis, keepdims=True))
     # Bounded on both sides: XLA may multiply by the reciprocal, which is flushed to zero for the largest numbers.
     bound = 2.0 ** (jnp.finfo(x.dtype).maxexp - 28)
     # 1 for zeros: XLA may first multiply the reciprocal by a factor of x, and 0 * inf is NaN.
@@ -64,7 +67,8 @@ def _small(arrays: list[jax.Array]) -> list[int]:
         return []
     order = sorted(range(len(arrays)), key=lambda i: arrays[i].size)
     total = np.cumsum([arrays[i].size for i in order])
-    return sorted(i for i, so_far in zip(order, total, strict=True) if so_far <= _COPIED)
+    most = min(_COPIED, _COPIED_SHARE * total[-1])
+    return sorted(i for i, so_far in zip(order, total, strict=True) if so_far <= most)
 
 
 def _norms_of_rows(arrays: list[Float[Array, " _"]]) -> Float[Array, " arrays"]:

@@ -64,7 +64,7 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
         reads = OPERATIONS_PER_BYTE * width * N * (K * a + p)
         return reads + (2 * K * N * a * p if scaled and not factors.one_hot else 0), 0
     if method == "segments":
-        return N * (T * T + 8 * OPERATIONS_PER_BYTE * width * T * p), N * width * T * p
+        return N * (T * T + 8 * OPERATIONS_PER_BYTE * width * T * p), N * T * (width * p + 4 * T)
     square = N * T * T * width
     if factors.inner is not None:
         pixels = N * factors.rows**2
@@ -77,7 +77,7 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
 
 def shared_cost(contacts: Sequence[Contact], transposed: Sequence[bool]) -> tuple[float, float]:
     """(operations, extra bytes) of the squared norm of a matrix with several contacts, some of which transpose it."""
-    positions = 0
+    positions, joined = 0, 0.0
     sides = [0, 0], [0, 0]  # length, and how many vectors need inner products (one-hot ones need none)
     for contact, is_transposed in zip(contacts, transposed, strict=True):
         factors = cast(Factors, contact.factors)
@@ -86,8 +86,9 @@ def shared_cost(contacts: Sequence[Contact], transposed: Sequence[bool]) -> tupl
         left[1] += 0 if factors.one_hot else factors.positions
         right[1] += factors.positions
         positions += factors.positions
+        joined += activation_bytes(contact)
     operations = sum(2 * length * vectors**2 for length, vectors in sides)
-    return operations + 12 * OPERATIONS_PER_BYTE * positions**2, 8 * positions**2
+    return operations + 12 * OPERATIONS_PER_BYTE * positions**2, 8 * positions**2 + joined
 
 
 def leaf_bytes(trace: Trace, leaf: int) -> int:

@@ -80,7 +80,7 @@ def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records) -> Sq
     """The squared norms of ``S g`` for one parameter, or of g where S is a number. (Its square may be out of range.)"""
     leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
     if method == "shared_gram":
-        return _shared(contacts, [seen[c] for c in contacts])
+        return _shared(run, leaf_plan, [seen[c] for c in contacts])
     diagonal = None if run.scalar_scale(leaf) is not None else run.scales[leaf]
     if leaf_plan.standardized is None:
         one, rest, inputs = _direct(run, leaf_plan, diagonal, records)
@@ -114,15 +114,18 @@ def _affine(run: Run, leaf_plan: LeafPlan, roots: Bounds, seen: SeenAt) -> Bound
     return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0), run.trace.narrowest)
 
 
-def _shared(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Square:
+def _shared(run: Run, leaf_plan: LeafPlan, seen: Sequence[Seen]) -> Square:
     """The squared norms of a matrix that several contacts use."""
+    contacts = leaf_plan.contacts
     turned = [orientation(c) != orientation(contacts[0]) for c in contacts]
+    factors = [cast(Factors, c.factors) for c in contacts]
 
-    def one(xs: list[Array], ys: list[Array]) -> Square:
-        factors = [cast(Factors, c.factors) for c in contacts]
+    def one(seen: list[tuple[Array, Array]]) -> Square:
+        xs, ys = zip(*seen, strict=True)
         return norms.shared_gram(list(zip(factors, turned, xs, ys, strict=True)))
 
-    return jax.vmap(one)([s.x for s in seen], [s.y for s in seen])
+    chunk = run.plan.fitting(leaf_plan.bytes)
+    return in_chunks(jax.vmap(one), [(s.x, s.y) for s in seen], run.plan.batch_size, chunk)
 
 
 Parts: TypeAlias = tuple[Callable[..., tuple[Square, Any]], Callable[..., Square], Any]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,17 @@ from dpopt.engines.norms import Norm, all_at_once
 from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import Formed, Recorded, Records, weighted
+from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, weighted
 from dpopt.ghost.leaf_norms import roundings
+from dpopt.ghost.norms import over_groups
+from dpopt.ghost.plan import is_direct
 from dpopt.ghost.pullback import Pull
+from dpopt.ghost.rows import OneHot
+from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import distinct_arrays, finite, without_bad_entries
 from dpopt.ghost.squares import TOLERANCE, shifted_norm, with_roundings
-from dpopt.ghost.values import Contact
+from dpopt.ghost.values import Contact, Entry
 from dpopt.ghost.weighted_sum import Weigh
 
 
@@ -54,10 +59,12 @@ def certain(
     fine = [are_finite, *(c >= (1 - TOLERANCE) * most for c, most in distinct)]
     uncertain = mask & ~functools.reduce(jnp.logical_and, fine)
     arrays, rebuild = distinct_arrays(records)
-    pull_back = run.pull_back.of(run.contacts_of(leaves), leaves)
+    tables = _tables(run, leaves, records)
+    rest = [i for i in leaves if i not in tables]
+    pull_back = run.pull_back.of(run.contacts_of(rest), rest)
 
     def step(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
-        own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves, pull_back)
+        own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves, tables, pull_back)
         return own, without_bad_entries(~jnp.all(jnp.isfinite(own), axis=0), state[1])
 
     together = jnp.stack([upper[i] for i in leaves])  # one array, so that a loop copies few
@@ -66,20 +73,44 @@ def certain(
     return [norms[i].astype(n.dtype) if i in norms else n for i, n in enumerate(upper)], rebuild(arrays)
 
 
+def _tables(run: Run, leaves: Sequence[int], records: Records) -> dict[int, Contact]:
+    """The parameters whose gradients are zero but in the few rows that an example looks up; their contacts.
+
+    There the whole gradient is not formed: it would take more memory than an ordinary gradient may have."""
+    found = {}
+    for leaf in leaves:
+        contacts, scale = run.contacts_of([leaf]), run.scales[leaf]
+        is_alone = len(contacts) == 1 and is_direct(contacts[0]) and cast(Entry, contacts[0].weight.entry).copy
+        if is_alone and isinstance(records[contacts[0]], Seen) and (scale is None or scale.size == 1):
+            factors = contacts[0].factors
+            if run.offsets[leaf] is None and factors and factors.one_hot and _is_sparse(factors):
+                found[leaf] = contacts[0]
+    return found
+
+
+def _is_sparse(factors: Factors) -> bool:
+    _, _, rows, columns = factors.shape
+    return factors.positions**2 <= rows * columns  # indices are compared with each other
+
+
 def _norms(
-    run: Run, chosen: jax.Array, known: jax.Array, records: Records, leaves: Sequence[int], pull_back: Pull
-) -> jax.Array:
+    run: Run, chosen: jax.Array, known: jax.Array, records: Records, leaves: Sequence[int],
+    tables: Mapping[int, Contact], pull_back: Pull,
+) -> jax.Array:  # fmt: skip
     """Norms of ``leaves``, ``[leaves, B]``, like ``known``.
 
     For ``chosen`` examples they are those of the formed gradients, plus the rounding error of their sum."""
-    contacts = run.contacts_of(leaves)
-    gains, narrow = run.gains(contacts, leaves), run.trace.narrowest
+    contacts, rest = run.contacts_of(leaves), [i for i in leaves if i not in tables]
+    gains, narrow, looked_up = run.gains(contacts, leaves), run.trace.narrowest, set(tables.values())
     offsets = [run.offset_norm(i) for i in leaves]
 
     def one(rows: tuple[list[Recorded], jax.Array, jax.Array]) -> jax.Array:
         records, is_chosen, known = rows
-        formed = [_formed(c, r) for c, r in zip(contacts, records, strict=True)]
-        gradients = [run.affine(i, g) for i, g in zip(leaves, pull_back(formed), strict=True)]
+        formed = [_merged(c, r) if c in looked_up else _formed(c, r) for c, r in zip(contacts, records, strict=True)]
+        at = dict(zip(contacts, formed, strict=True))
+        own = {i: at[c] for i, c in tables.items()}
+        own |= zip(rest, pull_back([at[c] for c in run.contacts_of(rest)]), strict=True)
+        gradients = [run.affine(i, own[i]) for i in leaves]
 
         def wanted(norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
             size = functools.partial(term_sizes.size, norm)
@@ -105,3 +136,11 @@ def _formed(contact: Contact, record: Recorded) -> jax.Array:
     if isinstance(record, Formed):
         return contact.unfold(record.gradient)
     return weighted(contact, jax.tree.map(lambda x: x[None], record), jnp.ones(1))
+
+
+def _merged(contact: Contact, record: Recorded) -> jax.Array:
+    """The rows of one example's gradient that it looks up."""
+    seen = cast(Seen, record)
+    return over_groups(
+        lambda group: cast(OneHot, group.table()).merged(group.right), cast(Factors, contact.factors), seen.x, seen.y
+    )

@@ -6,6 +6,7 @@ planner.py makes the plan for one example; all figures for a batch follow from i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import cast
 import jax
 
 from dpopt.engines import sums
-from dpopt.ghost.costs import forming_bytes, forward_work, leaf_bytes, norm_cost
+from dpopt.ghost.costs import activation_bytes, forming_bytes, forward_work, leaf_bytes, norm_cost
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry
@@ -26,6 +27,9 @@ MARGIN = 1.05
 TINY_BYTES = 1 << 16
 # Formed gradients that are not kept share a buffer of this size, which should fit a cache.
 _CHUNK_BYTES = 1 << 22
+# It may only be this share of what an ordinary gradient takes, or this small: a program has a few of them at a time.
+_CHUNK_SHARE = 1 / 16
+_SMALL_CHUNK_BYTES = 1 << 20
 # In two passes the buffer has this size, because a loop over chunks holds its inputs twice.
 _STREAMED_CHUNK_BYTES = 1 << 26
 # A batch whose forward pass computes less is not split: it fits the caches, and the allocator reuses the memory.
@@ -88,8 +92,15 @@ class Plan:
 
     def fitting(self, size: float) -> int:
         """How many examples to process at a time if each needs buffers of ``size`` bytes."""
-        limit = _STREAMED_CHUNK_BYTES if self.streamed else _CHUNK_BYTES
+        most = min(_CHUNK_BYTES, max(_SMALL_CHUNK_BYTES, _CHUNK_SHARE * self._ordinary_bytes))
+        limit = _STREAMED_CHUNK_BYTES if self.streamed else most
         return _divisor(self.batch_size, limit / max(size, 1))
+
+    @functools.cached_property
+    def _ordinary_bytes(self) -> float:
+        """About the memory of an ordinary gradient: activations, parameters and their gradients."""
+        activations = sum(activation_bytes(c) for c in self.trace.contacts)
+        return self.batch_size * activations + 2 * sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
 
     @property
     def parts(self) -> int:

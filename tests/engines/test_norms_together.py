@@ -28,13 +28,15 @@ def arrays(shapes, seed):
     return found
 
 
+@pytest.mark.parametrize("share", [1 / 8, 1])
 @pytest.mark.parametrize("copied", [0, 1_500, 6_000, 2**22])  # no arrays together, the small ones, all
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(shapes=SHAPES, seed=st.integers(0, 10_000))
-def test_all_at_once_is_one_by_one(copied, shapes, seed):
+def test_all_at_once_is_one_by_one(copied, share, shapes, seed):
     given = arrays(shapes, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norms, "_COPIED", copied)
+        patch.setattr(norms, "_COPIED_SHARE", share)
         together = norms.all_at_once(lambda norm: [norm(x) for x in given])
     alone = [norms.safe_norm(x.reshape(-1), axis=0) for x in given]
     assert [x.dtype for x in together] == [x.dtype for x in alone]

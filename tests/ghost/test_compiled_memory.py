@@ -1,0 +1,51 @@
+"""The memory that XLA plans for a clipped sum, over an ordinary gradient's, where parameters are most of it.
+
+It includes the slow path for norms that float32 cannot compute, for which accelerators reserve memory, too.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import slow_unless
+
+from dpopt import ghost
+
+
+def draw(seed):
+    """A network of random widths, with biases or without, on a batch that is small beside its weights."""
+    rng = np.random.default_rng(seed)
+    widths = [int(128 * rng.integers(2, 7)) for _ in range(rng.integers(3, 6))]
+    shapes = [{"w": jax.ShapeDtypeStruct((a, b), jnp.float32)} for a, b in itertools.pairwise(widths)]
+    if rng.random() < 0.7:
+        shapes = [s | {"b": jax.ShapeDtypeStruct(s["w"].shape[1:], jnp.float32)} for s in shapes]
+    steps = int(rng.choice([1, 1, 5]))
+    return shapes, jax.ShapeDtypeStruct((int(rng.choice([4, 8, 16])), steps, widths[0]), jnp.float32)
+
+
+def loss_fn(params, x):
+    for layer in params:
+        x = jnp.tanh(x @ layer["w"] + layer.get("b", 0.0))
+    return jnp.sum(x)
+
+
+def planned(function, *args):
+    program = jax.jit(function).lower(*args).compile().memory_analysis()
+    return program.argument_size_in_bytes + program.output_size_in_bytes + program.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("seed", slow_unless({0, 1, 2}, range(12)))
+def test_it_is_at_most_a_quarter_more(seed):
+    def clip(norms):
+        c = 1 / (1 + sum(jnp.square(n) for n in jax.tree.leaves(norms)))
+        return jax.tree.map(lambda _: c, norms)
+
+    def ordinary(params, batch):
+        return jax.grad(lambda p: jnp.mean(jax.vmap(loss_fn, (None, 0))(p, batch)))(params)
+
+    params, batch = draw(seed)
+    clipped = lambda p, b: ghost.clipped_sum(loss_fn, p, b, coefficients=clip).sum  # noqa: E731
+    with jax.numpy_rank_promotion("allow"):
+        assert planned(clipped, params, batch) <= 1.25 * planned(ordinary, params, batch)

@@ -1,0 +1,97 @@
+"""Norms of look-ups whose squares float32 cannot hold, which are computed from the rows that an example looks up.
+
+A search draws tables, indices that repeat or lie outside, rows of any size that add up or cancel, and factors. The
+oracle adds up rows in NumPy, in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import slow_unless
+
+from dpopt import ghost
+from dpopt.ghost import one_by_one
+
+B = 4
+QUICK = range(12)
+
+
+def draw(seed):
+    """A table's shape, indices ``[B, T]`` and rows ``[B, T, p]``, a factor or None, and a size that all rows are near.
+
+    With two groups each index looks into a table of its own."""
+    rng = np.random.default_rng(seed)
+    groups, size, width = rng.choice([1, 2]), rng.choice([9, 50]), rng.choice([4, 9])
+    count = rng.integers(1, 7)
+    few = rng.integers(0, size, 3)  # so that indices repeat
+    ids = np.where(rng.random((B, count, groups)) < 0.7, rng.choice(few, (B, count, groups)), size + 3)
+    scale = 10.0 ** rng.choice([-25, 25, 32])
+    rows = rng.normal(size=(B, count, groups, width)) * 10.0 ** rng.uniform(-2, 0, (B, count, 1, 1))
+    if rng.random() < 0.5:  # neighbours cancel
+        rows[:, 1::2] = -rows[:, : 2 * (count // 2) : 2] * rng.choice([1, 1 + 1e-3])
+    factors = {0: None, 1: 3.0, 2: rng.uniform(0.5, 2.0, (groups, size, width))}
+    return (groups, size, width), ids, np.float32(rows * scale), factors[int(rng.integers(3))], scale
+
+
+def loss_fn(table, example):
+    ids, rows = example
+    read = lambda t, i: t.at[i].get(mode="fill", fill_value=0)  # noqa: E731
+    found = jax.vmap(lambda i: jax.vmap(read)(table, i))(ids)
+    return jnp.sum(found * rows)
+
+
+def exact(shape, ids, rows, factor):
+    """Gradients ``[B, groups, size, width]`` in float64, and the norm of the terms that were added up."""
+    gradients, terms = np.zeros((B, *shape)), np.zeros(B)
+    for b, t, g in np.ndindex(*ids.shape):
+        if ids[b, t, g] < shape[1]:
+            row = np.float64(rows[b, t, g])
+            row = row * (1 if factor is None else factor if np.ndim(factor) == 0 else factor[g, ids[b, t, g]])
+            gradients[b, g, ids[b, t, g]] += row
+            terms[b] += np.linalg.norm(row)
+    return gradients, terms
+
+
+@pytest.mark.parametrize("seed", slow_unless(set(QUICK), range(120)))
+def test_norms_and_sums(seed, monkeypatch):
+    shape, ids, rows, factor, size = draw(seed)
+    gradients, terms = exact(shape, ids, rows, factor)
+    norms = np.linalg.norm(gradients.reshape(B, -1) / size, axis=1) * size
+    clip = float(np.float32(0.3 * size))
+    merged = []
+    monkeypatch.setattr(one_by_one, "_merged", lambda *of, f=one_by_one._merged: merged.append(of) or f(*of))
+    got = jax.jit(
+        lambda table, batch: ghost.clipped_sum(
+            loss_fn, table, batch, scale=None if factor is None else jnp.asarray(factor, jnp.float32),
+            coefficients=lambda n: jnp.minimum(1.0, clip / n),
+        )
+    )(jnp.zeros(shape), (jnp.asarray(ids, jnp.int32), jnp.asarray(rows)))  # fmt: skip
+    assert merged or ids[0].size ** 2 > np.prod(shape), "the whole table was formed"
+    assert got.ok.all()
+    found, rounding = np.float64(got.leaf_norms), 256 * np.finfo(np.float32).eps * terms
+    matters = norms + rounding >= clip  # otherwise the norm may be any that clips nothing
+    assert np.all(found >= norms * (1 - 1e-5) - 1e-6 * terms)
+    np.testing.assert_array_less(found[matters], (norms + rounding)[matters] * (1 + 1e-4) + 1e-40)
+    weights = np.minimum(1, clip / np.maximum(found, 1e-300))
+    want = np.tensordot(weights, gradients, 1)
+    np.testing.assert_allclose(np.float64(got.sum) / clip, want / clip, rtol=1e-5, atol=1e-5)
+
+
+def test_a_table_that_is_small_beside_its_look_ups_is_formed():
+    """Comparing all indices with each other would take more memory than the gradient."""
+    x, ids = jnp.ones((B, 64, 2)), jnp.zeros((B, 64, 1), jnp.int32)
+    program = jax.make_jaxpr(
+        lambda t, b: ghost.clipped_sum(loss_fn, t, b, coefficients=lambda n: jnp.minimum(1.0, 1 / n)).sum
+    )(jnp.zeros((1, 5, 2)), (ids, x[:, :, None]))
+    assert not [v for e in program.jaxpr.eqns for v in e.outvars if getattr(v.aval, "shape", ())[-2:] == (64, 64)]
+
+
+def test_the_whole_table_is_not_formed():
+    """The compiled program has room for the clipped sum of a large table, but not for another one of an example."""
+    size, width = 20_000, 64
+    table = jax.ShapeDtypeStruct((1, size, width), jnp.float32)
+    batch = jax.ShapeDtypeStruct((B, 8, 1), jnp.int32), jax.ShapeDtypeStruct((B, 8, 1, width), jnp.float32)
+    clipped = jax.jit(lambda t, b: ghost.clipped_sum(loss_fn, t, b, coefficients=lambda n: jnp.minimum(1.0, 1 / n)).sum)
+    scratch = clipped.lower(table, batch).compile().memory_analysis().temp_size_in_bytes
+    assert scratch < 0.1 * 4 * size * width
