@@ -75,8 +75,7 @@ def measure(name: str, entry: Entry, budget_s: float) -> dict[str, Any]:
         programs = {n: compiled(ways[n], args) for n in LIGHT}
         # Timed before the way that holds every per-example gradient, as in speed.py.
         light = {n: calls[n] for n in LIGHT}
-        once = {n: (c(), timing.seconds_of(c))[1] for n, c in light.items()}
-        seconds = timing.with_few_slow(light, once, budget_s)
+        seconds = timing.with_few_slow(light, {n: timing.seconds_of(c) for n, c in light.items()}, budget_s)
         again = speed.in_microbatches(family, clip)
         checked = Checked(name, args, {"vmap": ways["vmap"]}, again, rounding(family), programs)
         for n in WAYS:

@@ -24,6 +24,7 @@ def safe_norm(x: Float[Array, " ..."], axis: int) -> Float[Array, " ..."]:
     """L2 norm along ``axis`` whose squares neither overflow nor underflow; NaN and Inf propagate to the result."""
     if x.shape[axis] == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
+    # Not from |x|, which JAX 0.10 would store.
     largest = jnp.maximum(jnp.max(x, axis=axis, keepdims=True), -jnp.min(x, axis=axis, keepdims=True))
     # Bounded on both sides: XLA may multiply by the reciprocal, which is flushed to zero for the largest numbers.
     bound = 2.0 ** (jnp.finfo(x.dtype).maxexp - 28)
@@ -67,7 +68,7 @@ def _small(arrays: list[jax.Array]) -> list[int]:
         return []
     order = sorted(range(len(arrays)), key=lambda i: arrays[i].size)
     total = np.cumsum([arrays[i].size for i in order])
-    most = min(_COPIED, _COPIED_SHARE * total[-1])
+    most = min(_COPIED, _COPIED_SHARE * sum(x.size for x in arrays))
     return sorted(i for i, so_far in zip(order, total, strict=True) if so_far <= most)
 
 

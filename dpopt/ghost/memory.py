@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines import sums
-from dpopt.ghost.costs import activation_bytes, leaf_bytes, nbytes
+from dpopt.ghost.costs import activation_bytes, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.values import Entry, aval
@@ -48,7 +48,7 @@ class Memory(NamedTuple):
 def estimate(plan: Plan, loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool) -> Memory:
     """The memory for a plan's batch size; only shapes matter."""
     size, contacts = plan.batch_size, plan.trace.contacts
-    weights = sum(leaf_bytes(plan.trace, leaf.leaf) for leaf in plan.leaves)
+    weights = plan.weight_bytes
     kept = _kept_by_differentiation(loss_fn, params, example, has_aux)
     taps = {c: nbytes(c.tap_shape, c.tap_dtype) for c in contacts}
     inputs = sum(activation_bytes(c) - taps[c] for c in contacts)

@@ -22,14 +22,13 @@ from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, weighted
 from dpopt.ghost.leaf_norms import roundings
 from dpopt.ghost.norms import over_groups
-from dpopt.ghost.plan import is_direct
 from dpopt.ghost.pullback import Pull
 from dpopt.ghost.rows import OneHot
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import distinct_arrays, finite, without_bad_entries
 from dpopt.ghost.squares import TOLERANCE, shifted_norm, with_roundings
-from dpopt.ghost.values import Contact, Entry
+from dpopt.ghost.values import Contact
 from dpopt.ghost.weighted_sum import Weigh
 
 
@@ -60,8 +59,7 @@ def certain(
     uncertain = mask & ~functools.reduce(jnp.logical_and, fine)
     arrays, rebuild = distinct_arrays(records)
     tables = _tables(run, leaves, records)
-    rest = [i for i in leaves if i not in tables]
-    pull_back = run.pull_back.of(run.contacts_of(rest), rest)
+    pull_back = _pull_back(run, leaves, tables)
 
     def step(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves, tables, pull_back)
@@ -79,11 +77,10 @@ def _tables(run: Run, leaves: Sequence[int], records: Records) -> dict[int, Cont
     There the whole gradient is not formed: it would take more memory than an ordinary gradient may have."""
     found = {}
     for leaf in leaves:
-        contacts, scale = run.contacts_of([leaf]), run.scales[leaf]
-        is_alone = len(contacts) == 1 and is_direct(contacts[0]) and cast(Entry, contacts[0].weight.entry).copy
-        if is_alone and isinstance(records[contacts[0]], Seen) and (scale is None or scale.size == 1):
-            factors = contacts[0].factors
-            if run.offsets[leaf] is None and factors and factors.one_hot and _is_sparse(factors):
+        contacts = run.contacts_of([leaf])
+        if len(contacts) == 1 and run.is_table(leaf) and run.offsets[leaf] is None:
+            is_kept = isinstance(records[contacts[0]], Formed)
+            if not is_kept and _is_sparse(cast(Factors, contacts[0].factors)):
                 found[leaf] = contacts[0]
     return found
 
@@ -93,6 +90,20 @@ def _is_sparse(factors: Factors) -> bool:
     return factors.positions**2 <= rows * columns  # indices are compared with each other
 
 
+def _pull_back(run: Run, leaves: Sequence[int], tables: Mapping[int, Contact]) -> Pull:
+    """From what is formed at the contacts of ``leaves`` to their gradients; rows of ``tables`` are passed on."""
+    contacts, rest = run.contacts_of(leaves), [i for i in leaves if i not in tables]
+    others = run.contacts_of(rest)
+    pull = run.pull_back.of(others, rest)
+
+    def pulled(formed: Sequence[jax.Array]) -> list[jax.Array]:
+        at = dict(zip(contacts, formed, strict=True))
+        own = dict(zip(rest, pull([at[c] for c in others]), strict=True)) | {i: at[c] for i, c in tables.items()}
+        return [own[i] for i in leaves]
+
+    return pulled
+
+
 def _norms(
     run: Run, chosen: jax.Array, known: jax.Array, records: Records, leaves: Sequence[int],
     tables: Mapping[int, Contact], pull_back: Pull,
@@ -100,17 +111,14 @@ def _norms(
     """Norms of ``leaves``, ``[leaves, B]``, like ``known``.
 
     For ``chosen`` examples they are those of the formed gradients, plus the rounding error of their sum."""
-    contacts, rest = run.contacts_of(leaves), [i for i in leaves if i not in tables]
-    gains, narrow, looked_up = run.gains(contacts, leaves), run.trace.narrowest, set(tables.values())
+    contacts, looked_up = run.contacts_of(leaves), set(tables.values())
+    gains, narrow = run.gains(contacts, leaves), run.trace.narrowest
     offsets = [run.offset_norm(i) for i in leaves]
 
     def one(rows: tuple[list[Recorded], jax.Array, jax.Array]) -> jax.Array:
         records, is_chosen, known = rows
         formed = [_merged(c, r) if c in looked_up else _formed(c, r) for c, r in zip(contacts, records, strict=True)]
-        at = dict(zip(contacts, formed, strict=True))
-        own = {i: at[c] for i, c in tables.items()}
-        own |= zip(rest, pull_back([at[c] for c in run.contacts_of(rest)]), strict=True)
-        gradients = [run.affine(i, own[i]) for i in leaves]
+        gradients = [run.affine(i, g) for i, g in zip(leaves, pull_back(formed), strict=True)]
 
         def wanted(norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
             size = functools.partial(term_sizes.size, norm)

@@ -96,11 +96,16 @@ class Plan:
         limit = _STREAMED_CHUNK_BYTES if self.streamed else most
         return _divisor(self.batch_size, limit / max(size, 1))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
+
     @functools.cached_property
     def _ordinary_bytes(self) -> float:
         """About the memory of an ordinary gradient: activations, parameters and their gradients."""
         activations = sum(activation_bytes(c) for c in self.trace.contacts)
-        return self.batch_size * activations + 2 * sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
+        return self.batch_size * activations + 2 * self.weight_bytes
 
     @property
     def parts(self) -> int:
@@ -119,7 +124,7 @@ class Plan:
         activations *= own
         if activations < _WHOLE_BYTES:
             return 1
-        again = sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves) + _START_BYTES * operations
+        again = self.weight_bytes + _START_BYTES * operations
         parts = _divisor(own, min(math.sqrt(activations / again), activations / _CHUNK_BYTES))
         return parts if activations / parts + (parts + 1) * again < activations else 1
 
@@ -155,7 +160,7 @@ class Plan:
     @property
     def all_formed_bytes(self) -> int:
         """Bytes of the plain per-example gradients of the batch."""
-        return self.batch_size * sum(leaf_bytes(self.trace, leaf.leaf) for leaf in self.leaves)
+        return self.batch_size * self.weight_bytes
 
     @property
     def is_tiny(self) -> bool:

@@ -26,7 +26,7 @@ class Run:
         self.plan, self.trace, self.leaves = plan, plan.trace, leaves
         # For a look-up table, S multiplies the rows that are looked up, which saves a pass over the whole table.
         # (Not with hooks: the second pass adds up gradients that are not scaled yet.)
-        self.row_scales = {i: s for i, s in enumerate(scales) if s is not None and s.size > 1 and self._is_table(i)}
+        self.row_scales = {i: s for i, s in enumerate(scales) if s is not None and s.size > 1 and self.is_table(i)}
         self.scales = [None if i in self.row_scales else s for i, s in enumerate(scales)]
         self.offsets = offsets
         self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
@@ -65,7 +65,8 @@ class Run:
         }
         return losses, aux, seen, dict(zip(hooks, hooked, strict=True))
 
-    def _is_table(self, leaf: int) -> bool:
+    def is_table(self, leaf: int) -> bool:
+        """Whether a parameter is only looked up, so that S, unless a single number, is part of the rows recorded."""
         contacts = self.plan.leaves[leaf].contacts
         return not self.plan.streamed and all(
             is_direct(k) and cast(Entry, k.weight.entry).copy and k.factors and k.factors.one_hot for k in contacts

@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from benchmarks import records
-from benchmarks.cost import gradients, memory, mesh, noise, opacus_speed, speed
+from benchmarks.cost import gradients, memory, mesh, noise, opacus_speed, speed, timing
 from benchmarks.cost.families import FAMILIES, Family
 from benchmarks.report import figures
 
@@ -182,3 +182,12 @@ def test_what_a_program_gathers_is_counted_and_its_sums_are_not():
       %d = f32[3] collective-permute(%b), %e = f32[8] fusion(%a), calls=%all-gather-like
     """
     assert mesh.sent(program) == {"all-gather": 2, "collective-permute": 1}
+
+
+@pytest.mark.parametrize("once, calls", [(0.1, None), (timing.SLOW_S + 1, timing.FEW), (timing.VERY_SLOW_S + 1, 0)])
+def test_slow_calls_are_timed_a_few_times_and_very_slow_ones_not_again(once, calls):
+    done = []
+    found = timing.with_few_slow({"a": lambda: done.append(1)}, {"a": once, "another": 9.0}, budget_s=0.01)
+    assert set(found) == {"a"}
+    assert len(done) == calls if calls is not None else len(done) >= 2 * timing.FEW  # each is rehearsed
+    assert (found["a"] == once) == (calls == 0)
