@@ -13,6 +13,7 @@ COMMANDS = {
     "zoo": ("zoo.command", "a clipped gradient's time and memory on models of all kinds (an hour)"),
     "noise": ("cost.noise", "a draw of noise against JAX's own normals (a minute)"),
     "memory": ("cost.memory", "its peak memory against the ordinary one's (minutes)"),
+    "accelerator": ("cost.accelerator", "a clipped gradient on a GPU or TPU, with large batches (minutes)"),
     "mesh": ("cost.mesh", "a clipped gradient of a batch sharded over simulated devices (minutes)"),
     "opacus": ("cost.opacus_speed", "Opacus against torch's ordinary gradient, where both are installed"),
     "imdb-speed": ("cost.imdb_speed", "a full private run on IMDB, and other engines beside it (minutes)"),

@@ -21,7 +21,7 @@ class Family(NamedTuple):
     batch: Any  # leaves (B, ...)
 
 
-def _classifier(model: nn.Module, x: np.ndarray, classes: int) -> Family:
+def classifier(model: nn.Module, x: np.ndarray, classes: int) -> Family:
     rng = np.random.default_rng(1)
     y = jnp.asarray(rng.integers(0, classes, len(x)), jnp.int32)
     params = model.init(jax.random.key(0), x[:1])["params"]
@@ -39,8 +39,8 @@ def tokens(vocabulary: int, *shape: int) -> np.ndarray:
     return np.minimum(draws - 1, vocabulary - 1).astype(np.int32)
 
 
-def _ratings(batch_size: int) -> Family:
-    model = models.MatrixFactorization()
+def ratings(batch_size: int, dtype: Any = None) -> Family:
+    model = models.MatrixFactorization(dtype=dtype)
     rng = np.random.default_rng(0)
     pairs = np.stack([rng.integers(0, model.users, batch_size), rng.integers(0, model.items, batch_size)], -1)
     params = model.init(jax.random.key(0), pairs[:1])["params"]
@@ -49,12 +49,12 @@ def _ratings(batch_size: int) -> Family:
 
 
 FAMILIES: dict[str, Callable[[], Family]] = {
-    "logistic regression 10,000 x 500, B 64": lambda: _classifier(models.MLP((), 500), normal(64, 10_000), 500),
-    "MLP 784-1024-1024-10, B 256": lambda: _classifier(models.MLP((1024, 1024), 10), normal(256, 784), 10),
-    "CNN 4 conv, B 128": lambda: _classifier(models.CNN(), normal(128, 32, 32, 3), 10),
-    "Wide-ResNet-16-4, B 32": lambda: _classifier(models.WideResNet(), normal(32, 32, 32, 3), 10),
-    "Transformer T 64, B 32": lambda: _classifier(models.Transformer(), tokens(5_000, 32, 64), 2),
-    "Transformer T 512, B 32": lambda: _classifier(models.Transformer(), tokens(5_000, 32, 512), 2),
-    "LSTM T 128, B 64": lambda: _classifier(models.LSTMClassifier(), tokens(10_000, 64, 128), 2),
-    "matrix factorisation 943 x 1682, B 64": lambda: _ratings(64),
+    "logistic regression 10,000 x 500, B 64": lambda: classifier(models.MLP((), 500), normal(64, 10_000), 500),
+    "MLP 784-1024-1024-10, B 256": lambda: classifier(models.MLP((1024, 1024), 10), normal(256, 784), 10),
+    "CNN 4 conv, B 128": lambda: classifier(models.CNN(), normal(128, 32, 32, 3), 10),
+    "Wide-ResNet-16-4, B 32": lambda: classifier(models.WideResNet(), normal(32, 32, 32, 3), 10),
+    "Transformer T 64, B 32": lambda: classifier(models.Transformer(), tokens(5_000, 32, 64), 2),
+    "Transformer T 512, B 32": lambda: classifier(models.Transformer(), tokens(5_000, 32, 512), 2),
+    "LSTM T 128, B 64": lambda: classifier(models.LSTMClassifier(), tokens(10_000, 64, 128), 2),
+    "matrix factorisation 943 x 1682, B 64": lambda: ratings(64),
 }

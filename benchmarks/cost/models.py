@@ -1,6 +1,8 @@
 """Flax models for the benchmarks."""
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,24 +29,26 @@ class MLP(nn.Module):
 
     widths: Sequence[int]
     outputs: int
+    dtype: Any = None  # of the computation; None: float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for width in self.widths:
-            x = nn.relu(nn.Dense(width)(x))
-        return nn.Dense(self.outputs)(x)
+            x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))
+        return nn.Dense(self.outputs, dtype=self.dtype)(x)
 
 
 class CNN(nn.Module):
     """Four 3 x 3 convolutions, mean pooling, a dense layer."""
 
     outputs: int = 10
+    dtype: Any = None  # of the computation; None: float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for features, stride in ((32, 1), (64, 2), (64, 2), (128, 2)):
-            x = nn.relu(nn.Conv(features, (3, 3), strides=stride)(x))
-        return nn.Dense(self.outputs)(x.mean((-3, -2)))
+            x = nn.relu(nn.Conv(features, (3, 3), strides=stride, dtype=self.dtype)(x))
+        return nn.Dense(self.outputs, dtype=self.dtype)(x.mean((-3, -2)))
 
 
 class StandardizedConv(nn.Module):
@@ -53,6 +57,7 @@ class StandardizedConv(nn.Module):
     features: int
     size: int = 3
     stride: int = 1
+    dtype: Any = None  # of the computation; None: float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -63,6 +68,7 @@ class StandardizedConv(nn.Module):
             kernel.var((0, 1, 2), keepdims=True) * (shape[0] * shape[1] * shape[2]) + 1e-6
         )
         strides = (self.stride, self.stride)
+        x, kernel = (z if self.dtype is None else z.astype(self.dtype) for z in (x, kernel))
         return jax.lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
@@ -72,23 +78,25 @@ class WideResNet(nn.Module):
     depth: int = 16
     width: int = 4
     outputs: int = 10
+    dtype: Any = None  # of the computation; None: float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         blocks = (self.depth - 4) // 6
-        x = StandardizedConv(16)(x)
+        conv, norm = (functools.partial(module, dtype=self.dtype) for module in (StandardizedConv, nn.GroupNorm))
+        x = conv(16)(x)
         for group, base in enumerate((16, 32, 64)):
             features = base * self.width
             for block in range(blocks):
                 stride = 2 if group > 0 and block == 0 else 1
-                h = nn.relu(nn.GroupNorm(16)(x))
+                h = nn.relu(norm(16)(x))
                 same = x.shape[-1] == features and stride == 1
-                skip = x if same else StandardizedConv(features, size=1, stride=stride)(h)
-                h = StandardizedConv(features, stride=stride)(h)
-                h = nn.relu(nn.GroupNorm(16)(h))
-                x = skip + StandardizedConv(features)(h)
-        x = nn.relu(nn.GroupNorm(16)(x))
-        return nn.Dense(self.outputs)(x.mean((-3, -2)))
+                skip = x if same else conv(features, size=1, stride=stride)(h)
+                h = conv(features, stride=stride)(h)
+                h = nn.relu(norm(16)(h))
+                x = skip + conv(features)(h)
+        x = nn.relu(norm(16)(x))
+        return nn.Dense(self.outputs, dtype=self.dtype)(x.mean((-3, -2)))
 
 
 class Transformer(nn.Module):
@@ -99,18 +107,20 @@ class Transformer(nn.Module):
     layers: int = 2
     heads: int = 4
     outputs: int = 2
+    dtype: Any = None  # of the computation; None: float32
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocabulary, self.width)(tokens)
+        dense, norm = (functools.partial(module, dtype=self.dtype) for module in (nn.Dense, nn.LayerNorm))
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         positions = self.param("positions", nn.initializers.normal(0.02), (tokens.shape[-1], self.width))
-        x = x + positions
+        x = x + positions.astype(x.dtype)
         for _ in range(self.layers):
-            h = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(self.heads)(h, h)
-            h = nn.LayerNorm()(x)
-            x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(h)))
-        return nn.Dense(self.outputs)(x.mean(-2))
+            h = norm()(x)
+            x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(h, h)
+            h = norm()(x)
+            x = x + dense(self.width)(nn.gelu(dense(4 * self.width)(h)))
+        return dense(self.outputs)(x.mean(-2))
 
 
 class LSTMClassifier(nn.Module):
@@ -120,12 +130,13 @@ class LSTMClassifier(nn.Module):
     embedding: int = 64
     hidden: int = 64
     outputs: int = 2
+    dtype: Any = None  # of the computation; None: float32
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocabulary, self.embedding)(tokens)
-        x = nn.RNN(nn.OptimizedLSTMCell(self.hidden))(x)
-        return nn.Dense(self.outputs)(x[..., -1, :])
+        x = nn.Embed(self.vocabulary, self.embedding, dtype=self.dtype)(tokens)
+        x = nn.RNN(nn.OptimizedLSTMCell(self.hidden, dtype=self.dtype))(x)
+        return nn.Dense(self.outputs, dtype=self.dtype)(x[..., -1, :])
 
 
 class MatrixFactorization(nn.Module):
@@ -134,11 +145,12 @@ class MatrixFactorization(nn.Module):
     users: int = 943
     items: int = 1_682
     dimension: int = 100
+    dtype: Any = None  # of the computation; None: float32
 
     @nn.compact
     def __call__(self, pair: jax.Array) -> jax.Array:
-        user = nn.Embed(self.users, self.dimension, name="users")(pair[..., 0])
-        item = nn.Embed(self.items, self.dimension, name="items")(pair[..., 1])
+        user = nn.Embed(self.users, self.dimension, dtype=self.dtype, name="users")(pair[..., 0])
+        item = nn.Embed(self.items, self.dimension, dtype=self.dtype, name="items")(pair[..., 1])
         return jnp.sum(user * item, axis=-1)
 
 

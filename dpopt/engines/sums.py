@@ -99,7 +99,9 @@ def needs_remainder(size: int) -> bool:
     return jax.eval_shape(lambda x: over_examples(lambda x, c: jnp.vdot(c, x), x, x), rows).remainder is not None
 
 
-def over_examples(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> Sum:
+def over_examples(
+    one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any, *, may_stack: bool = False
+) -> Sum:
     """``one_group(rows, coefficients)``, a pytree of sums ``sum_i c_i x_i``, computed three blocks at a time.
 
     ``one_group`` adds up its rows with `in_blocks`. On several devices a sharded batch is split into `shares`.
@@ -107,11 +109,14 @@ def over_examples(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficien
     Args:
         rows: a pytree of arrays ``[B, ...]``, or of none; finite where their coefficient is zero.
         coefficients: a pytree of at least one array ``[B, ...]``.
+        may_stack: whether ``one_group`` is fast under ``vmap``. Then an accelerator, which single blocks would leave
+            idle, computes several of them at once.
     """
     size = _length(coefficients)
     count = shares(size)
     if count == 1:
-        return _in_groups(one_group, rows, coefficients)
+        block = _stacked(size) if may_stack and jax.default_backend() != "cpu" else 0
+        return _stacks(one_group, rows, coefficients, block) if block else _in_groups(one_group, rows, coefficients)
     split = jax.tree.map(lambda x: x.reshape(count, size // count, *x.shape[1:]), (rows, coefficients))
     return fold(jax.vmap(functools.partial(_in_groups, one_group))(*split), size // count)
 
@@ -183,6 +188,47 @@ def _in_groups(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients:
         return Sum(one_group(rows, coefficients))
     zeros = zeros_after(coefficients, jax.eval_shape(group, 0))
     return lax.fori_loop(0, count, lambda i, total: add(total, group(i)), zeros)
+
+
+# The sums of blocks that are computed at once may take this memory, or this share of what their rows take.
+_STACK_BYTES = 1 << 26
+_STACK_SHARE = 1 / 8
+
+
+def _stacked(size: int) -> int:
+    """The number of rows of a block, all blocks equal, or 0 where they would have few."""
+    block = max(n for n in range(1, min(size, ROWS) + 1) if size % n == 0)
+    return block if block < size and 2 * block >= ROWS else 0
+
+
+def _stacks(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any, block: int) -> Sum:
+    """`_in_groups` with as many blocks at once as fit into memory."""
+    size = _length(coefficients)
+    count, blocks = size // block, jax.vmap(one_group)
+    split = jax.tree.map(lambda x: x.reshape(count, block, *x.shape[1:]), (rows, coefficients))
+    result = jax.eval_shape(blocks, *split)
+    given, wanted = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (rows, result))
+    most = count * max(_STACK_BYTES, _STACK_SHARE * given) / max(wanted, 1)
+    stack = max(n for n in range(1, count + 1) if count % n == 0 and n <= max(1, most))
+    if size <= BLOCKS * ROWS:  # floats can add them up, in any order
+        if stack < count:
+            return _in_groups(one_group, rows, coefficients)
+        return Sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), blocks(*split)))
+
+    def of_stack(i: jax.typing.ArrayLike) -> Sum:
+        found = blocks(*_slice(split, i * stack, stack))
+        return Sum(*jax.tree.transpose(jax.tree.structure(found), None, jax.tree.map(_pair_sum, found)))
+
+    if stack == count:
+        return of_stack(0)
+    zeros = zeros_after(coefficients, jax.eval_shape(of_stack, 0))
+    return lax.fori_loop(0, count // stack, lambda i, total: add(total, of_stack(i)), zeros)
+
+
+def _pair_sum(x: Float[Array, " blocks *p"]) -> tuple[Float[Array, "*p"], Float[Array, "*p"]]:
+    """The sum over the first axis, in pairs of floats."""
+    zero = jnp.zeros((), x.dtype)
+    return lax.reduce((x, jnp.zeros_like(x)), (zero, zero), lambda a, b: _add(*a, *b), (0,))
 
 
 def _slice(tree: Any, start: jax.typing.ArrayLike, count: int) -> Any:

@@ -20,7 +20,7 @@ from jax import lax
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.primitives import BILINEAR, DOT
-from dpopt.ghost.rows import summed_products
+from dpopt.ghost.rows import quick_products, summed_products, tf32
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
 from dpopt.ghost.values import Contact, wide_dtype
@@ -99,11 +99,11 @@ def with_terms(
     return cancelled_before(square, terms, contact.tap_dtype)
 
 
-def weighted(contact: Contact, record: Recorded, c: jax.Array) -> jax.Array:
-    """``sum_i c_i G_i`` at one contact."""
+def weighted(contact: Contact, record: Recorded, c: jax.Array, is_quick: bool = False) -> jax.Array:
+    """``sum_i c_i G_i`` at one contact; for ``is_quick`` see quick_sums.py."""
     if isinstance(record, Formed):
         return combined(contact, record.gradient, c)
-    return transposed(contact, record.x, record.y, c)
+    return transposed(contact, record.x, record.y, c, is_quick)
 
 
 def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
@@ -111,20 +111,21 @@ def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
     return contact.unfold(jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
 
 
-def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array) -> jax.Array:
+def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
     """The same from inputs and cotangents: the contact's primitive, linear in the weight, transposed."""
     if contact.apply is None:
         return jnp.sum(_weighted(y, c), axis=0)
     if weighs_input(contact, x, y):
-        x = _weighted(x, c)
+        x = _weighted(x, c, is_quick)
     else:
-        y = _weighted(y, c)
+        y = _weighted(y, c, is_quick)
     factors = contact.factors
     # For the transposed primitive XLA would first transpose y, a tenth of the time of an MLP's gradient. (For a product
     # of a single example's factors it would store a broadcast.)
     if contact.primitive is DOT and factors is not None and factors.shape[:2] == (1, 1) and len(c) > 1:
         (left,), right = jax.vmap(factors.split)(x, y)
-        total = summed_products(*(z.reshape(-1, z.shape[-1]) for z in (left, right)))
+        products = quick_products if is_quick else summed_products
+        total = products(*(z.reshape(-1, z.shape[-1]) for z in (left, right)))
         return factors.unfold(total[None, None])
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
     shape = jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))
@@ -180,8 +181,9 @@ def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array, tiny: float)
     return (c >= tiny) & (lost < clipped_to * (TOLERANCE / tiny))
 
 
-def _weighted(x: jax.Array, c: jax.Array) -> jax.Array:
-    return x * c.reshape(*c.shape, *[1] * (x.ndim - c.ndim)).astype(wide_dtype(x.dtype))
+def _weighted(x: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
+    weighted = x * c.reshape(*c.shape, *[1] * (x.ndim - c.ndim)).astype(wide_dtype(x.dtype))
+    return tf32(weighted) if is_quick else weighted
 
 
 def along(contact: Contact, direction: jax.Array, x: jax.Array) -> jax.Array:

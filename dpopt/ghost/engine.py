@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from dpopt.common.trees import at_once, per_example
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.engines.sums import Sum
-from dpopt.ghost import one_by_one, streamed
+from dpopt.ghost import one_by_one, quick_sums, streamed
 from dpopt.ghost.failures import planning
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.plan import Plan
@@ -160,6 +160,7 @@ def clipped_sum(
     found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen))
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
+    norms = quick_sums.with_roundings(run.plan, norms, found.terms)
     ok = mask & finite([*norms, mask])
     weights = dict(enumerate(weigh(norms, mask)))
     weights = without_underflowing(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)

@@ -33,14 +33,14 @@ def factored(
         return None
     located, loops = scope.locate(weight)
     steps = tuple(length for length, _ in loops)
-    apply, is_precise = _wide_apply(eqn, position, moving[0], fixed), _is_precise(eqn)
-    of_step = Contact(-1, weight, eqn.primitive, out.shape, out.dtype, factors, apply, x.shape, x.dtype, is_precise)
+    apply, precision = _wide_apply(eqn, position, moving[0], fixed), (_is_precise(eqn), _is_rounded(eqn))
+    of_step = Contact(-1, weight, eqn.primitive, out.shape, out.dtype, factors, apply, x.shape, x.dtype, *precision)
     for length, mapped in reversed(loops):
         factors = rules.lift(factors, length, mapped)
         apply = jax.vmap(apply, in_axes=(0 if mapped else None, 0))
     contact = scope.trace.new_contact(
         located, eqn.primitive, (*steps, *out.shape), out.dtype, factors, apply,
-        (*steps, *x.shape), x.dtype, is_precise, loops=loops, of_step=of_step,
+        (*steps, *x.shape), x.dtype, *precision, loops=loops, of_step=of_step,
     )  # fmt: skip
     return ContactOp(contact, differentiated(eqn, moving), inputs, outputs, moving[0])
 
@@ -49,6 +49,12 @@ def _is_precise(eqn: core.JaxprEqn) -> bool:
     precision = eqn.params.get("precision")
     highest = precision is not None and set(precision) == {lax.Precision.HIGHEST}
     return highest or jax.default_backend() == "cpu"  # accelerators multiply in fewer bits by default
+
+
+def _is_rounded(eqn: core.JaxprEqn) -> bool:
+    precision = eqn.params.get("precision")
+    is_default = precision is None or set(precision) <= {None, lax.Precision.DEFAULT}
+    return is_default and jax.default_backend() == "gpu"
 
 
 def _wide_apply(eqn: core.JaxprEqn, position: int, moving: int, fixed: dict[int, Any]) -> Callable[..., jax.Array]:

@@ -20,9 +20,10 @@ from jax import lax
 from dpopt.common.trees import per_example
 from dpopt.engines import sums
 from dpopt.engines.norms import safe_norm, shrink_to
-from dpopt.ghost import contacts
+from dpopt.ghost import contacts, quick_sums
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.hook_vjp import batched, with_hook
+from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
 from dpopt.ghost.values import Contact
@@ -43,6 +44,7 @@ class _Hook:
     method: str = dataclasses.field(metadata=_STATIC)
     chunk: int = dataclasses.field(metadata=_STATIC)  # examples at a time
     tiny: float = dataclasses.field(metadata=_STATIC)  # of `Trace.narrowest`
+    is_quick: bool = dataclasses.field(metadata=_STATIC)  # whether the sum is one of quick_sums.py
     coefficient: jax.Array | None = None  # (): this example's; 0 excludes it, whatever it contains
 
     slot_axes = (0, None)  # of the slots' cotangents: whether they have a batch axis
@@ -78,7 +80,7 @@ class _Hook:
 
         def of_one(rows: tuple[jax.Array | None, jax.Array]) -> jax.Array:
             def of_layer(y: jax.Array, diagonal: jax.Array | None) -> jax.Array:
-                return jnp.stack(_norm_of_one(contact, self.method, rows[0], y, diagonal)).astype(self.bounds.dtype)
+                return jnp.stack(_norm_of_one(contact, self, rows[0], y, diagonal)).astype(self.bounds.dtype)
 
             # A weight that no loop slices has all its layers in one gradient; then there is no input.
             return jax.vmap(of_layer)(rows[1], diagonal) if self.bounds.ndim > 1 else of_layer(rows[1], diagonal)
@@ -90,9 +92,10 @@ class _Hook:
         rows = selected(c != 0, x), selected(c != 0, y)
 
         def one_block(rows: tuple[Any, jax.Array], c: jax.Array) -> jax.Array:
-            return contacts.transposed(contact, *rows, c)
+            return contacts.transposed(contact, *rows, c, self.is_quick)
 
-        total = sums.over_examples(functools.partial(sums.in_blocks, one_block), rows, c)
+        may_stack = contact.primitive is not CONVOLUTION
+        total = sums.over_examples(functools.partial(sums.in_blocks, one_block), rows, c, may_stack=may_stack)
         total = total if self.total.remainder is None else sums.paired(total)  # the sum of a single example is not
         return jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
 
@@ -214,7 +217,7 @@ def _clipped_as_formed(
 
 
 def _norm_of_one(
-    contact: Contact, method: str, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
+    contact: Contact, hook: _Hook, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
 ) -> tuple[jax.Array, ...]:
     """Upper and lower bounds on the norm of one example's gradient at a contact, for one step; and `not_weighed`.
 
@@ -225,7 +228,9 @@ def _norm_of_one(
     lost, unit = terms * tiny(y.dtype), jnp.ones(())
     if diagonal is not None:  # its entries are below 2 once scaled
         (diagonal, unit), lost = to_one(diagonal), 2 * lost
-    square = contacts.square_of_one(contact, method, contacts.Seen(x, y), diagonal, lost)
+    square = contacts.square_of_one(contact, hook.method, contacts.Seen(x, y), diagonal, lost)
     upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
+    if hook.is_quick:
+        upper += quick_sums.rounding(contact) * jnp.sqrt(cast(jax.Array, square.terms))
     other = y_unit if x is not None and contacts.weighs_input(contact, x, y) else x_unit
     return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower)), 2 * other

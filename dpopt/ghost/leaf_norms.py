@@ -35,6 +35,7 @@ class LeafNorms(NamedTuple):
     lower: list[Norms]  # without what is added for squares that underflow (squares.py)
     records: dict[Contact, Recorded]
     diagonals: dict[int, Float[Array, ""]]  # for some parameters, an upper bound on entries of S at their contacts
+    terms: dict[int, Norms]  # for the parameters of `Plan.quick`, the sum of the norms of the terms of ``S g``
 
 
 def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None) -> LeafNorms:
@@ -46,6 +47,8 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
     own = [p for p in run.plan.leaves if p.method != "pulled_back" and found[p.leaf] is None]
     squares = {p.leaf: _square(run, p, seen, records) for p in own if p.method != "none"}
     diagonals = {i: jnp.sqrt(jnp.max(s.diagonal)) for i, s in squares.items() if s.diagonal is not None}
+    quick = (leaf for p in own for leaf in [p.leaf] if not run.plan.quick.isdisjoint(p.contacts))
+    terms = {leaf: _scaled(run, leaf, jnp.sqrt(cast(Array, squares[leaf].terms))) for leaf in quick}
     for contacts, leaves in run.plan.pulled_back:
         squares |= zip(leaves, _pulled(run, contacts, leaves, records), strict=True)
     value, missing = ({leaf: square[i] for leaf, square in sorted(squares.items())} for i in range(2))
@@ -60,7 +63,7 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
             found[leaf] = _affine(run, leaf_plan, (upper[leaf], lower[leaf]), seen)
     # A loss may compute in fewer bits than its parameters have.
     upper, lower = ([b[i].astype(x.dtype) for b, x in zip(found, run.wide, strict=True)] for i in (0, 1))
-    return LeafNorms(upper, lower, records, diagonals)
+    return LeafNorms(upper, lower, records, diagonals, terms)
 
 
 def _root(x: Float[Array, " ..."]) -> Float[Array, ""]:
@@ -98,11 +101,17 @@ def _without_contacts(run: Run, leaf: int) -> Bounds:
     return norm, norm
 
 
+def _scaled(run: Run, leaf: int, norm: Norms) -> Norms:
+    """The norm times S, if S is a number."""
+    number = run.scalar_scale(leaf)
+    return norm if number is None else norm * jnp.abs(number)
+
+
 def _affine(run: Run, leaf_plan: LeafPlan, roots: Bounds, seen: SeenAt) -> Bounds:
     """The norms of ``S g + o`` from the roots of `_square`."""
     leaf, contacts = leaf_plan.leaf, leaf_plan.contacts
-    scale, offset, number = run.scales[leaf], run.offsets[leaf], run.scalar_scale(leaf)
-    upper, lower = roots if number is None else (x * jnp.abs(number) for x in roots)
+    scale, offset = run.scales[leaf], run.offsets[leaf]
+    upper, lower = (_scaled(run, leaf, x) for x in roots)
     if offset is None:
         return upper, lower
     # |S g + o|^2 = |S g|^2 + 2 <g, S o> + |o|^2, and <g, S o> is a directional derivative.
@@ -122,7 +131,7 @@ def _shared(run: Run, leaf_plan: LeafPlan, seen: Sequence[Seen]) -> Square:
 
     def one(seen: list[tuple[Array, Array]]) -> Square:
         xs, ys = zip(*seen, strict=True)
-        return norms.shared_gram(list(zip(factors, turned, xs, ys, strict=True)))
+        return norms.shared_gram(list(zip(factors, turned, xs, ys, strict=True)))._replace(terms=None)
 
     chunk = run.plan.fitting(leaf_plan.bytes)
     return in_chunks(jax.vmap(one), [(s.x, s.y) for s in seen], run.plan.batch_size, chunk)
@@ -139,7 +148,8 @@ def _direct(run: Run, leaf_plan: LeafPlan, scale: Array | None, records: Records
     diagonal = None if diagonal is None else contact.fold(diagonal)
 
     def one(record: Recorded) -> tuple[Square, term_sizes.Columns | None]:
-        return parts_of_one(contact, leaf_plan.method, record, diagonal, lost)
+        square, columns = parts_of_one(contact, leaf_plan.method, record, diagonal, lost)
+        return square if contact in run.plan.quick else square._replace(terms=None), columns
 
     def rest(square: Square, columns: term_sizes.Columns | None) -> Square:
         return with_terms(contact, square, columns, diagonal)
@@ -154,7 +164,8 @@ def _standardized(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: Seen
     if leaf_plan.method == "gram":
 
         def from_gram(f: Seen) -> tuple[Square, None]:
-            return norms.standardized_gram(factors, f.x, f.y, cast(Array, f.out), coefficients), None
+            square = norms.standardized_gram(factors, f.x, f.y, cast(Array, f.out), coefficients)
+            return square._replace(terms=None), None
 
         return from_gram, lambda square, columns: square, seen[contact]
     deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)

@@ -108,7 +108,7 @@ def rank_one(group: Group) -> Square:
     a, whole, onto = left_squares.size, jnp.sum(left_squares), jnp.sum(right_squares)
     lost = (p * smallest) * whole + (a * smallest) * onto + 4 * smallest
     if group.scale is None:
-        return Square(whole * onto, lost)
+        return Square(whole * onto, lost, terms=whole * onto + lost)
     mixed, columns = _mixed(left_squares, group.diagonal())
     most = jnp.max(columns)
     missing = most * lost + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 
 from dpopt.engines import sums
 from dpopt.ghost.costs import activation_bytes, forming_bytes, forward_work, leaf_bytes, norm_cost
+from dpopt.ghost.primitives import DOT
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, Entry
@@ -25,13 +27,15 @@ MARGIN = 1.05
 # If all gradients of the batch take no more than this, both engines run in the same few microseconds, whatever the cost
 # model says, and vmap compiles in half the time (measured on networks of 300 to 70,000 parameters).
 TINY_BYTES = 1 << 16
-# Formed gradients that are not kept share a buffer of this size, which should fit a cache.
+# Formed gradients that are not kept share a buffer of this size, which should fit a CPU's cache.
 _CHUNK_BYTES = 1 << 22
 # It may only be this share of what an ordinary gradient takes, or this small: a program has a few of them at a time.
 _CHUNK_SHARE = 1 / 16
 _SMALL_CHUNK_BYTES = 1 << 20
 # In two passes the buffer has this size, because a loop over chunks holds its inputs twice.
 _STREAMED_CHUNK_BYTES = 1 << 26
+# Dtypes of factors that TF32 represents, or rounds without leaving its range.
+_ROUNDED = {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
 # A batch whose forward pass computes less is not split: it fits the caches, and the allocator reuses the memory.
 _WHOLE_BYTES = 1 << 25
 # Bytes moved in the time that it takes to start one operation.
@@ -81,6 +85,17 @@ class Plan:
                 groups = [*(g for g in groups if g not in joined), (contacts, members)]
         return [(sorted(c, key=lambda k: k.index), sorted(m)) for c, m in groups]
 
+    @functools.cached_property
+    def quick(self) -> frozenset[Contact]:
+        """The contacts whose weighted sums a GPU computes in TF32 (quick_sums.py)."""
+        if self.shifted:
+            return frozenset()
+        alone = [leaf for leaf in self.leaves if len(leaf.contacts) == 1 and not self.scaled[leaf.leaf]]
+        methods = {leaf.contacts[0]: leaf.method for leaf in alone} | dict(self.streamed)
+        own = {leaf.contacts[0] for leaf in alone} - self.kept
+        found = (c for c in own if methods[c] in ("rank_one", "gram", "explicit"))
+        return frozenset(c for c in found if _may_be_quick(c, c.of_step if c in self.streamed else c))
+
     @property
     def outputs(self) -> frozenset[Contact]:
         """The contacts whose outputs are needed for norms."""
@@ -92,7 +107,9 @@ class Plan:
 
     def fitting(self, size: float) -> int:
         """How many examples to process at a time if each needs buffers of ``size`` bytes."""
-        most = min(_CHUNK_BYTES, max(_SMALL_CHUNK_BYTES, _CHUNK_SHARE * self._ordinary_bytes))
+        most = max(_SMALL_CHUNK_BYTES, _CHUNK_SHARE * self._ordinary_bytes)
+        if jax.default_backend() == "cpu":
+            most = min(_CHUNK_BYTES, most)
         limit = _STREAMED_CHUNK_BYTES if self.streamed else most
         return _divisor(self.batch_size, limit / max(size, 1))
 
@@ -192,6 +209,18 @@ def methods(contact: Contact, scaled: bool) -> list[str]:
 def is_direct(contact: Contact) -> bool:
     """Whether the contact's weight is one parameter whose entries stay apart."""
     return len(contact.weight.leaves) == 1 and contact.weight.entry is not None
+
+
+def _may_be_quick(contact: Contact, added_up: Contact | None) -> bool:
+    """Whether the weighted sum at a contact is a matrix product of factors that a GPU would round, and nothing else.
+
+    Args:
+        added_up: the contact of one step, where its steps are added up one by one; else the contact."""
+    entry, factors = contact.weight.entry, added_up.factors if added_up else None
+    is_copy = is_direct(contact) and entry is not None and entry.copy
+    is_matrix = contact.primitive is DOT and factors is not None and factors.shape[:2] == (1, 1) and not factors.one_hot
+    dtypes = {jnp.dtype(d) for d in (contact.weight.dtype, contact.tap_dtype, contact.input_dtype)}
+    return contact.is_rounded and is_copy and is_matrix and dtypes <= _ROUNDED
 
 
 def orientation(contact: Contact) -> tuple[int, int] | None:

@@ -44,6 +44,8 @@ class Square(NamedTuple):
     missing: jax.Array
     # An upper bound on the squared entries of S, if the method computes one anyway: the search takes a tenth of a step.
     diagonal: jax.Array | None = None
+    # ``(sum_t |l_t| |r_t|)^2`` or an upper bound, if the method computes one anyway (quick_sums.py).
+    terms: jax.Array | None = None
 
 
 def tiny(dtype: jax.typing.DTypeLike) -> float:
@@ -110,7 +112,9 @@ def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tupl
     smallest = tiny(value.dtype)
     missing = (p * T * smallest) * jnp.sum(left) + (a * T * smallest) * jnp.sum(right) + (T * T + 3) * smallest
     total = jnp.sum(jnp.sqrt(left) * jnp.sqrt(right))  # sum_t |l_t| |r_t|
-    return Square(cancelled(value, total, value.dtype), missing)
+    # What is missing from the square also bounds what squared norms that underflow take from the total.
+    terms = jnp.square(total + jnp.sqrt(missing))
+    return Square(cancelled(value, total, value.dtype), missing, terms=terms)
 
 
 def cancelled(value: jax.Array, total: jax.Array, computed_in: jax.typing.DTypeLike) -> jax.Array:
@@ -128,7 +132,8 @@ def cancelled_before(square: Square, terms: Square, computed_in: jax.typing.DTyp
     """`cancelled` for terms added up before a linear map; ``terms`` is the square of their size after the map."""
     share = _ROUNDINGS * eps(square.value.dtype, computed_in)
     value = jnp.maximum(square.value, 0) + share * terms.value
-    return square._replace(value=value, missing=square.missing + share * terms.missing)
+    missing = square.missing + share * terms.missing
+    return square._replace(value=value, missing=missing, terms=terms.value + terms.missing)
 
 
 def with_roundings(computed_in: jax.typing.DTypeLike, norm: jax.Array, total: jax.Array) -> jax.Array:

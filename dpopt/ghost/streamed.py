@@ -244,7 +244,8 @@ def _hooks(run: Run, clip: Clip, groups: Mapping[int, int], adds_up: jax.Array |
         common: dict[str, Any] = dict(
             bounds=jnp.zeros((*steps, 3), dtype),
             total=Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None),
-            diagonal=diagonal, method=method, chunk=run.plan.streamed_chunk(contact), tiny=tiny(run.trace.narrowest),
+            diagonal=diagonal, method=method, is_quick=contact in run.plan.quick,
+            chunk=run.plan.streamed_chunk(contact), tiny=tiny(run.trace.narrowest),
         )  # fmt: skip
         if leaf not in run.plan.single:
             hooks[contact] = TwoPassHook(**common, adds_up=adds_up, group=groups[leaf])

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from dpopt.engines import sums
 from dpopt.ghost.contacts import Recorded, Records, weighted
+from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.run import Run
 from dpopt.ghost.values import Contact
 
@@ -30,11 +31,14 @@ def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], record
         own = dict(zip(contacts, rows, strict=True))
 
         def added(contact: Contact, group: int) -> Array:  # a loop for each: its sum stays in the cache
-            return sums.in_blocks(functools.partial(weighted, contact), own[contact], coefficients[group])
+            is_quick = contact in run.plan.quick
+            one_block = functools.partial(weighted, contact, is_quick=is_quick)
+            return sums.in_blocks(one_block, own[contact], coefficients[group])
 
         return to_leaves(run, groups, coefficients, added)
 
-    return sums.over_examples(one_group, [records[k] for k in contacts], distinct)
+    may_stack = all(k.primitive is not CONVOLUTION for k in contacts)
+    return sums.over_examples(one_group, [records[k] for k in contacts], distinct, may_stack=may_stack)
 
 
 def grouped(

@@ -1,0 +1,264 @@
+"""Clipped gradients on a GPU against the ordinary gradient, with batches that fill it, in two dtypes.
+
+Compiling takes far longer than running there. So all cases are compiled side by side, each in its own process, which
+writes its programs to a file; then they are timed one after another.
+"""
+
+import argparse
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+
+import dpopt
+from benchmarks import arguments, records
+from benchmarks.cost import checked, gradients, timing
+from benchmarks.cost.families import Family
+from benchmarks.cost.large_families import DTYPES, LARGE
+from benchmarks.report import markdown as tables
+
+ORDINARY, FLAT, LAYERWISE = "ordinary", "flat clip", "layerwise clip"
+JAX_PRIVACY = "jax_privacy"
+# Of jax_privacy: all gradients of a batch do not fit. Convolutions of several examples' own filters take minutes.
+MICROBATCH, MICROBATCH_OF_CONVOLUTIONS = 64, 1
+CLIP_NORM = 1e-2  # most gradients are clipped
+CALLS_PROFILED = 3
+KERNELS_SHOWN = 12
+# Results of equivalent programs differ by rounding: TF32, which GPUs use for float32 products, and bfloat16.
+MOST_ERROR = {"float32": 2e-2, "bfloat16": 1e-1}
+# What a kernel does, by its name.
+KINDS = {
+    "matrix products": r"gemm|nvjet|cutlass|dot|wgmma",
+    "convolutions": r"conv|cudnn|dgrad|wgrad|fprop|implicit|xmma",
+    "copies": r"copy|memcpy|memset|transpose",
+}
+OTHER = "elementwise, sums"
+
+
+def _clipped(family: Family, clip: Any) -> Callable[..., Any]:
+    def run(params: Any, batch: Any) -> Any:
+        grads = dpopt.per_example_grads(family.loss_fn)(params, batch, mask=None)
+        return grads.clipped_sum(clip).sum
+
+    return jax.jit(run)
+
+
+def _ordinary(family: Family) -> Callable[..., Any]:
+    return jax.jit(jax.grad(gradients.mean_loss(family)))
+
+
+def _jax_privacy(family: Family) -> Callable[..., Any]:
+    size = MICROBATCH_OF_CONVOLUTIONS if jax.tree.leaves(family.batch)[0].ndim == 4 else MICROBATCH
+    clipped = gradients.jax_privacy_clipped(family, False, CLIP_NORM, size)
+    return jax.jit(lambda params, batch: clipped(params, batch, None))
+
+
+WAYS: dict[str, Callable[[Family], Callable[..., Any]]] = {
+    ORDINARY: _ordinary,
+    FLAT: lambda family: _clipped(family, dpopt.FlatClip(CLIP_NORM)),
+    LAYERWISE: lambda family: _clipped(family, dpopt.LayerwiseClip(CLIP_NORM)),
+    JAX_PRIVACY: _jax_privacy,
+}
+
+
+class Case(NamedTuple):
+    """The compiled ways of one family in one dtype, and what they are called with."""
+
+    args: Any  # parameters and batch
+    programs: dict[str, Callable[..., Any]]
+    scratch_bytes: dict[str, int]  # that XLA plans
+
+
+def compiled(name: str, dtype: str) -> Case:
+    """Compiles all ways."""
+    family = LARGE[name](DTYPES[dtype])
+    args = family.params, family.batch
+    with ThreadPoolExecutor() as pool:
+        made = pool.map(lambda make: make(family).lower(*args).compile(), WAYS.values())
+    programs = dict(zip(WAYS, made, strict=True))
+    scratch = {way: int(program.memory_analysis().temp_size_in_bytes) for way, program in programs.items()}
+    return Case(args, programs, scratch)
+
+
+def save(case: Case, path: Path) -> None:
+    """Writes a case to a file, whole or not at all."""
+    programs = {way: serialize_executable.serialize(program) for way, program in case.programs.items()}
+    path.with_suffix(".unfinished").write_bytes(
+        pickle.dumps(case._replace(args=jax.device_get(case.args), programs=programs))
+    )
+    path.with_suffix(".unfinished").rename(path)
+
+
+def load(path: Path) -> Case:
+    """What `save` wrote."""
+    case = pickle.loads(path.read_bytes())
+    programs = {way: serialize_executable.deserialize_and_load(*program) for way, program in case.programs.items()}
+    return case._replace(args=jax.device_put(case.args), programs=programs)
+
+
+def file_of(name: str, dtype: str) -> str:
+    """The name of the file that holds the programs of a case."""
+    return re.sub(r"\W+", "-", f"{name}-{dtype}".lower()) + ".programs"
+
+
+def measure(case: Case, dtype: str, budget_s: float) -> dict[str, Any]:
+    """Times and profiles all ways, and compares the flat clipped gradient with jax_privacy's."""
+    results = {way: jax.block_until_ready(program(*case.args)) for way, program in case.programs.items()}
+    error = float(checked.relative_error(results[FLAT], results[JAX_PRIVACY]))
+    del results
+    calls = {way: checked.call(program, case.args) for way, program in case.programs.items()}
+    once = {way: timing.seconds_of(call) for way, call in calls.items()}
+    seconds = timing.with_few_slow(calls, once, budget_s)
+    params, batch = case.args
+    return {
+        "parameters": sum(p.size for p in jax.tree.leaves(params)),
+        "batch_size": len(jax.tree.leaves(batch)[0]),
+        "seconds": seconds,
+        "ratio": {way: s / seconds[ORDINARY] for way, s in seconds.items()},
+        "scratch_bytes": case.scratch_bytes,
+        "argument_bytes": sum(x.nbytes for x in jax.tree.leaves(case.args)),
+        "largest_relative_error": error,
+        "agrees": error < MOST_ERROR[dtype],
+        "profile": {way: profiled(calls[way]) for way in (ORDINARY, FLAT, LAYERWISE)},
+    }
+
+
+def profiled(call: timing.Call) -> dict[str, Any]:
+    """How long the kernels of one call take, by what they do, and the slowest of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        with jax.profiler.trace(folder):
+            began = time.perf_counter()
+            for _ in range(CALLS_PROFILED):
+                call()
+            wall = time.perf_counter() - began
+        kernels: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                if plane.name.startswith("/device:"):
+                    for line in plane.lines:
+                        if line.name.startswith("Stream"):  # the other lines repeat its kernels, by operation
+                            for event in line.events:
+                                kernels[event.name] += event.duration_ns
+                                counts[event.name] += 1
+    unit = 1e9 * CALLS_PROFILED
+    kinds: Counter[str] = Counter()
+    for name, duration in kernels.items():
+        kinds[kind_of(name)] += duration / unit
+    return {
+        "wall": wall / CALLS_PROFILED,
+        "busy": sum(kernels.values()) / unit,
+        "launches": sum(counts.values()) / CALLS_PROFILED,
+        "seconds_by_kind": dict(kinds),
+        "slowest": {n: [t / unit, counts[n] / CALLS_PROFILED] for n, t in kernels.most_common(KERNELS_SHOWN)},
+    }
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel does, by its name."""
+    return next((kind for kind, names in KINDS.items() if re.search(names, kernel, re.IGNORECASE)), OTHER)
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The table for RESULTS.md."""
+    ways = [way for way in WAYS if way != ORDINARY]
+    head = ["family", "dtype", "ordinary (ms)", *ways, *(f"{way}: memory" for way in ways), "bound by"]
+    lines = []
+    for run in content["runs"]:
+        if "failed" in run:
+            lines.append([run["family"], run["dtype"], "failed"] + [""] * (len(head) - 3))
+            continue
+        scratch = run["scratch_bytes"]
+        lines.append(
+            [
+                run["family"] + ("" if run["agrees"] else " (results differ)"),
+                run["dtype"],
+                f"{1e3 * run['seconds'][ORDINARY]:.1f}",
+            ]
+            + [f"{run['ratio'][way]:.2f}" for way in ways]
+            + [f"{scratch[way] / max(1, scratch[ORDINARY]):.2f}" for way in ways]
+            + [bound_by(run["profile"][FLAT])]
+        )
+    device = content["environment"]
+    intro = (
+        "Time of a clipped gradient, and scratch memory that XLA plans for it, over those of the ordinary gradient, on "
+        f"{device['device']} (XLA flags: {content['flags'] or 'none'}). jax_privacy has microbatches of {MICROBATCH}, "
+        f"or of {MICROBATCH_OF_CONVOLUTIONS} with convolutions. The last column is the largest part of the time of the "
+        "flat clip, by kernels."
+    )
+    return f"{intro}\n\n" + tables.rows(head, lines, ["---", "---", *["---:"] * (len(head) - 3), "---"])
+
+
+def bound_by(profile: dict[str, Any]) -> str:
+    """The largest part of a profile."""
+    idle = max(0.0, profile["wall"] - profile["busy"])
+    kind, seconds = max([*profile["seconds_by_kind"].items(), ("waiting for launches", idle)], key=lambda p: p[1])
+    return f"{kind} ({seconds / max(profile['wall'], profile['busy']):.0%})"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", help="only families whose name contains this text")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="only this one")
+    parser.add_argument("--seconds", type=float, default=2.0, help="to spend on timing each case (default 2)")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds to wait for compilation (default 900)")
+    parser.add_argument("--compile-into", type=Path, metavar="FOLDER", help="compile one case after another, and stop")
+    arguments.out(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measures every case and writes ``accelerator.json``."""
+    names = [n for n in LARGE if options.only is None or options.only.lower() in n.lower()]
+    if not names:
+        raise arguments.UserError(f"no family matches {options.only!r}; there are: {'; '.join(LARGE)}")
+    cases = [(name, dtype) for name in names for dtype in ([options.dtype] if options.dtype else DTYPES)]
+    if options.compile_into is not None:
+        for case in cases:
+            save(compiled(*case), options.compile_into / file_of(*case))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _compile_side_by_side(cases, Path(folder), options.patience)
+        path, found = options.out / "accelerator.json", []
+        for name, dtype in cases:
+            row: dict[str, Any] = {"family": name, "dtype": dtype}
+            try:
+                row |= measure(load(Path(folder) / file_of(name, dtype)), dtype, options.seconds)
+            except Exception as error:  # a case that fails should not cost the others: time on a GPU is scarce
+                row["failed"] = f"{type(error).__name__}: {error}"[:400]
+            found.append(row)
+            flags = os.environ.get("XLA_FLAGS", "")
+            records.write_json(path, {"environment": records.environment(), "flags": flags, "runs": found})
+            print(name, dtype, row.get("ratio") or row["failed"], flush=True)
+    print(f"Wrote {path}.")
+
+
+def _compile_side_by_side(cases: list[tuple[str, str]], folder: Path, patience: float) -> None:
+    """Compiles every case in its own process, which is stopped when patience is at its end."""
+    command, began = (
+        [sys.executable, "-m", "benchmarks", "accelerator", "--compile-into", str(folder)],
+        time.monotonic(),
+    )
+    # By default a process reserves most of the device's memory.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    processes = [
+        subprocess.Popen([*command, "--only", name, "--dtype", dtype], cwd=records.ROOT, env=environment)
+        for name, dtype in cases
+    ]
+    for (name, dtype), process in zip(cases, processes, strict=True):
+        try:
+            process.wait(max(0.0, began + patience - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            print(f"{name}, {dtype}: not compiled within {patience:g} s", flush=True)
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)

@@ -1,0 +1,64 @@
+"""Blocks that an accelerator adds up at once, against float64 and against one block after another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpopt.engines import sums
+
+SIZES = [1, 7, 86, 100, 256, 258, 264, 512, 1_000, 1_031, 4_096]
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def total(x: jax.Array, c: jax.Array, may_stack: bool) -> sums.Sum:
+    def one_block(rows: jax.Array, c: jax.Array) -> jax.Array:
+        return jnp.tensordot(c, rows, 1, precision="highest")
+
+    def one_group(rows: jax.Array, c: jax.Array) -> dict[str, jax.Array]:
+        return {"sum": sums.in_blocks(one_block, rows, c)}
+
+    return jax.jit(functools.partial(sums.over_examples, one_group, may_stack=may_stack))(x, c)
+
+
+def in_float64(found: sums.Sum) -> np.ndarray:
+    parts = [found.value] if found.remainder is None else [found.value, found.remainder]
+    return sum(np.asarray(part["sum"], np.float64) for part in parts)
+
+
+@pytest.mark.parametrize("bytes", [1 << 26, 1, 5_000], ids=["all at once", "one at a time", "a few at a time"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_sum_is_that_of_one_block_after_another(accelerator, monkeypatch, size, bytes):
+    """Blocks of whole numbers are added up exactly, so that all that is left is how blocks are added to each other."""
+    monkeypatch.setattr(sums, "_STACK_BYTES", bytes)
+    monkeypatch.setattr(sums, "_STACK_SHARE", 0.0)
+    rng = np.random.default_rng(size)
+    scale = 2.0 ** rng.integers(0, 30, (size, 1)) if size > sums.BLOCKS * sums.ROWS else 1.0
+    scale = scale[:: max(1, sums._stacked(size))].repeat(max(1, sums._stacked(size)), 0) if np.ndim(scale) else scale
+    x = rng.integers(-1_000, 1_000, (size, 40)) * scale
+    c = rng.integers(0, 4, size)
+    stacked, one_by_one = (total(jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32), s) for s in (True, False))
+    assert (stacked.remainder is None) == (one_by_one.remainder is None) == (not sums.needs_remainder(size))
+    exact = c @ x
+    # Pairs hold 48 bits; where blocks overlap in float32, only the blocks that are stacked are exact.
+    if sums._stacked(size):
+        np.testing.assert_allclose(in_float64(stacked), exact, rtol=0, atol=2.0**-44 * np.abs(c[:, None] * x).sum())
+    np.testing.assert_allclose(in_float64(one_by_one), exact, rtol=0, atol=2.0**-20 * np.abs(c[:, None] * x).sum())
+
+
+def test_several_blocks_are_one_product(accelerator):
+    """One kernel for all blocks, instead of a loop."""
+    x, c = jnp.ones((4_096, 40)), jnp.ones(4_096)
+    group = functools.partial(sums.in_blocks, lambda rows, c: c @ rows)
+
+    def program(may_stack: bool) -> str:
+        return str(jax.make_jaxpr(functools.partial(sums.over_examples, group, may_stack=may_stack))(x, c))
+
+    assert "while" not in program(True) and "scan" not in program(True)
+    assert "while" in program(False) or "scan" in program(False)
