@@ -34,13 +34,13 @@ JAX_PRIVACY = "jax_privacy"
 MICROBATCH, MICROBATCH_OF_CONVOLUTIONS = 64, 1
 CLIP_NORM = 1e-2  # most gradients are clipped
 CALLS_PROFILED = 3
-KERNELS_SHOWN = 12
-# Results of equivalent programs differ by rounding: TF32, which GPUs use for float32 products, and bfloat16.
-MOST_ERROR = {"float32": 2e-2, "bfloat16": 1e-1}
-# What a kernel does, by its name.
+KERNELS_SHOWN = 5
+# Results in float32 differ by rounding to TF32, in which GPUs multiply. (In bfloat16 others may differ by any amount:
+# they add up a table's gradient in it.)
+MOST_ERROR = 2e-2
+# What a kernel does, by its name. Products include convolutions.
 KINDS = {
-    "matrix products": r"gemm|nvjet|cutlass|dot|wgmma",
-    "convolutions": r"conv|cudnn|dgrad|wgrad|fprop|implicit|xmma",
+    "products": r"gemm|nvjet|cutlass|dot|wgmma|xmma|cudnn|dgrad|wgrad|fprop|implicit|conv(?!ert)",
     "copies": r"copy|memcpy|memset|transpose",
 }
 OTHER = "elementwise, sums"
@@ -113,9 +113,14 @@ def file_of(name: str, dtype: str) -> str:
 
 
 def measure(case: Case, dtype: str, budget_s: float) -> dict[str, Any]:
-    """Times and profiles all ways, and compares the flat clipped gradient with jax_privacy's."""
+    """Times and profiles all ways, after a comparison of the flat clipped gradient with jax_privacy's.
+
+    Raises:
+        AssertionError: if they differ in float32 by more than rounding.
+    """
     results = {way: jax.block_until_ready(program(*case.args)) for way, program in case.programs.items()}
     error = float(checked.relative_error(results[FLAT], results[JAX_PRIVACY]))
+    assert dtype != "float32" or error < MOST_ERROR, f"the clipped gradient differs from jax_privacy's by {error:.2g}"
     del results
     calls = {way: checked.call(program, case.args) for way, program in case.programs.items()}
     once = {way: timing.seconds_of(call) for way, call in calls.items()}
@@ -129,7 +134,6 @@ def measure(case: Case, dtype: str, budget_s: float) -> dict[str, Any]:
         "scratch_bytes": case.scratch_bytes,
         "argument_bytes": sum(x.nbytes for x in jax.tree.leaves(case.args)),
         "largest_relative_error": error,
-        "agrees": error < MOST_ERROR[dtype],
         "profile": {way: profiled(calls[way]) for way in (ORDINARY, FLAT, LAYERWISE)},
     }
 
@@ -174,7 +178,7 @@ def kind_of(kernel: str) -> str:
 def markdown(content: dict[str, Any]) -> str:
     """The table for RESULTS.md."""
     ways = [way for way in WAYS if way != ORDINARY]
-    head = ["family", "dtype", "ordinary (ms)", *ways, *(f"{way}: memory" for way in ways), "bound by"]
+    head = ["family", "dtype", "ordinary (ms)", *ways, *(f"{way}: memory" for way in ways), "differs by", "bound by"]
     lines = []
     for run in content["runs"]:
         if "failed" in run:
@@ -182,21 +186,19 @@ def markdown(content: dict[str, Any]) -> str:
             continue
         scratch = run["scratch_bytes"]
         lines.append(
-            [
-                run["family"] + ("" if run["agrees"] else " (results differ)"),
-                run["dtype"],
-                f"{1e3 * run['seconds'][ORDINARY]:.1f}",
-            ]
+            [run["family"], run["dtype"], f"{1e3 * run['seconds'][ORDINARY]:.1f}"]
             + [f"{run['ratio'][way]:.2f}" for way in ways]
             + [f"{scratch[way] / max(1, scratch[ORDINARY]):.2f}" for way in ways]
-            + [bound_by(run["profile"][FLAT])]
+            + [f"{run['largest_relative_error']:.1g}", bound_by(run["profile"][FLAT])]
         )
     device = content["environment"]
     intro = (
         "Time of a clipped gradient, and scratch memory that XLA plans for it, over those of the ordinary gradient, on "
         f"{device['device']} (XLA flags: {content['flags'] or 'none'}). jax_privacy has microbatches of {MICROBATCH}, "
-        f"or of {MICROBATCH_OF_CONVOLUTIONS} with convolutions. The last column is the largest part of the time of the "
-        "flat clip, by kernels."
+        f"or of {MICROBATCH_OF_CONVOLUTIONS} with convolutions. `differs by`: the flat clip from jax_privacy, which in "
+        "bfloat16 adds up the gradient of a table in it. `bound by`: the largest part of the time of the flat clip. In "
+        "bfloat16, ratios far below 1 come from the ordinary gradient: XLA adds up the rows of frequent words in "
+        "bfloat16, one after another, where the engine adds them up in float32."
     )
     return f"{intro}\n\n" + tables.rows(head, lines, ["---", "---", *["---:"] * (len(head) - 3), "---"])
 

@@ -15,6 +15,7 @@ SUITES = tuple(utility_tables.TABLES)
 # Other records, by file name: the heading, and the module whose `markdown` (and perhaps `plot`) presents them.
 MEASURED = {
     "speed": ("Speed", "cost.speed"),
+    "accelerator": ("On a GPU", "cost.accelerator"),
     "memory": ("Memory", "cost.memory"),
     "zoo": ("Models of all kinds", "zoo.summary"),
     "opacus": ("Opacus", "cost.opacus_speed"),
@@ -29,6 +30,7 @@ MEASURED = {
 }
 
 COMMAND = {  # if it is not `python -m benchmarks` and the name
+    "accelerator": "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks accelerator --seconds 0.8",
     "scaling-devices": "python -m benchmarks scaling --devices 8",
     "scaling-llm": "python -m benchmarks scaling --llm",
     "fine-tuning": "python examples/fine_tune_transformer.py --out benchmarks/results",

@@ -231,6 +231,6 @@ def _norm_of_one(
     square = contacts.square_of_one(contact, hook.method, contacts.Seen(x, y), diagonal, lost)
     upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
     if hook.is_quick:
-        upper += quick_sums.rounding(contact) * jnp.sqrt(cast(jax.Array, square.terms))
+        upper = quick_sums.raised(contact, upper, jnp.sqrt(cast(jax.Array, square.terms)))
     other = y_unit if x is not None and contacts.weighs_input(contact, x, y) else x_unit
     return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower)), 2 * other

@@ -91,9 +91,9 @@ class Plan:
         if self.shifted:
             return frozenset()
         alone = [leaf for leaf in self.leaves if len(leaf.contacts) == 1 and not self.scaled[leaf.leaf]]
-        methods = {leaf.contacts[0]: leaf.method for leaf in alone} | dict(self.streamed)
+        method = {leaf.contacts[0]: leaf.method for leaf in alone} | dict(self.streamed)
         own = {leaf.contacts[0] for leaf in alone} - self.kept
-        found = (c for c in own if methods[c] in ("rank_one", "gram", "explicit"))
+        found = (c for c in own if method[c] in ("rank_one", "gram", "explicit"))
         return frozenset(c for c in found if _may_be_quick(c, c.of_step if c in self.streamed else c))
 
     @property

@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 import pytest
+from emulated_gpu import emulated_gpu
 
 from . import check, program
 
@@ -26,6 +27,15 @@ def test_no_example_moves_the_sum_further(part):
         outcome = check.run(seed, compare=seed % 6 == 0)
         assert not outcome.failures, f"python -m tests.fuzz --seed {seed}: {outcome.failures}"
         assert outcome.kind != "fell_back", f"seed {seed}: the ghost engine can run all of these"
+
+
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(2, 20))])
+def test_no_example_moves_the_sum_further_on_a_gpu(part):
+    """Contributions are not compared with plain gradients, which a GPU rounds, too."""
+    for seed in range(8 * part, 8 * part + 8):
+        with emulated_gpu():
+            outcome = check.run(seed, compare=False)
+        assert not outcome.failures, f"seed {seed} on an emulated GPU: {outcome.failures}"
 
 
 # Found in long runs: terms that cancel beside a bad example, gradients that are roundings and nothing else, cotangents
