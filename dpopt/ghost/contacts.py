@@ -46,13 +46,16 @@ Recorded: TypeAlias = Seen | Formed
 Records: TypeAlias = Mapping[Contact, Recorded]
 
 
-def form(contact: Contact, record: Recorded) -> jax.Array:
-    """One example's gradient of a contact's weight, folded where there are factors."""
+def form(contact: Contact, record: Recorded, for_sum: bool = False) -> jax.Array:
+    """One example's gradient of a contact's weight, folded where there are factors.
+
+    ``for_sum``: it is also what is added up. Then norm and sum are of the same numbers, however these are rounded, so
+    that a GPU may compute them as it computes the loss."""
     if isinstance(record, Formed):
         return record.gradient
     if contact.factors is None:
         return record.y.astype(wide_dtype(record.y.dtype))
-    return norms.explicit(contact.factors, record.x, record.y)
+    return norms.explicit(contact.factors, record.x, record.y, is_quick=for_sum and contact.is_rounded)
 
 
 def is_sum(contact: Contact, record: Recorded) -> bool:

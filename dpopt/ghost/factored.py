@@ -45,16 +45,26 @@ def factored(
     return ContactOp(contact, differentiated(eqn, moving), inputs, outputs, moving[0])
 
 
+_EXACT = {lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.F64_F64_F64}
+
+
+def _precisions(eqn: core.JaxprEqn) -> set[Any]:
+    """That of each factor, or an algorithm for the product."""
+    given = eqn.params.get("precision")
+    return set(given) if isinstance(given, tuple) else {given}
+
+
 def _is_precise(eqn: core.JaxprEqn) -> bool:
-    precision = eqn.params.get("precision")
-    highest = precision is not None and set(precision) == {lax.Precision.HIGHEST}
-    return highest or jax.default_backend() == "cpu"  # accelerators multiply in fewer bits by default
+    found = _precisions(eqn)
+    if not found <= {None, *lax.Precision}:
+        return found <= _EXACT
+    return (
+        found == {lax.Precision.HIGHEST} or jax.default_backend() == "cpu"
+    )  # others multiply in fewer bits by default
 
 
 def _is_rounded(eqn: core.JaxprEqn) -> bool:
-    precision = eqn.params.get("precision")
-    is_default = precision is None or set(precision) <= {None, lax.Precision.DEFAULT}
-    return is_default and jax.default_backend() == "gpu"
+    return _precisions(eqn) <= {None, lax.Precision.DEFAULT} and jax.default_backend() == "gpu"
 
 
 def _wide_apply(eqn: core.JaxprEqn, position: int, moving: int, fixed: dict[int, Any]) -> Callable[..., jax.Array]:

@@ -190,7 +190,7 @@ def _clipped_as_formed(
     diagonal = None if diagonal is None else contact.fold(diagonal)
 
     def of_chunk(x: jax.Array | None, y: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
-        formed = jax.vmap(lambda x, y: contacts.form(contact, contacts.Seen(x, y)))(x, y)
+        formed = jax.vmap(lambda x, y: contacts.form(contact, contacts.Seen(x, y), for_sum=True))(x, y)
         scaled = formed if diagonal is None else formed * diagonal[None]
         norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
         fine = (keep > 0) & jnp.isfinite(norm)

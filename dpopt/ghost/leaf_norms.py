@@ -72,7 +72,8 @@ def _root(x: Float[Array, " ..."]) -> Float[Array, ""]:
 
 
 def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
-    several = jax.vmap(lambda seen: form(contact, seen))
+    # Inner products with an offset are computed from the factors, not from these gradients.
+    several = jax.vmap(lambda seen: form(contact, seen, for_sum=not run.plan.shifted))
     seen = seen._replace(out=None)
     if contact.factors is None or contact.factors.shape[0] == 1:  # the input is read in place
         return Formed(several(seen))

@@ -13,6 +13,7 @@ batch. squares.py bounds what float32 loses of a square.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -190,19 +191,19 @@ def segments(group: Group) -> Square:
 _METHODS: dict[str, Callable[[Group], Square]] = {"rank_one": rank_one, "gram": gram, "segments": segments}
 
 
-def explicit(factors: Factors, x: _Input, y: _Cotangent) -> _Folded:
-    """G itself, in at least float32."""
-    return jnp.swapaxes(over_groups(_formed, factors, x, y), 0, 1)
+def explicit(factors: Factors, x: _Input, y: _Cotangent, is_quick: bool = False) -> _Folded:
+    """G itself, in at least float32; ``is_quick``: its products in the device's default precision."""
+    return jnp.swapaxes(over_groups(functools.partial(_formed, is_quick), factors, x, y), 0, 1)
 
 
-def _formed(group: Group) -> Float[Array, "K a p"]:
+def _formed(is_quick: bool, group: Group) -> Float[Array, "K a p"]:
     table, right = group.table(), group.right
     if table is not None:
         return table.added(right)[None]
     left, p = [cast(Dense, rows).x for rows in group.left], right.shape[1]
     if left[0].shape[1] == p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
         return jnp.stack([jnp.sum(wide(rows) * wide(right), axis=0, keepdims=True) for rows in left])
-    return summed_products(cast(Dense, group.rows()).x, right).reshape(len(left), -1, p)
+    return summed_products(cast(Dense, group.rows()).x, right, is_quick).reshape(len(left), -1, p)
 
 
 def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: _Cotangent) -> Float[Array, ""]:

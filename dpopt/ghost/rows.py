@@ -30,13 +30,14 @@ def bounded(x: jax.Array, size: int) -> jax.Array:
     return jnp.clip(x, low, high).astype(jnp.int32)
 
 
-def einsum(spec: str, *operands: jax.Array) -> jax.Array:
-    """``jnp.einsum`` in full precision and at least float32."""
+def einsum(spec: str, *operands: jax.Array, is_quick: bool = False) -> jax.Array:
+    """``jnp.einsum`` in at least float32 and full precision, or for ``is_quick`` in the device's default one."""
     dtype = jnp.promote_types(jnp.result_type(*operands), jnp.float32)
-    return jnp.einsum(spec, *operands, precision=_PRECISION, preferred_element_type=dtype)
+    precision = lax.Precision.DEFAULT if is_quick else _PRECISION
+    return jnp.einsum(spec, *operands, precision=precision, preferred_element_type=dtype)
 
 
-def summed_products(left: jax.Array, right: jax.Array) -> jax.Array:
+def summed_products(left: jax.Array, right: jax.Array, is_quick: bool = False) -> jax.Array:
     """``[a, p]``: ``sum_t left_t (x) right_t`` from ``[T, a]`` and ``[T, p]``, like `einsum`.
 
     A CPU computes a product with fewer rows than columns up to ten times as fast as its transpose, which XLA would put
@@ -44,7 +45,7 @@ def summed_products(left: jax.Array, right: jax.Array) -> jax.Array:
     is_one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
     if is_one_cpu and len(left) >= _LONG and left.shape[1] >= 2 * right.shape[1]:
         return lax.optimization_barrier(einsum("ta,tp->pa", left, right)).T
-    return einsum("ta,tp->ap", left, right)
+    return einsum("ta,tp->ap", left, right, is_quick=is_quick)
 
 
 def tf32(x: jax.Array) -> jax.Array:

@@ -3,9 +3,12 @@
 import ghost_cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from ghost_check import check, flat_clip, leaf_clip, random_like
 from helpers import slow_unless
+
+import dpopt
 
 CASES = pytest.mark.parametrize("case", ghost_cases.CASES, ids=lambda case: case.__name__)
 
@@ -94,3 +97,22 @@ def test_scales_and_offsets_broadcast(case, x64):
         )
         rows = jax.tree.map(lambda p: random_like(p[..., :1], 3), params)
         check(loss_fn, params, batch, scale=rows, offset=rows, clips=(flat_clip,))
+
+
+@pytest.mark.parametrize("algorithm", ["F32_F32_F32", "BF16_BF16_F32", "BF16_BF16_F32_X6"])
+def test_a_loss_that_chooses_how_products_are_computed(algorithm):
+    """An algorithm stands where a precision for each factor usually does."""
+    rng = np.random.default_rng(0)
+    x, v = (jnp.asarray(rng.normal(size=(4, 8, n)), jnp.float32) for n in (5, 3))
+    w = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
+
+    def loss_fn(w, example):
+        product = jnp.matmul(example[0], w, precision=jax.lax.DotAlgorithmPreset[algorithm])
+        return jnp.sum(jnp.tanh(product) * example[1])
+
+    def clipped(engine):
+        grads = dpopt.per_example_grads(loss_fn, engine=engine)(w, (x, v), mask=None)
+        return grads.clipped_sum(dpopt.FlatClip(1.0)).sum
+
+    tolerance = 1e-6 if algorithm == "F32_F32_F32" else 1e-2  # products for the sum are computed in full precision
+    np.testing.assert_allclose(clipped("ghost"), clipped("vmap"), rtol=0, atol=tolerance)

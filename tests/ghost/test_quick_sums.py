@@ -1,5 +1,7 @@
 """A GPU's products of rounded factors, emulated: what one example adds stays within the clip norm."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +133,9 @@ def test_which_sums_are_rounded(gpu, monkeypatch):
     assert quick(loss_in(jnp.float32), w, batch)
     assert quick(loss_in(jnp.float32), w, batch, scale=jnp.array(2.0)), "a number multiplies the allowance as well"
     assert not quick(exact, w, batch), "the loss asks for all bits"
+    algorithm = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    chosen = lambda w, e: jnp.sum(jnp.matmul(e[0], w, precision=algorithm) * e[1])  # noqa: E731
+    assert not quick(chosen, w, batch), "the loss chooses an algorithm"
     assert not quick(loss_in(jnp.float16), w, batch), "float16 has a narrower range than TF32"
     assert not quick(tied, w, batch)
     assert not quick(masked, w, batch)
@@ -167,3 +172,23 @@ def test_ordinary_gradients_lose_little_to_the_allowance(gpu, monkeypatch):
     exact = clipped()
     lost = 1 - np.vdot(rounded, exact) / np.vdot(exact, exact)
     assert 0 < lost < 0.015
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "precision"),
+    [("cpu", {}, "HIGHEST"), ("gpu", {}, "DEFAULT"), ("gpu", {"offset": jnp.ones((3, 2))}, "HIGHEST")],
+)
+def test_gradients_that_are_kept_are_formed_as_the_loss_is_computed(monkeypatch, where, options, precision):
+    """Of them both norm and sum are taken, so that their rounding does not matter; unless an offset is added."""
+    monkeypatch.setattr(jax, "default_backend", lambda: where)
+    loss_fn, w, batch = loss_in(jnp.float32), jnp.zeros((3, 2)), (jnp.ones((4, 8, 3)), jnp.ones((4, 8, 2)))
+    plan = dpopt.ghost.plan_clipped_sum(loss_fn, w, batch, **options)
+    assert plan.kept
+
+    def clipped(w, batch):
+        clip = dpopt.FlatClip(CLIP).coefficients
+        return dpopt.ghost.clipped_sum(loss_fn, w, batch, coefficients=clip, plan=plan, **options).sum
+
+    program = jax.jit(clipped).lower(w, batch).as_text()
+    (formed,) = re.findall(r"dot_general.*batching_dims.*precision = \[(\w+),", program)
+    assert formed == precision
