@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def headline(results: Path) -> str:
-    """The four headline figures, with the commands that measure them."""
+    """The headline figures, with the commands that measure them."""
     lines = []
     speed_runs = records.load(results, "speed")
     if speed_runs:
@@ -28,6 +28,9 @@ def headline(results: Path) -> str:
         said = f"{min(own):.2f} to {max(own):.2f} times its time, over {len(own)} model families"
         said += f" ({min(whole):.2f} to {max(whole):.2f} where the batch is not split)"
         lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
+    on_gpu = records.load(results, "accelerator")
+    if on_gpu:
+        lines.append([f"the same on {_device(on_gpu)}, float32", _on_gpu(on_gpu["runs"]), f"`{ON_GPU}`"])
     memory_runs = records.load(results, "memory")
     if memory_runs:
         found = [run["ratio"]["ghost"] for run in memory_runs["runs"] if "ghost" in run["ratio"]]
@@ -39,6 +42,24 @@ def headline(results: Path) -> str:
     if records.load(results, "audit"):
         lines.append(["attacks on the claimed epsilon", _attacks(results), "`python -m benchmarks audit`"])
     return markdown.rows(["measured", "result", "command"], lines)
+
+
+ON_GPU = "python -m benchmarks accelerator"
+
+
+def _device(content: Row) -> str:
+    """A GPU's name, from ``gpu: NVIDIA H200``."""
+    return "an " + content["environment"]["device"].removeprefix("gpu: ")
+
+
+def _on_gpu(runs: Sequence[Row]) -> str:
+    """The flat clip of a pretrained Transformer, and the slowest one among models that take a millisecond at least."""
+    own = {r["family"]: r for r in runs if r["dtype"] == "float32" and "failed" not in r}
+    said = [f"{r['ratio']['flat clip']:.2f} times its time for {name}" for name, r in own.items() if "MiniLM" in name]
+    long = {name: r for name, r in own.items() if r["seconds"]["ordinary"] >= 1e-3}
+    slowest = max(long, key=lambda name: long[name]["ratio"]["flat clip"])
+    said.append(f"{long[slowest]['ratio']['flat clip']:.2f} for {slowest}")
+    return "; ".join(said)
 
 
 def _digits(runs: Sequence[Row]) -> str:
