@@ -1,6 +1,7 @@
 """A GPU's products of rounded factors, emulated: what one example adds stays within the clip norm."""
 
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,7 @@ def quick(loss_fn, params, batch, **options) -> bool:
     return bool(dpopt.ghost.plan_clipped_sum(loss_fn, params, batch, **options).quick)
 
 
-def test_which_sums_are_rounded(gpu, monkeypatch):
+def test_which_sums_are_rounded(gpu):
     batch, w = (jnp.ones((4, 8, 3)), jnp.ones((4, 8, 2))), jnp.zeros((3, 2))
     exact = lambda w, e: jnp.sum(jnp.matmul(e[0], w, precision="highest") * e[1])  # noqa: E731
     tied = lambda w, e: loss_in(jnp.float32)(w, e) + jnp.sum(e[0] @ w)  # noqa: E731
@@ -141,8 +142,8 @@ def test_which_sums_are_rounded(gpu, monkeypatch):
     assert not quick(masked, w, batch)
     assert not quick(loss_in(jnp.float32), w, batch, scale=jnp.ones((3, 2)))
     assert not quick(loss_in(jnp.float32), w, batch, offset=jnp.ones((3, 2)))
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert not quick(loss_in(jnp.float32), w, batch), "a TPU rounds to fewer bits"
+    with mock.patch.object(jax, "default_backend", lambda: "tpu"):
+        assert not quick(loss_in(jnp.float32), w, batch), "a TPU rounds to fewer bits"
 
 
 def test_a_number_that_scales_the_gradients_scales_the_allowance(gpu):
@@ -157,7 +158,7 @@ def test_a_number_that_scales_the_gradients_scales_the_allowance(gpu):
     np.testing.assert_allclose(norms(8.0, 8 * CLIP), 8 * norms(1.0, CLIP), rtol=1e-6)
 
 
-def test_ordinary_gradients_lose_little_to_the_allowance(gpu, monkeypatch):
+def test_ordinary_gradients_lose_little_to_the_allowance(gpu):
     rng = np.random.default_rng(0)
     batch = tuple(jnp.asarray(rng.normal(size=(16, 64, n)), jnp.float32) for n in (32, 24))
     w, loss_fn = jnp.zeros((32, 24)), loss_in(jnp.float32)
@@ -168,8 +169,8 @@ def test_ordinary_gradients_lose_little_to_the_allowance(gpu, monkeypatch):
         return np.asarray(grads.clipped_sum(dpopt.FlatClip(CLIP)).sum)
 
     rounded = clipped()
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    exact = clipped()
+    with mock.patch.object(jax, "default_backend", lambda: "cpu"):
+        exact = clipped()
     lost = 1 - np.vdot(rounded, exact) / np.vdot(exact, exact)
     assert 0 < lost < 0.015
 
