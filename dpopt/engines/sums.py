@@ -44,7 +44,8 @@ In units of ``u = 2**-24`` this is 9984:
 * 516 for the diagonal after the sum of three blocks, for both neighbours;
 * 1024 for the norm by which the row was clipped;
 * 188 for pairs of floats. M pairs, for a batch of B, lose less than ``3 u**2 B M``: 111 u for 400,000 examples in
-  blocks of 258, 84 u for 200,000 in blocks of 86. (Smaller blocks are more numerous, but lose less each.)
+  blocks of 258, 84 u for 200,000 in blocks of 86. (Smaller blocks are more numerous, but lose less each;
+  `_stacked` has no more pairs than this allows.)
 
 This is for rows that have norm C when they enter the sum. A gradient that is itself a sum over positions adds up larger
 terms that cancel: SECURITY.md states what that adds. Float64 sums stay far below all of this.
@@ -196,9 +197,10 @@ _STACK_SHARE = 1 / 8
 
 
 def _stacked(size: int) -> int:
-    """The number of rows of a block, all blocks equal, or 0 where they would have few."""
+    """The number of rows of a block, all blocks equal; 0 where they would have few, or be too many pairs of floats."""
     block = max(n for n in range(1, min(size, ROWS) + 1) if size % n == 0)
-    return block if block < size and 2 * block >= ROWS else 0
+    fits = 3 * 2.0**-24 * size * (size // block) <= _PAIRS  # `ROUNDING`
+    return block if block < size and 2 * block >= ROWS and fits else 0
 
 
 def _stacks(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any, block: int) -> Sum:

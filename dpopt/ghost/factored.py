@@ -58,9 +58,8 @@ def _is_precise(eqn: core.JaxprEqn) -> bool:
     found = _precisions(eqn)
     if not found <= {None, *lax.Precision}:
         return found <= _EXACT
-    return (
-        found == {lax.Precision.HIGHEST} or jax.default_backend() == "cpu"
-    )  # others multiply in fewer bits by default
+    # Other devices than CPUs multiply in fewer bits by default.
+    return found == {lax.Precision.HIGHEST} or jax.default_backend() == "cpu"
 
 
 def _is_rounded(eqn: core.JaxprEqn) -> bool:

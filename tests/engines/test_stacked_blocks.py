@@ -52,6 +52,17 @@ def test_the_sum_is_that_of_one_block_after_another(accelerator, monkeypatch, si
     np.testing.assert_allclose(in_float64(one_by_one), exact, rtol=0, atol=2.0**-20 * np.abs(c[:, None] * x).sum())
 
 
+def test_blocks_lose_no_more_than_is_paid_for():
+    """By the formulas of `sums.ROUNDING`, for every size that floats add up, and some that pairs of floats do."""
+    for size in range(1, sums.BLOCKS * sums.ROWS + 1):
+        if rows := sums._stacked(size):
+            assert sums._lost(rows, size // rows) <= sums._lost(sums.ROWS, sums.BLOCKS)
+    for size in (1_000, 86_000, 200_000, 215_000, 301_000, 400_000, 1 << 20):
+        pairs = size // sums._stacked(size) if sums._stacked(size) else 0
+        assert 3 * 2.0**-24 * size * pairs <= sums._PAIRS
+    assert sums._stacked(200_000) and not sums._stacked(301_000)
+
+
 def test_several_blocks_are_one_product(accelerator):
     """One kernel for all blocks, instead of a loop."""
     x, c = jnp.ones((4_096, 40)), jnp.ones(4_096)
