@@ -203,7 +203,7 @@ def _formed(is_quick: bool, group: Group) -> Float[Array, "K a p"]:
     left, p = [cast(Dense, rows).x for rows in group.left], right.shape[1]
     if left[0].shape[1] == p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
         return jnp.stack([jnp.sum(wide(rows) * wide(right), axis=0, keepdims=True) for rows in left])
-    return summed_products(cast(Dense, group.rows()).x, right, is_quick).reshape(len(left), -1, p)
+    return summed_products(cast(Dense, group.rows()).x, right, is_quick=is_quick).reshape(len(left), -1, p)
 
 
 def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: _Cotangent) -> Float[Array, ""]:
