@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -15,9 +16,11 @@ from dpopt.engines.sums import zeros_after
 def together(batch_size: int, chunk: int) -> int:
     """The chunk size with which each device processes up to ``chunk`` examples of its own.
 
-    A chunk with fewer examples than devices would lie on some devices and be sent to all others."""
+    A chunk of which devices have unequal shares would be sent from some devices to all others."""
     devices = jax.device_count()
-    return max(n for n in range(1, batch_size + 1) if batch_size % n == 0 and n <= max(1, chunk) * devices)
+    least = math.gcd(batch_size, devices)
+    sizes = range(least, batch_size + 1, least)
+    return max(n for n in sizes if batch_size % n == 0 and n <= max(1, chunk) * devices)
 
 
 def split_rows(x: jax.Array, rows: int) -> jax.Array:
