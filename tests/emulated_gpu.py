@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from dpopt.ghost import contacts, planner
+from dpopt.ghost import planner, rows
 
 
 def truncated(x: jax.Array) -> jax.Array:
@@ -16,16 +16,20 @@ def truncated(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFE000), jnp.float32)
 
 
-def _products(left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum("ta,tp->ap", truncated(left), truncated(right))
+_full = rows.einsum
+
+
+def _einsum(spec: str, *operands: jax.Array, is_quick: bool = False) -> jax.Array:
+    is_rounded = is_quick and all(x.dtype in (jnp.float32, jnp.bfloat16) for x in operands)
+    return _full(spec, *map(truncated, operands)) if is_rounded else _full(spec, *operands)
 
 
 @contextlib.contextmanager
-def emulated_gpu() -> Iterator[None]:
-    """Kept gradients would not be added up from factors, and those of small programs would all be kept."""
+def emulated_gpu(keeps: bool = False) -> Iterator[None]:
+    """``keeps``: whether gradients may be kept. Those of small programs all are, and are not added up from factors."""
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
-        mock.patch.object(contacts, "quick_products", _products),
-        mock.patch.object(planner, "_KEPT_RATIO", 0.0),
+        mock.patch.object(rows, "einsum", _einsum),
+        mock.patch.object(planner, "_KEPT_RATIO", planner._KEPT_RATIO if keeps else 0.0),
     ):
         yield

@@ -46,28 +46,24 @@ KINDS = {
 OTHER = "elementwise, sums"
 
 
-def _clipped(family: Family, clip: Any) -> Callable[..., Any]:
-    def run(params: Any, batch: Any) -> Any:
+def _layerwise(family: Family) -> Callable[..., Any]:
+    def run(params: Any, batch: Any, diagonal: None) -> Any:
         grads = dpopt.per_example_grads(family.loss_fn)(params, batch, mask=None)
-        return grads.clipped_sum(clip).sum
+        return grads.clipped_sum(dpopt.LayerwiseClip(CLIP_NORM)).sum
 
     return jax.jit(run)
 
 
-def _ordinary(family: Family) -> Callable[..., Any]:
-    return jax.jit(jax.grad(gradients.mean_loss(family)))
-
-
 def _jax_privacy(family: Family) -> Callable[..., Any]:
     size = MICROBATCH_OF_CONVOLUTIONS if jax.tree.leaves(family.batch)[0].ndim == 4 else MICROBATCH
-    clipped = gradients.jax_privacy_clipped(family, False, CLIP_NORM, size)
-    return jax.jit(lambda params, batch: clipped(params, batch, None))
+    return gradients.jax_privacy_clipped(family, False, CLIP_NORM, size)
 
 
+# All of parameters, a batch and no diagonal.
 WAYS: dict[str, Callable[[Family], Callable[..., Any]]] = {
-    ORDINARY: _ordinary,
-    FLAT: lambda family: _clipped(family, dpopt.FlatClip(CLIP_NORM)),
-    LAYERWISE: lambda family: _clipped(family, dpopt.LayerwiseClip(CLIP_NORM)),
+    ORDINARY: gradients.ordinary,
+    FLAT: lambda family: gradients.clipped(family, "auto", False, CLIP_NORM),
+    LAYERWISE: _layerwise,
     JAX_PRIVACY: _jax_privacy,
 }
 
@@ -75,7 +71,7 @@ WAYS: dict[str, Callable[[Family], Callable[..., Any]]] = {
 class Case(NamedTuple):
     """The compiled ways of one family in one dtype, and what they are called with."""
 
-    args: Any  # parameters and batch
+    args: Any  # parameters, batch, None
     programs: dict[str, Callable[..., Any]]
     scratch_bytes: dict[str, int]  # that XLA plans
 
@@ -83,7 +79,7 @@ class Case(NamedTuple):
 def compiled(name: str, dtype: str) -> Case:
     """Compiles all ways."""
     family = LARGE[name](DTYPES[dtype])
-    args = family.params, family.batch
+    args = family.params, family.batch, None
     with ThreadPoolExecutor() as pool:
         made = pool.map(lambda make: make(family).lower(*args).compile(), WAYS.values())
     programs = dict(zip(WAYS, made, strict=True))
@@ -125,7 +121,7 @@ def measure(case: Case, dtype: str, budget_s: float) -> dict[str, Any]:
     calls = {way: checked.call(program, case.args) for way, program in case.programs.items()}
     once = {way: timing.seconds_of(call) for way, call in calls.items()}
     seconds = timing.with_few_slow(calls, once, budget_s)
-    params, batch = case.args
+    params, batch, _ = case.args
     return {
         "parameters": sum(p.size for p in jax.tree.leaves(params)),
         "batch_size": len(jax.tree.leaves(batch)[0]),
@@ -141,7 +137,6 @@ def measure(case: Case, dtype: str, budget_s: float) -> dict[str, Any]:
 def profiled(call: timing.Call) -> dict[str, Any]:
     """How long the kernels of one call take, by what they do, and the slowest of them."""
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
         with jax.profiler.trace(folder):
             began = time.perf_counter()
             for _ in range(CALLS_PROFILED):
@@ -247,10 +242,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _compile_side_by_side(cases: list[tuple[str, str]], folder: Path, patience: float) -> None:
     """Compiles every case in its own process, which is stopped when patience is at its end."""
-    command, began = (
-        [sys.executable, "-m", "benchmarks", "accelerator", "--compile-into", str(folder)],
-        time.monotonic(),
-    )
+    command = [sys.executable, "-m", "benchmarks", "accelerator", "--compile-into", str(folder)]
+    began = time.monotonic()
     # By default a process reserves most of the device's memory.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     processes = [

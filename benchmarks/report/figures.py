@@ -30,7 +30,8 @@ def headline(results: Path) -> str:
         lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
     on_gpu = records.load(results, "accelerator")
     if on_gpu:
-        lines.append([f"the same on {_device(on_gpu)}, float32", _on_gpu(on_gpu["runs"]), f"`{ON_GPU}`"])
+        device = on_gpu["environment"]["device"].removeprefix("gpu: ")
+        lines.append([f"the same on a GPU ({device}), float32", _on_gpu(on_gpu["runs"]), f"`{ON_GPU}`"])
     memory_runs = records.load(results, "memory")
     if memory_runs:
         found = [run["ratio"]["ghost"] for run in memory_runs["runs"] if "ghost" in run["ratio"]]
@@ -45,11 +46,6 @@ def headline(results: Path) -> str:
 
 
 ON_GPU = "python -m benchmarks accelerator"
-
-
-def _device(content: Row) -> str:
-    """A GPU's name, from ``gpu: NVIDIA H200``."""
-    return "an " + content["environment"]["device"].removeprefix("gpu: ")
 
 
 def _on_gpu(runs: Sequence[Row]) -> str:

@@ -19,7 +19,7 @@ from jax import lax
 
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
-from dpopt.ghost.primitives import BILINEAR, DOT
+from dpopt.ghost.primitives import BILINEAR, CONVOLUTION, DOT
 from dpopt.ghost.rows import quick_products, summed_products, tf32
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
@@ -135,6 +135,11 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_qu
     out = jax.eval_shape(batched, shape, x)
     transposed = jax.linear_transpose(lambda w: batched(w, x), shape)
     return channels_last(lambda y: transposed(y)[0])(y.astype(out.dtype))
+
+
+def may_stack(contact: Contact) -> bool:
+    """Whether `weighted` is fast under ``vmap``, which makes slow grouped convolutions of gradients of filters."""
+    return contact.primitive is not CONVOLUTION
 
 
 def weighs_input(contact: Contact, x: jax.Array, y: jax.Array) -> bool:

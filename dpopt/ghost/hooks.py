@@ -23,7 +23,6 @@ from dpopt.engines.norms import safe_norm, shrink_to
 from dpopt.ghost import contacts, quick_sums
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.hook_vjp import batched, with_hook
-from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
 from dpopt.ghost.values import Contact
@@ -94,8 +93,8 @@ class _Hook:
         def one_block(rows: tuple[Any, jax.Array], c: jax.Array) -> jax.Array:
             return contacts.transposed(contact, *rows, c, self.is_quick)
 
-        may_stack = contact.primitive is not CONVOLUTION
-        total = sums.over_examples(functools.partial(sums.in_blocks, one_block), rows, c, may_stack=may_stack)
+        one_group = functools.partial(sums.in_blocks, one_block)
+        total = sums.over_examples(one_group, rows, c, may_stack=contacts.may_stack(contact))
         total = total if self.total.remainder is None else sums.paired(total)  # the sum of a single example is not
         return jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
 

@@ -47,7 +47,7 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
     own = [p for p in run.plan.leaves if p.method != "pulled_back" and found[p.leaf] is None]
     squares = {p.leaf: _square(run, p, seen, records) for p in own if p.method != "none"}
     diagonals = {i: jnp.sqrt(jnp.max(s.diagonal)) for i, s in squares.items() if s.diagonal is not None}
-    quick = (leaf for p in own for leaf in [p.leaf] if not run.plan.quick.isdisjoint(p.contacts))
+    quick = [p.leaf for p in own if not run.plan.quick.isdisjoint(p.contacts)]
     terms = {leaf: _scaled(run, leaf, jnp.sqrt(cast(Array, squares[leaf].terms))) for leaf in quick}
     for contacts, leaves in run.plan.pulled_back:
         squares |= zip(leaves, _pulled(run, contacts, leaves, records), strict=True)

@@ -1,6 +1,6 @@
 """Weighted sums as fast as a GPU multiplies by default: in TF32, which rounds each factor to 11 bits.
 
-A GPU multiplies float32 numbers in TF32 unless it is asked for more, and several times as slowly if it is. Norms bound
+A GPU multiplies float32 numbers in TF32 unless it is asked for more, and more slowly if it is. Norms bound
 the sensitivity, so they are computed in full float32 precision. But a weighted sum of long factors is most of what the
 clipping costs, so where the loss itself leaves the precision to the GPU (`Plan.quick`) the sum uses TF32.
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from dpopt.engines import sums
-from dpopt.ghost.contacts import Recorded, Records, weighted
-from dpopt.ghost.primitives import CONVOLUTION
+from dpopt.ghost.contacts import Recorded, Records, may_stack, weighted
 from dpopt.ghost.run import Run
 from dpopt.ghost.values import Contact
 
@@ -37,8 +36,8 @@ def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], record
 
         return to_leaves(run, groups, coefficients, added)
 
-    may_stack = all(k.primitive is not CONVOLUTION for k in contacts)
-    return sums.over_examples(one_group, [records[k] for k in contacts], distinct, may_stack=may_stack)
+    can_stack = all(map(may_stack, contacts))
+    return sums.over_examples(one_group, [records[k] for k in contacts], distinct, may_stack=can_stack)
 
 
 def grouped(

@@ -38,18 +38,14 @@ def test_the_sum_is_that_of_one_block_after_another(accelerator, monkeypatch, si
     """Blocks of whole numbers are added up exactly, so that all that is left is how blocks are added to each other."""
     monkeypatch.setattr(sums, "_STACK_BYTES", bytes)
     monkeypatch.setattr(sums, "_STACK_SHARE", 0.0)
-    rng = np.random.default_rng(size)
-    scale = 2.0 ** rng.integers(0, 30, (size, 1)) if size > sums.BLOCKS * sums.ROWS else 1.0
-    scale = scale[:: max(1, sums._stacked(size))].repeat(max(1, sums._stacked(size)), 0) if np.ndim(scale) else scale
-    x = rng.integers(-1_000, 1_000, (size, 40)) * scale
-    c = rng.integers(0, 4, size)
+    rng, rows = np.random.default_rng(size), sums._stacked(size) or size
+    spread = 30 if size > sums.BLOCKS * sums.ROWS else 1  # only pairs of floats add up blocks of any size
+    scale = np.repeat(2.0 ** rng.integers(0, spread, size // rows), rows)[:, None]
+    x, c = rng.integers(-1_000, 1_000, (size, 40)) * scale, rng.integers(0, 4, size)
     stacked, one_by_one = (total(jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32), s) for s in (True, False))
     assert (stacked.remainder is None) == (one_by_one.remainder is None) == (not sums.needs_remainder(size))
-    exact = c @ x
-    # Pairs hold 48 bits; where blocks overlap in float32, only the blocks that are stacked are exact.
-    if sums._stacked(size):
-        np.testing.assert_allclose(in_float64(stacked), exact, rtol=0, atol=2.0**-44 * np.abs(c[:, None] * x).sum())
-    np.testing.assert_allclose(in_float64(one_by_one), exact, rtol=0, atol=2.0**-20 * np.abs(c[:, None] * x).sum())
+    bits = 44 if sums._stacked(size) else 20  # where nothing is stacked, blocks are others than those that are exact
+    np.testing.assert_allclose(in_float64(stacked), c @ x, rtol=0, atol=2.0**-bits * np.abs(c[:, None] * x).sum())
 
 
 def test_blocks_lose_no_more_than_is_paid_for():

@@ -33,7 +33,7 @@ def test_no_example_moves_the_sum_further(part):
 def test_no_example_moves_the_sum_further_on_a_gpu(part):
     """Contributions are not compared with plain gradients, which a GPU rounds, too."""
     for seed in range(8 * part, 8 * part + 8):
-        with emulated_gpu():
+        with emulated_gpu(keeps=seed % 2 == 1):
             outcome = check.run(seed, compare=False)
         assert not outcome.failures, f"seed {seed} on an emulated GPU: {outcome.failures}"
 

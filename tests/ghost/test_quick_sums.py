@@ -56,7 +56,7 @@ def cancelling(rng: np.random.Generator, size: int, positions: int, a: int, p: i
 
 
 def most_added(
-    dtype, shape: tuple[int, int, int], passes: str = "recorded", size: int = 2, loop: bool = False
+    dtype, shape: tuple[int, int, int], passes: str = "recorded", size: int = 2, loop: bool = False, keeps: bool = False
 ) -> float:
     """The largest norm that one example adds to the sum of a batch of some ``size``, in clip norms."""
     w = jnp.zeros(shape[1:], jnp.float32)
@@ -64,8 +64,10 @@ def most_added(
     loss_fn = in_a_loop(dtype) if loop else lambda params, example: loss_in(dtype)(params["w"], example)
     x, v = cancelling(np.random.default_rng(0), DRAWS, *shape)
     plan = dpopt.ghost.plan_clipped_sum(loss_fn, params, (x[:size], v[:size]))
+    if keeps:
+        assert plan.kept and not plan.quick, "the gradient is not kept"
     plan = {"recorded": plan, "two passes": plan.streaming(), "one pass": plan.streaming({0})}[passes]
-    assert plan.quick, "the sum is not in TF32"
+    assert keeps or plan.quick, "the sum is not in TF32"
     assert bool(plan.streamed) == (passes != "recorded")
 
     def added(example):
@@ -102,6 +104,13 @@ def test_the_same_on_a_real_one(monkeypatch, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_without_the_allowance_an_example_would_add_more(gpu, no_allowance, dtype):
     assert most_added(dtype, POSITIONS[0]) > 1.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", POSITIONS, ids=str)
+def test_a_gradient_that_is_kept_may_be_rounded_in_any_way(dtype, shape):
+    with emulated_gpu(keeps=True):
+        assert most_added(dtype, shape, keeps=True) <= 1 + 2.0**-20
 
 
 MORE = {  # more examples than one block has
