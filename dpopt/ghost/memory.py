@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import jax
-from jax.extend import core
 from jax.typing import ArrayLike
 
 from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines import sums
-from dpopt.ghost.costs import activation_bytes, nbytes
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, nbytes
 from dpopt.ghost.failures import CannotFollow
+from dpopt.ghost.kept import kept_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
-from dpopt.ghost.values import Entry, aval
+from dpopt.ghost.values import Entry
 
-_SMALL_BYTES = 1 << 26  # always allowed, whatever an ordinary gradient takes
-_LEAST_PART = 4  # examples
+_SMALL_BYTES = 1 << 23  # always allowed, whatever an ordinary gradient takes
 _IS_SMALL = f"and takes less than {_SMALL_BYTES >> 20} MB, which is always allowed"
 _IS_TINY = (
     f"all gradients of the batch together take at most {TINY_BYTES >> 10} kB, where both engines run in microseconds, "
@@ -49,10 +48,11 @@ def estimate(plan: Plan, loss_fn: LossFn, params: PyTree, example: Example, has_
     """The memory for a plan's batch size; only shapes matter."""
     size, contacts = plan.batch_size, plan.trace.contacts
     weights = plan.weight_bytes
-    kept = _kept_by_differentiation(loss_fn, params, example, has_aux)
+    kept = kept_bytes(loss_fn, params, example, has_aux)
     taps = {c: nbytes(c.tap_shape, c.tap_dtype) for c in contacts}
     inputs = sum(activation_bytes(c) - taps[c] for c in contacts)
-    cotangents = sum(taps[c] for c in contacts if not c.shares)
+    own = [c for c in contacts if not c.shares]
+    cotangents, looped = (sum(taps[c] for c in some) for some in (own, [c for c in own if c.loops]))
     streamed = plan.streaming().streamed
     left = sum(activation_bytes(c) for c in contacts if c not in streamed)
     return Memory(
@@ -60,7 +60,8 @@ def estimate(plan: Plan, loss_fn: LossFn, params: PyTree, example: Example, has_
         streamed=size * (kept + left) + 2 * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,
-        examples=size * (max(kept, inputs) + cotangents),
+        # The backward pass frees what differentiation kept as it goes, but a loop keeps the stacks of all its steps.
+        examples=size * max(kept + looped, inputs + cotangents),
     )
 
 
@@ -123,10 +124,15 @@ def choose(
 
 
 def _within(limit: float, found: Memory, plan: Plan, parts: list[int], single: frozenset[int], reason: str) -> Way:
-    """The ghost engine in the fewest ``parts`` that fit, with that ``reason`` for the first, or in two passes."""
+    """The ghost engine in the fewest ``parts`` that fit and cost less than a second pass, or in two passes.
+
+    ``reason`` is given for the first."""
     size = plan.batch_size
-    # Parts cost less time than a second pass, as long as each has a few examples.
-    fitting = [k for k in parts if found.recorded(k) <= limit and (k == parts[0] or size // k >= _LEAST_PART)]
+    second_pass = size * plan.ordinary_cost
+    again = 3 * OPERATIONS_PER_BYTE * found.weights  # each part reads the parameters, and adds its sum to another
+    fitting = [
+        k for k in parts if found.recorded(k) <= limit and (k == parts[0] or (k - parts[0]) * again <= second_pass)
+    ]
     if fitting:
         more = "in fewer parts it would take more memory than is allowed"
         return Way(plan.of(size // fitting[0]), fitting[0], reason if fitting[0] == parts[0] else more)
@@ -148,18 +154,3 @@ def single_parameters(plan: Plan, limits: Sequence[ArrayLike | None], layer_axes
         if limits[leaf] is not None and by_layer and exact:
             found.add(leaf)
     return frozenset(found)
-
-
-def _kept_by_differentiation(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool) -> float:
-    """Bytes that an ordinary gradient of one example keeps from its forward pass, without what all examples share."""
-
-    def pulled(params: PyTree, example: Example) -> list[jax.Array]:
-        return jax.tree.leaves(jax.vjp(lambda p: loss_fn(p, example), params, has_aux=has_aux)[1])
-
-    jaxpr = jax.make_jaxpr(pulled)(params, example).jaxpr
-    own = set(jaxpr.invars[len(jax.tree.leaves(params)) :])  # variables that depend on the example
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(v, core.Literal) and v in own for v in eqn.invars):
-            own.update(eqn.outvars)
-    kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal) and v in own}
-    return float(sum(aval(v).size * aval(v).dtype.itemsize for v in kept))

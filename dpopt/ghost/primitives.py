@@ -45,8 +45,13 @@ CASTS = _all("convert_element_type reduce_precision copy")
 SPLITTING = _all("split reshape squeeze transpose")
 # An output entry depends only on the input entries in the same place.
 ENTRYWISE = _all("""
-    neg exp exp2 log log1p expm1 tanh logistic sqrt rsqrt square abs sin cos integer_pow pow sign erf add sub mul div
-    max min clamp select_n
+    neg exp exp2 log log2 log1p expm1 tanh logistic sqrt rsqrt square one_minus_square abs sin cos integer_pow pow sign
+    erf add sub mul div max min clamp select_n
+""")
+# XLA fuses them with what uses their results, which it then does not store.
+RECOMPUTED = LAYOUT | _all("""
+    neg square one_minus_square abs integer_pow sign add sub mul max min clamp select_n add_jaxvals
+    and or not xor eq ne lt le gt ge is_finite iota floor ceil round real imag stop_gradient
 """)
 # Computed in float32 where the loss uses fewer bits: they take operands of any floating type.
 WIDENED = (
@@ -70,8 +75,8 @@ ORDINARY = (
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e ceil cholesky complex conj conv_general_dilated cosh
     cumlogsumexp cummax cummin cumprod device_put digamma dynamic_update_slice eig eigh erf_inv erfc fft gather
     householder_product igamma igamma_grad_a igammac imag iota lgamma lu name nextafter optimization_barrier polygamma
-    qr real reduce_prod reduce_window_max reduce_window_min reduce_window_sum regularized_incomplete_beta rem scatter
-    scatter_add scatter_max scatter_min scatter_mul scatter_sub select_and_gather_add select_and_scatter_add
+    polynomial qr real reduce_prod reduce_window_max reduce_window_min reduce_window_sum regularized_incomplete_beta rem
+    scatter scatter_add scatter_max scatter_min scatter_mul scatter_sub select_and_gather_add select_and_scatter_add
     sharding_constraint sinh sort stack svd tan tile top_k triangular_solve unstack zeta
     and argmax argmin bitcast_convert_type clz eq eq_to ge gt is_finite le le_to lt lt_to lu_pivots_to_permutation ne
     not or population_count reduce_and reduce_or reduce_xor shift_left shift_right_arithmetic shift_right_logical xor

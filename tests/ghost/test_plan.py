@@ -150,6 +150,16 @@ def test_explain_gives_the_reason_for_a_way_that_is_not_the_cheapest_in_its_tabl
     assert way.plan is not None and way.reason.startswith("it should be within 5% of the fastest")
 
 
+def test_weights_computed_by_a_call_that_holds_tanh_meet_the_data_in_a_product():
+    """JAX 0.12 differentiates tanh by a primitive of its own, `one_minus_square`."""
+
+    def loss_fn(w, x):
+        return jnp.sum(x @ jax.checkpoint(lambda w: jnp.tanh(w) + jnp.exp2(w))(w))
+
+    plan = ghost.plan_clipped_sum(loss_fn, jnp.zeros((8, 4)), jnp.zeros((6, 8)))
+    assert [c.primitive.name for c in plan.trace.contacts] == ["dot_general"]
+
+
 def test_prefers_vmap_where_nothing_is_saved():
     """A low-rank product of huge matrices has to be formed and pulled back, which vmap does at a lower cost."""
     params = {"w": jnp.zeros((900, 900)), "a": jnp.zeros((900, 2)), "b": jnp.zeros((2, 900))}

@@ -225,7 +225,8 @@ def test_two_passes_are_chosen_where_records_would_take_too_much(no_batch_is_sma
     assert not chosen(False, 1.5)[0].plan.streamed  # inputs are kept anyway, and not copied
 
 
-def test_small_batches_are_recorded_whatever_they_take():
+def test_small_batches_are_recorded_whatever_they_take(monkeypatch):
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 1 << 27)
     assert not chosen(True, 0.01)[0].plan.streamed
 
 
