@@ -26,16 +26,22 @@ def safe_norm(x: Float[Array, " ..."], axis: int) -> Float[Array, " ..."]:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
     # Not from |x|, which JAX 0.10 would store.
     largest = jnp.maximum(jnp.max(x, axis=axis, keepdims=True), -jnp.min(x, axis=axis, keepdims=True))
-    # Bounded on both sides: XLA may multiply by the reciprocal, which is flushed to zero for the largest numbers.
-    bound = 2.0 ** (jnp.finfo(x.dtype).maxexp - 28)
-    # 1 for zeros: XLA may first multiply the reciprocal by a factor of x, and 0 * inf is NaN.
-    unit = jnp.where(jnp.isfinite(largest) & (largest > 0), jnp.clip(largest, 1 / bound, bound), 1)
-    # Clipping changes no finite number, but keeps XLA from squaring x and its unit separately where both are constants
-    # (0 * inf). XLA replaces the root of the square of a single number by that number, so clipping would hide an inf.
-    most = jnp.finfo(x.dtype).max
-    scaled = jnp.clip(x / unit, -most, most)
-    norm = jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axis))
+    unit = _unit(largest)
+    # XLA would square constants and their unit separately (0 * inf) but for the barrier.
+    squares = jnp.square(jax.lax.optimization_barrier(x) * (1 / unit))
+    norm = jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(squares, axis=axis))
     return jnp.where(jnp.isinf(jnp.squeeze(largest, axis)), jnp.inf, norm)
+
+
+def _unit(largest: Float[Array, " ..."]) -> Float[Array, " ..."]:
+    """The power of two next to an array's largest entry: dividing by it rounds nothing.
+
+    Bounded on both sides, since the reciprocals of the largest numbers are flushed to zero. 1 for zeros and for what is
+    not finite."""
+    info = jnp.finfo(largest.dtype)
+    bound = 2.0 ** (info.maxexp - 28)
+    power = jax.lax.reduce_precision(largest, exponent_bits=info.nexp, mantissa_bits=0)
+    return jnp.where(jnp.isfinite(largest) & (largest > 0), jnp.clip(power, 1 / bound, bound), 1)
 
 
 def all_at_once(wanted: Callable[[Norm], _Result]) -> _Result:

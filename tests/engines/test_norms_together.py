@@ -2,6 +2,7 @@
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,3 +43,23 @@ def test_all_at_once_is_one_by_one(copied, share, shapes, seed):
     assert [x.dtype for x in together] == [x.dtype for x in alone]
     # A norm near the smallest float is only a few of its steps.
     np.testing.assert_allclose(together, alone, rtol=3e-6, atol=1e-43)
+
+
+@pytest.mark.parametrize(
+    "row", [[9.0], [3e38, 1e38], [1e-38, 2e-38], [1e30, -1e30], [0.0, 0.0], [-np.inf], [np.nan, 1.0]]
+)
+def test_norms_of_constants_are_those_of_arguments(row):
+    """XLA computes with constants when it compiles, by rules of its own."""
+    x = np.asarray(row, np.float32)
+    found = [
+        jax.jit(lambda y: norms.safe_norm(y, axis=0))(x),
+        jax.jit(lambda: norms.safe_norm(jnp.asarray(x), axis=0))(),
+    ]
+    np.testing.assert_allclose(found, np.abs(np.linalg.norm(x.astype(np.float64))), rtol=3e-7, atol=1.2e-38)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older versions of XLA store the squares")
+def test_norms_of_rows_need_no_copy_of_them():
+    x = jax.ShapeDtypeStruct((64, 2**16), jnp.float32)
+    program = jax.jit(lambda x: norms.safe_norm(x, axis=1)).lower(x).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.01 * x.size * 4
