@@ -19,6 +19,7 @@ from dpopt.ghost.values import Contact, wide_dtype
 
 # Operations in the time that it takes to move one byte to or from memory: 5 to 20 on most CPUs and GPUs.
 OPERATIONS_PER_BYTE = 8
+_SORT = 4  # bytes in whose time an index is compared when it is sorted
 
 
 def nbytes(shape: Sequence[int], dtype: DTypeLike) -> int:
@@ -64,7 +65,7 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
         reads = OPERATIONS_PER_BYTE * width * N * (K * a + p)
         return reads + (2 * K * N * a * p if scaled and not factors.one_hot else 0), 0
     if method == "segments":
-        return N * (T * T + 8 * OPERATIONS_PER_BYTE * width * T * p), N * T * (width * p + 4 * T)
+        return N * T * OPERATIONS_PER_BYTE * (8 * width * p + _SORT * math.log2(T)), N * T * (width * p + 16)
     square = N * T * T * width
     if factors.inner is not None:
         pixels = N * factors.rows**2

@@ -70,7 +70,7 @@ def test_norms_and_sums(seed, monkeypatch):
             coefficients=leaf_clip(clip),
         )
     )(jnp.zeros(shape), (jnp.asarray(ids, jnp.int32), jnp.asarray(rows)))  # fmt: skip
-    assert merged or ids[0].size ** 2 > np.prod(shape), "the whole table was formed"
+    assert merged or ids[0].size > shape[1], "the whole table was formed"
     assert got.ok.all()
     found, eps = np.float64(got.leaf_norms), np.finfo(np.float32).eps
     assert np.all(found >= norms * (1 - 1e-5) - 8 * eps * terms.sum((1, 2)))
@@ -84,15 +84,14 @@ def test_norms_and_sums(seed, monkeypatch):
     np.testing.assert_allclose(np.float64(got.sum) / clip, want / clip, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size, compares", [(200, False), (5000, True)])
-def test_indices_are_compared_only_where_that_takes_less_memory_than_the_gradient(size, compares):
+@pytest.mark.parametrize("size, sorts", [(60, False), (200, True)])
+def test_rows_are_merged_only_where_that_takes_less_memory_than_the_gradient(size, sorts):
     rows, ids = jnp.ones((B, 64, 1, 8)), jnp.zeros((B, 64, 1), jnp.int32)
     program = jax.make_jaxpr(lambda t, b: ghost.clipped_sum(loss_fn, t, b, coefficients=leaf_clip(1.0)).sum)(
         jnp.zeros((1, size, 8)), (ids, rows)
     )
     loops = [e.params["body_jaxpr"] for e in equations(program.jaxpr) if e.primitive.name == "while"]
-    compared = [v.aval.shape for loop in loops for e in equations(loop.jaxpr) for v in e.outvars]
-    assert ((64, 64) in compared) == compares
+    assert sorts == any(e.primitive.name == "sort" for loop in loops for e in equations(loop.jaxpr))
 
 
 def test_the_whole_table_is_not_formed():
