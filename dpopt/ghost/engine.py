@@ -164,6 +164,8 @@ def clipped_sum(
     ok = mask & finite([*norms, mask])
     weights = dict(enumerate(weigh(norms, mask)))
     weights = without_underflowing(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)
+    if jax.default_backend() == "cpu":  # otherwise every product with a coefficient computes it again, entry by entry
+        weights = settled(~ok, weights)
     return result(weighted_sum(run, weights, records), norms, losses, aux, ok)
 
 
