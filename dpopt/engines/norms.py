@@ -27,9 +27,9 @@ def safe_norm(x: Float[Array, " ..."], axis: int) -> Float[Array, " ..."]:
     # Not from |x|, which JAX 0.10 would store.
     largest = jnp.maximum(jnp.max(x, axis=axis, keepdims=True), -jnp.min(x, axis=axis, keepdims=True))
     unit = _unit(largest)
-    # XLA would square constants and their unit separately (0 * inf) but for the barrier.
-    squares = jnp.square(jax.lax.optimization_barrier(x) * (1 / unit))
-    norm = jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(squares, axis=axis))
+    # Changes no finite number, but keeps XLA from squaring x, if it is constant, and its unit separately (0 * inf).
+    scaled = jnp.maximum(x * (1 / unit), -jnp.finfo(x.dtype).max)
+    norm = jnp.squeeze(unit, axis) * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axis))
     return jnp.where(jnp.isinf(jnp.squeeze(largest, axis)), jnp.inf, norm)
 
 
