@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -131,8 +132,9 @@ class Plan:
         On CPUs, touching memory for the first time costs more than most computations in it. With A bytes of
         activations, k parts touch A / k, but they read the parameters, add up their sums (P bytes in all) and start
         their operations k times, and have one sum more. A / k + (k + 1) P is smallest at k = sqrt(A / P), on each
-        device for its share of a batch, of which every part has an equal share in turn; a whole batch has A. On other
-        backends small parts leave processors idle, so that the batch stays whole.
+        device for its share of a batch, of which every part has an equal share in turn; a whole batch has A. Each part
+        has an example for every processor, so that none is idle, and on other backends, which have many, the batch
+        stays whole.
         """
         if jax.default_backend() != "cpu" or self.batch_size % jax.device_count():
             return 1
@@ -142,7 +144,8 @@ class Plan:
         if activations < _WHOLE_BYTES:
             return 1
         again = self.weight_bytes + _START_BYTES * operations
-        parts = _divisor(own, min(math.sqrt(activations / again), activations / _CHUNK_BYTES))
+        most = own * jax.device_count() / _processors()
+        parts = _divisor(own, min(math.sqrt(activations / again), activations / _CHUNK_BYTES, most))
         return parts if activations / parts + (parts + 1) * again < activations else 1
 
     def of(self, batch_size: int) -> Plan:
@@ -188,6 +191,12 @@ class Plan:
     def prefers_vmap(self) -> bool:
         """Whether plain per-example gradients should be faster by more than the margin, or are tiny."""
         return self.is_tiny or self.ghost_cost > MARGIN * self.vmap_cost
+
+
+def _processors() -> int:
+    """How many processors this process may use."""
+    available = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(available(0)) if available else os.cpu_count() or 1
 
 
 def _divisor(size: int, most: float) -> int:
