@@ -1,5 +1,7 @@
 """Settings of all tests: reproducible hypothesis runs, and no silent promotion of ranks."""
 
+from unittest import mock
+
 import hypothesis
 import jax
 import pytest
@@ -19,6 +21,13 @@ hypothesis.settings.load_profile("dpopt")
 @pytest.fixture(autouse=True, scope="module")
 def _no_rank_promotion():
     with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_processors():
+    """Into how many parts a batch is split depends on the machine's processors."""
+    with mock.patch("dpopt.ghost.plan._processors", lambda: 2):
         yield
 
 

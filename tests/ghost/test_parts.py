@@ -132,6 +132,12 @@ def test_how_many():
     assert parts(features=128, positions=1024, batch_size=61) == 1  # 61 has no divisor
 
 
+@pytest.mark.parametrize("processors, most", [(1, 16), (16, 4), (48, 1), (200, 1)])
+def test_no_processor_is_left_without_an_example(processors, most, monkeypatch):
+    monkeypatch.setattr(planning, "_processors", lambda: processors)
+    assert parts(features=128, positions=1024, batch_size=64) == most
+
+
 def test_a_long_loop_costs_its_steps():
     """The same activations and parameters, but each part repeats every step of the loop."""
 
