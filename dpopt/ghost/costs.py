@@ -65,7 +65,7 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
         reads = OPERATIONS_PER_BYTE * width * N * (K * a + p)
         return reads + (2 * K * N * a * p if scaled and not factors.one_hot else 0), 0
     if method == "segments":
-        return N * T * OPERATIONS_PER_BYTE * (8 * width * p + _SORT * math.log2(T)), N * T * (width * p + 16)
+        return N * T * OPERATIONS_PER_BYTE * (8 * width * p + _SORT * math.log2(T + 1)), N * T * (width * p + 16)
     square = N * T * T * width
     if factors.inner is not None:
         pixels = N * factors.rows**2

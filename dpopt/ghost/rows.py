@@ -106,7 +106,7 @@ class OneHot(NamedTuple):
         kept = jnp.where(self._valid()[:, None], wide(rows), 0)
         positions = jnp.arange(self.ids.shape[0])
         ids, order = lax.sort((self.ids, positions), num_keys=1)  # stable: equal indices stay in order
-        is_first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+        is_first = (positions == 0) | (ids != jnp.roll(ids, 1))
         first = jnp.zeros_like(order).at[order].set(order[lax.cummax(jnp.where(is_first, positions, 0))])
         return jnp.zeros_like(kept).at[first].add(kept)
 

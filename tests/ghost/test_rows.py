@@ -1,11 +1,11 @@
-"""Sums of products of factors, in the order that suits the device."""
+"""Rows of factors: sums of products in the order that suits the device, and rows that are looked up."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpopt.ghost.rows import summed_products
+from dpopt.ghost.rows import OneHot, summed_products
 
 
 @pytest.mark.parametrize("shape", [(300, 8, 2), (300, 2, 8), (10, 8, 2)])
@@ -24,3 +24,15 @@ def test_the_narrow_factor_comes_first_in_long_sums(positions, narrow_first):
     compiled = jax.jit(summed_products).lower(left, right).compile().as_text()
     (product,) = [line for line in compiled.splitlines() if " dot(" in line]
     assert ("f32[4,64]" in product.partition(" dot(")[0]) == narrow_first
+
+
+@pytest.mark.parametrize("count, size", [(0, 5), (1, 5), (7, 3), (300, 40), (300, 100_000)])
+def test_rows_with_equal_indices_are_merged_into_the_first(count, size):
+    rng = np.random.default_rng(count)
+    ids, x = rng.integers(-2, size + 2, count), rng.normal(size=(count, 4)).astype(np.float32)
+    want = np.zeros((count, 4))
+    for t, i in enumerate(ids):
+        if 0 <= i < size:
+            want[list(ids).index(i)] += x[t]
+    found = OneHot(jnp.asarray(ids, jnp.int32), size).merged(jnp.asarray(x))
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
