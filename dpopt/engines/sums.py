@@ -139,7 +139,7 @@ def shares(size: int) -> int:
 def in_blocks(one_block: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> PyTree:
     """``one_block(rows, coefficients)``, summed over blocks of at most `ROWS` rows, one after another."""
     size = _length(coefficients)
-    whole = size // ROWS
+    first = size % ROWS or ROWS
 
     def block(start: jax.typing.ArrayLike, count: int) -> PyTree:
         return one_block(*_slice((rows, coefficients), start, count))
@@ -149,9 +149,10 @@ def in_blocks(one_block: Callable[[Any, Any], PyTree], rows: Any, coefficients: 
 
     if size <= ROWS:
         return one_block(rows, coefficients)
-    # The first block and the rest are compiled separately: their rows are read in place.
-    total = lax.fori_loop(1, whole, lambda i, total: plus(total, block(i * ROWS, ROWS)), block(0, ROWS))
-    return plus(total, block(whole * ROWS, size % ROWS)) if size % ROWS else total
+    # The first block, which may be shorter, is compiled separately: its rows are read in place. The loop comes last, so
+    # that it adds up in the result's own memory.
+    count = (size - first) // ROWS
+    return lax.fori_loop(0, count, lambda i, total: plus(total, block(first + i * ROWS, ROWS)), block(0, first))
 
 
 def fold(parts: Sum, rows: int) -> Sum:
