@@ -222,7 +222,7 @@ def per_example_grads(
             If ``ghost`` cannot follow a loss, it falls back to ``vmap`` with one warning that names the operation.
         microbatch_size: how many examples to process at a time, to save memory. The result is the same, and gradients
             are still clipped per example. None: all of them, or, with the ghost engine on a CPU and inside ``jit``, as
-            many equal parts as are faster than the whole (`dpopt.explain` shows how many).
+            many equal parts as are faster than the whole on its processors (`dpopt.explain` shows how many).
         has_aux: whether the loss returns a second value; it is returned per example, in `SensitiveAux`.
         memory: a target for the peak memory of the gradient. A float is a multiple of the memory of the ordinary
             gradient of the same batch (an estimate that includes the loss's own rematerialisation), an integer is

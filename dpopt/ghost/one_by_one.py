@@ -80,13 +80,13 @@ def _tables(run: Run, leaves: Sequence[int], records: Records) -> dict[int, Cont
         contacts = run.contacts_of([leaf])
         if len(contacts) == 1 and run.is_table(leaf) and run.offsets[leaf] is None:
             is_kept = isinstance(records[contacts[0]], Formed)
-            if not is_kept and not _is_dense(cast(Factors, contacts[0].factors)):
+            if not is_kept and _is_sparse(cast(Factors, contacts[0].factors)):
                 found[leaf] = contacts[0]
     return found
 
 
-def _is_dense(factors: Factors) -> bool:
-    return factors.positions > factors.shape[2]  # more look-ups than rows
+def _is_sparse(factors: Factors) -> bool:
+    return factors.positions <= factors.shape[2]  # no more look-ups than rows
 
 
 def _pull_back(run: Run, leaves: Sequence[int], tables: Mapping[int, Contact]) -> Pull:

@@ -194,7 +194,9 @@ class Plan:
 
 
 def _processors() -> int:
-    """How many processors this process may use."""
+    """How many processors this process may use; 1 for several processes, which have to plan alike on any machine."""
+    if jax.process_count() > 1:
+        return 1
     available = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(available(0)) if available else os.cpu_count() or 1
 

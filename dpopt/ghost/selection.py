@@ -27,14 +27,14 @@ def selected(chosen: jax.Array, x: Any) -> Any:
     return jnp.where(per_example(chosen, x), x, 0)
 
 
-def settled(bad: jax.Array, seen: Mapping[_Key, Any]) -> dict[_Key, Any]:
-    """What was ``seen`` at each contact, arrays ``[B, ...]``, materialised, so that it is computed only once.
+def settled(bad: jax.Array, trees: Mapping[_Key, Any]) -> dict[_Key, Any]:
+    """Trees of arrays ``[B, ...]``, materialised, so that they are computed only once: what was seen, or coefficients.
 
     If a loss has lost its digits to rounding and a cotangent were computed twice, the one that is added up would not be
     the one whose norm was taken. `if_any` prevents that. Its step, taken if rows are ``bad``, replaces their infinities
     by NaN, which is treated the same.
     """
-    arrays, rebuild = distinct_arrays(seen)
+    arrays, rebuild = distinct_arrays(trees)
 
     def step(arrays: list[jax.Array]) -> list[jax.Array]:
         return [jnp.where(per_example(bad, x), _without_infinities(x), x) for x in arrays]

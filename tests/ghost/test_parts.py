@@ -10,8 +10,10 @@ from ghost_check import assert_trees_close
 import dpopt
 from dpopt import ghost
 from dpopt.engines import promises
+from dpopt.ghost import memory
 from dpopt.ghost import plan as planning
 
+PROCESSORS = planning._processors  # before all tests plan as on two
 CLIP = dpopt.FlatClip(0.5)
 
 
@@ -136,6 +138,33 @@ def test_how_many():
 def test_no_processor_is_left_without_an_example(processors, most, monkeypatch):
     monkeypatch.setattr(planning, "_processors", lambda: processors)
     assert parts(features=128, positions=1024, batch_size=64) == most
+
+
+@pytest.mark.parametrize("available", [2, 48])
+def test_processes_of_machines_that_differ_plan_alike(monkeypatch, available):
+    monkeypatch.setattr(planning, "_processors", PROCESSORS)
+    monkeypatch.setattr(planning.os, "sched_getaffinity", lambda _: range(available), raising=False)
+    few = {2: 16, 48: 1}[available]
+    assert parts(features=128, positions=1024, batch_size=64) == few
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert parts(features=128, positions=1024, batch_size=64) == 16
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 6])
+def test_small_batches_go_in_the_fewest_parts_that_fit(monkeypatch, batch_size):
+    """Parts of one example each cost less than a second pass here: it has much to compute for every parameter."""
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    shapes = [jnp.zeros((64, 64))] * 8, jax.ShapeDtypeStruct((batch_size, 1024, 64), jnp.float32)
+    example = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    plan = ghost.plan_clipped_sum(loss, *shapes)
+    way = ghost.choose(plan, loss, shapes[0], example, False, 1.25, may_split=True, may_vmap=False)
+    assert way.parts == 2 and not way.plan.streamed
 
 
 def test_a_long_loop_costs_its_steps():
