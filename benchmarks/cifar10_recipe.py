@@ -62,13 +62,16 @@ def scaled(images: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 127.5 - 1
 
 
-def network(depth: int = 16, width: int = 4) -> WideResNet:
-    return WideResNet(depth, width, CLASSES)
+def network(depth: int = 16, width: int = 4, dtype: Any = None) -> WideResNet:
+    """The network, which computes in ``dtype`` (None: float32)."""
+    return WideResNet(depth, width, CLASSES, dtype)
 
 
-def loss_and_params(depth: int = 16, width: int = 4, multiplicity: int = MULTIPLICITY) -> tuple[Callable, Any]:
+def loss_and_params(
+    depth: int = 16, width: int = 4, multiplicity: int = MULTIPLICITY, dtype: Any = None
+) -> tuple[Callable, Any]:
     """The loss of one example ``((image, label), key)``, averaged over augmentations, and initial parameters."""
-    model = network(depth, width)
+    model = network(depth, width, dtype)
     params = model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))["params"]  # a fixed key: nothing secret
     of_numbers = linen_loss(model, optax.softmax_cross_entropy_with_integer_labels)
 

@@ -80,9 +80,9 @@ def compiled(name: str, dtype: str) -> Case:
     """Compiles all ways."""
     family = LARGE[name](DTYPES[dtype])
     args = family.params, family.batch, None
+    traced = [make(family).lower(*args) for make in WAYS.values()]  # JAX cannot trace one loss in several threads
     with ThreadPoolExecutor() as pool:
-        made = pool.map(lambda make: make(family).lower(*args).compile(), WAYS.values())
-    programs = dict(zip(WAYS, made, strict=True))
+        programs = dict(zip(WAYS, pool.map(lambda program: program.compile(), traced), strict=True))
     scratch = {way: int(program.memory_analysis().temp_size_in_bytes) for way, program in programs.items()}
     return Case(args, programs, scratch)
 
@@ -173,7 +173,16 @@ def kind_of(kernel: str) -> str:
 def markdown(content: dict[str, Any]) -> str:
     """The table for RESULTS.md."""
     ways = [way for way in WAYS if way != ORDINARY]
-    head = ["family", "dtype", "ordinary (ms)", *ways, *(f"{way}: memory" for way in ways), "differs by", "bound by"]
+    head = [
+        "family",
+        "dtype",
+        "ordinary (ms)",
+        *ways,
+        *(f"{way}: memory" for way in ways),
+        "examples a second",
+        "differs by",
+        "bound by",
+    ]
     lines = []
     for run in content["runs"]:
         if "failed" in run:
@@ -184,13 +193,15 @@ def markdown(content: dict[str, Any]) -> str:
             [run["family"], run["dtype"], f"{1e3 * run['seconds'][ORDINARY]:.1f}"]
             + [f"{run['ratio'][way]:.2f}" for way in ways]
             + [f"{scratch[way] / max(1, scratch[ORDINARY]):.2f}" for way in ways]
+            + [f"{run['batch_size'] / run['seconds'][FLAT]:,.0f}"]
             + [f"{run['largest_relative_error']:.1g}", bound_by(run["profile"][FLAT])]
         )
     device = content["environment"]
     intro = (
         "Time of a clipped gradient, and scratch memory that XLA plans for it, over those of the ordinary gradient, on "
         f"{device['device']} (XLA flags: {content['flags'] or 'none'}). jax_privacy has microbatches of {MICROBATCH}, "
-        f"or of {MICROBATCH_OF_CONVOLUTIONS} with convolutions. `differs by`: the flat clip from jax_privacy, which in "
+        f"or of {MICROBATCH_OF_CONVOLUTIONS} with convolutions. `examples a second`: of the flat clip. "
+        "`differs by`: the flat clip from jax_privacy, which in "
         "bfloat16 adds up the gradient of a table in it. `bound by`: the largest part of the time of the flat clip. In "
         "bfloat16, ratios far below 1 come from the ordinary gradient: XLA adds up the rows of frequent words in "
         "bfloat16, one after another, where the engine adds them up in float32."

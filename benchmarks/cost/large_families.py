@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 import dpopt.flax
+from benchmarks import cifar10_recipe
 from benchmarks.cost import models
 from benchmarks.cost.families import Family, classifier, normal, ratings, tokens
 from benchmarks.pretrained import bert
@@ -37,6 +38,17 @@ def _encoder(what: str, batch_size: int, dtype: Any) -> Family:
     return Family(loss_fn, params, ((ids, jnp.ones(ids.shape, bool)), labels))
 
 
+def _recipe(batch_size: int, dtype: Any) -> Family:
+    """CIFAR-10 as it is trained privately: every image counts as the mean over its augmentations."""
+    loss_fn, params = cifar10_recipe.loss_and_params(dtype=dtype)
+    examples, keys = cifar10_recipe.noise_batch(batch_size)
+
+    def of_key_data(params: Any, example: Any) -> jax.Array:  # keys themselves cannot be written to a file
+        return loss_fn(params, (example[0], jax.random.wrap_key_data(example[1])))
+
+    return Family(of_key_data, params, (examples, jax.random.key_data(keys)))
+
+
 # From a dtype of `DTYPES` to the family.
 LARGE: dict[str, Callable[[Any], Family]] = {
     "MiniLM T 128, all parameters, B 256": lambda t: _encoder("all", 256, t),
@@ -49,4 +61,5 @@ LARGE: dict[str, Callable[[Any], Family]] = {
     "matrix factorisation 943 x 1682, B 16384": lambda t: ratings(16_384, t),
     "CNN 4 conv, B 4096": lambda t: classifier(models.CNN(dtype=t), normal(4096, 32, 32, 3), 10),
     "Wide-ResNet-16-4, B 512": lambda t: classifier(models.WideResNet(dtype=t), normal(512, 32, 32, 3), 10),
+    "Wide-ResNet-16-4, 16 augmentations, B 256": lambda t: _recipe(256, t),
 }

@@ -195,6 +195,7 @@ def _in_groups(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients:
 # The sums of blocks that are computed at once may take this memory, or this share of what their rows take.
 _STACK_BYTES = 1 << 26
 _STACK_SHARE = 1 / 8
+_CHAINED = 4  # as many are added to the total one after another
 
 
 def _stacked(size: int) -> int:
@@ -222,10 +223,18 @@ def _stacks(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: An
         found = blocks(*_slice(split, i * stack, stack))
         return Sum(*jax.tree.transpose(jax.tree.structure(found), None, jax.tree.map(_pair_sum, found)))
 
+    def plus(i: jax.typing.ArrayLike, total: Sum) -> Sum:
+        if stack > _CHAINED:
+            return add(total, of_stack(i))
+        # One kernel adds them all: a sum of their own would be written to memory first.
+        found = blocks(*_slice(split, i * stack, stack))
+        each = [paired(Sum(jax.tree.map(lambda x, k=k: x[k], found))) for k in range(stack)]
+        return functools.reduce(add, each, total)
+
     if stack == count:
         return of_stack(0)
     zeros = zeros_after(coefficients, jax.eval_shape(of_stack, 0))
-    return lax.fori_loop(0, count // stack, lambda i, total: add(total, of_stack(i)), zeros)
+    return lax.fori_loop(0, count // stack, plus, zeros)
 
 
 def _pair_sum(x: Float[Array, " blocks *p"]) -> tuple[Float[Array, "*p"], Float[Array, "*p"]]:

@@ -20,7 +20,7 @@ from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import kept_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
-from dpopt.ghost.values import Entry
+from dpopt.ghost.values import Contact, Entry
 
 _SMALL_BYTES = 1 << 23  # always allowed, whatever an ordinary gradient takes
 _IS_SMALL = f"and takes less than {_SMALL_BYTES >> 20} MB, which is always allowed"
@@ -110,8 +110,11 @@ def choose(
         reason = _IS_TINY if wants_vmap and plan.is_tiny else f"{fastest}, {_IS_SMALL}"
         return Way(None, 1, reason) if wants_vmap else Way(plan.of(size // parts), parts, reason)
     used = {leaf.leaf for leaf in plan.leaves if leaf.contacts}
-    if used <= single:  # one pass: nothing is recorded, and nothing is computed twice
-        return Way(plan.streaming(single), 1, "every parameter is clipped by its own norm, as its gradient comes")
+    one_pass = None
+    if used <= single:  # nothing is recorded, and nothing is computed twice
+        one_pass = Way(plan.streaming(single), 1, "every parameter is clipped by its own norm, as its gradient comes")
+        if wants_vmap or not _records_are_faster(plan):
+            return one_pass
     found = estimate(plan, loss_fn, params, example, has_aux)
     limit, reason = allowed(memory, found.ordinary), f"{fastest}, and the memory allows it"
     if wants_vmap and found.vmap <= limit:
@@ -120,25 +123,37 @@ def choose(
         reason = "vmap, which should be faster, would take more memory than is allowed"
     # On several devices every part is a sum over all of them, so beyond those that save time two passes come first.
     more = [k for k in range(parts, size + 1) if size % k == 0] if may_split and jax.device_count() == 1 else [parts]
-    return _within(limit, found, plan, more, single, reason)
+    return _recorded(limit, found, plan, more, reason) or one_pass or _smallest(found, plan, more[-1], single)
 
 
-def _within(limit: float, found: Memory, plan: Plan, parts: list[int], single: frozenset[int], reason: str) -> Way:
-    """The ghost engine in the fewest ``parts`` that fit and cost less than a second pass, or in two passes.
+def _records_are_faster(plan: Plan) -> bool:
+    """Whether recording takes less time than one pass, which reads factors several times to scale them first.
+
+    A GPU multiplies so fast that this takes longer than recording (1.7 instead of 1.0 ordinary gradients for a
+    Transformer). It does not matter where an example has a single row."""
+    factors = [cast(Contact, c.of_step).factors for c in plan.streaming().streamed]
+    return jax.default_backend() == "gpu" and any(f is not None and f.positions > 1 for f in factors)
+
+
+def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason: str) -> Way | None:
+    """The ghost engine in the fewest ``parts`` that fit and cost less than a second pass.
 
     ``reason`` is given for the first."""
     size = plan.batch_size
     second_pass = size * plan.ordinary_cost
     again = 3 * OPERATIONS_PER_BYTE * found.weights  # each part reads the parameters, and adds its sum to another
-    fitting = [
-        k for k in parts if found.recorded(k) <= limit and (k == parts[0] or (k - parts[0]) * again <= second_pass)
-    ]
-    if fitting:
-        more = "in fewer parts it would take more memory than is allowed"
-        return Way(plan.of(size // fitting[0]), fitting[0], reason if fitting[0] == parts[0] else more)
-    if found.streamed < found.recorded(parts[-1]):
+    for k in parts:
+        if found.recorded(k) <= limit and (k == parts[0] or (k - parts[0]) * again <= second_pass):
+            more = "in fewer parts it would take more memory than is allowed"
+            return Way(plan.of(size // k), k, reason if k == parts[0] else more)
+    return None
+
+
+def _smallest(found: Memory, plan: Plan, parts: int, single: frozenset[int]) -> Way:
+    """Two passes, or one in so many parts if that takes less memory."""
+    if found.streamed < found.recorded(parts):
         return Way(plan.streaming(single), 1, "what it records in one pass would take more memory than is allowed")
-    return Way(plan.of(size // parts[-1]), parts[-1], "nothing fits the memory allowed; this takes least")
+    return Way(plan.of(plan.batch_size // parts), parts, "nothing fits the memory allowed; this takes least")
 
 
 def single_parameters(plan: Plan, limits: Sequence[ArrayLike | None], layer_axes: Sequence[int]) -> frozenset[int]:

@@ -225,6 +225,25 @@ def test_two_passes_are_chosen_where_records_would_take_too_much(no_batch_is_sma
     assert not chosen(False, 1.5)[0].plan.streamed  # inputs are kept anyway, and not copied
 
 
+def test_a_gpu_records_parameters_that_are_clipped_one_by_one_if_the_memory_allows(no_batch_is_small, monkeypatch):
+    """To scale factors takes it longer than to record them; with one row for each example it does not matter."""
+
+    def streams(case, memory):
+        loss, params, batch = case(ghost_cases.Arrays())
+        with jax.numpy_rank_promotion("allow"):
+            plan = ghost.plan_clipped_sum(loss, params, batch)
+            row = jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
+            limits = [1.0] * len(plan.leaves)
+            way = ghost.choose(plan, loss, params, row, False, memory, may_split=True, may_vmap=False, limits=limits)
+        return bool(way.plan.streamed)
+
+    cases = ghost_cases.dense_sequence, ghost_cases.dense
+    assert [streams(case, 1e9) for case in cases] == [True, True]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [streams(case, 1e9) for case in cases] == [False, True]
+    assert streams(ghost_cases.dense_sequence, 1)
+
+
 def test_small_batches_are_recorded_whatever_they_take(monkeypatch):
     monkeypatch.setattr(memory, "_SMALL_BYTES", 1 << 27)
     assert not chosen(True, 0.01)[0].plan.streamed
