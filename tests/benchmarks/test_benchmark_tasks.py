@@ -66,6 +66,7 @@ def test_the_lstm_learns_from_reviews_and_says_that_its_vocabulary_was_free(few_
     assert mean_loss(program.task, trained) < mean_loss(program.task, program.task.init(0)) - 0.01
 
 
+@pytest.mark.slow
 def test_the_transformer_learns_from_reviews_by_the_vocabulary_that_was_published(few_reviews):  # noqa: F811
     contests = [c for c in epochs.contests() if c.task.startswith("Transformer") and c.is_correlated]
     setting = contests[0].candidates(8.0, validate=False)[0]

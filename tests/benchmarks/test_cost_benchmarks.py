@@ -151,6 +151,7 @@ def test_opacus_is_timed_once_its_ways_agree(monkeypatch):
         opacus_speed.measure("tiny", family, 0.01)
 
 
+@pytest.mark.slow
 def test_noise_is_timed_beside_jaxs(tmp_path, monkeypatch):
     monkeypatch.setattr(noise, "TREES", {"two": [(3,), (2, 2)]})
     monkeypatch.setattr(noise.timing, "interleaved", lambda calls, budget_s: {n: 1.0 for n in calls if calls[n]()})

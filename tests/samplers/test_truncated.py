@@ -377,6 +377,7 @@ def test_one_more_is_counted_at_any_depth():
     assert dpopt.tuning.selection._covers(run, plain) and not dpopt.tuning.selection._covers(plain, run)
 
 
+@pytest.mark.slow
 def test_schedules_of_truncated_samples_take_seconds_and_are_rounded_upwards():
     def schedule(kinds):
         step = dp.TruncatedSubsampledGaussianDpEvent
