@@ -76,7 +76,7 @@ def measure(name: str, entry: Entry, budget_s: float) -> dict[str, Any]:
         # Timed before the way that holds every per-example gradient, as in speed.py.
         light = {n: calls[n] for n in LIGHT}
         seconds = timing.with_few_slow(light, {n: timing.seconds_of(c) for n, c in light.items()}, budget_s)
-        again = speed.in_microbatches(family, clip)
+        again = speed.rounded(family, clip)
         checked = Checked(name, args, {"vmap": ways["vmap"]}, again, rounding(family), programs)
         for n in WAYS:
             checked.add(n, ways[n])

@@ -67,7 +67,7 @@ def test_engines_agree_on_every_model(name):
         family = ZOO[name].build()
         family = family._replace(batch=jax.tree.map(lambda x: x[:2], family.batch))
         clip = speed.clip_norm(family)
-        again = speed.in_microbatches(family, clip)
+        again = speed.rounded(family, clip)
         args = (family.params, family.batch, None)
         ways = {n: gradients.by_name(family, n, clip) for n in ("vmap", "auto", "ghost")}
         checked = Checked(name, args, {"vmap": ways.pop("vmap")}, again, measure.rounding(family))
