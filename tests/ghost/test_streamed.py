@@ -17,7 +17,7 @@ from jax import lax
 import dpopt
 from dpopt import ghost
 from dpopt.engines import fallback
-from dpopt.ghost import memory
+from dpopt.ghost import costs, memory
 
 
 def compiled(loss_fn, clip=flat_clip, scale=None):
@@ -246,6 +246,17 @@ def test_a_gpu_records_parameters_that_are_clipped_one_by_one_if_the_memory_allo
 
 def test_small_batches_are_recorded_whatever_they_take(monkeypatch):
     monkeypatch.setattr(memory, "_SMALL_BYTES", 1 << 27)
+    assert not chosen(True, 0.01)[0].plan.streamed
+
+
+def test_what_is_small_on_each_of_several_devices_is_recorded(monkeypatch):
+    """A network of convolutions on eight devices took two passes for the sake of 7 MB on each."""
+    loss, params, batch = layers(True)
+    plan = ghost.plan_clipped_sum(loss, params, batch)
+    recorded = sum(costs.activation_bytes(c) for c in plan.trace.contacts) * len(batch)
+    monkeypatch.setattr(memory, "_SMALL_BYTES", recorded / 8)
+    assert chosen(True, 0.01)[0].plan.streamed
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
     assert not chosen(True, 0.01)[0].plan.streamed
 
 
