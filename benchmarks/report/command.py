@@ -31,6 +31,7 @@ MEASURED = {
 
 COMMAND = {  # if it is not `python -m benchmarks` and the name
     "accelerator": "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks accelerator --seconds 0.8",
+    "zoo": "python -m benchmarks zoo --seconds 7",
     "scaling-devices": "python -m benchmarks scaling --devices 8",
     "scaling-llm": "python -m benchmarks scaling --llm",
     "fine-tuning": "python examples/fine_tune_transformer.py --out benchmarks/results",
