@@ -52,11 +52,11 @@ def rounded(family: Family, l2_clip_norm: float) -> list[Any]:
     def nearby(x: jax.Array) -> jax.Array:
         return (x * (1 + jnp.finfo(x.dtype).eps * rng.choice([-1, 1], x.shape))).astype(x.dtype)
 
-    def total(params: Any, microbatch_size: int | None) -> Any:
-        grads_fn = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=microbatch_size)
+    def total(params: Any) -> Any:
+        grads_fn = dpopt.per_example_grads(family.loss_fn, engine="vmap", microbatch_size=size)
         return grads_fn(params, family.batch, mask=None).clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum
 
-    return [total(family.params, size), total(jax.tree.map(nearby, family.params), size)]
+    return [total(family.params), total(jax.tree.map(nearby, family.params))]
 
 
 def measure(name: str, *, others: bool, slow: bool = True, budget_s: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ and their gradients.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -22,7 +23,7 @@ from dpopt.ghost.kept import kept_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.values import Contact, Entry
 
-_SMALL_BYTES = 1 << 23  # always allowed on each device, whatever an ordinary gradient takes
+_SMALL_BYTES = 1 << 23  # always allowed, on each device that has a share of the batch
 _IS_SMALL = f"and takes less than {_SMALL_BYTES >> 20} MB"
 _IS_TINY = (
     f"all gradients of the batch together take at most {TINY_BYTES >> 10} kB, where both engines run in microseconds, "
@@ -106,7 +107,7 @@ def choose(
     is_fastest = wants_vmap or plan.ghost_cost <= plan.vmap_cost
     fastest = "it should be the fastest" if is_fastest else f"it should be within {MARGIN - 1:.0%} of the fastest"
     recorded = size / parts * sum(activation_bytes(c) for c in plan.trace.contacts)
-    devices = jax.device_count()
+    devices = math.gcd(size, jax.device_count())
     if (plan.all_formed_bytes if wants_vmap else recorded) <= devices * _SMALL_BYTES:  # no estimate is needed
         is_small = f"{_IS_SMALL}{' a device' if devices > 1 else ''}, which is always allowed"
         reason = _IS_TINY if wants_vmap and plan.is_tiny else f"{fastest}, {is_small}"
