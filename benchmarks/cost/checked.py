@@ -1,7 +1,7 @@
 """Compiles, calls and compares different ways to compute a gradient, before they are timed."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,13 +34,13 @@ class Checked:
         family: the family's name.
         args: the parameters, batch and diagonal.
         vmap: the vmap engine, plain and optionally with a diagonal; the other ways are compared with it.
-        again: the plain result, computed in different ways; the largest difference is the rounding error.
+        again: the plain result, computed in a different way; their difference is the rounding error.
         rounding: the smallest rounding error to assume.
         programs: results of `compiled`, for ways that have already been called.
     """
 
     def __init__(
-        self, family: str, args: tuple, vmap: dict[str, Callable], again: Sequence[Any], rounding: float = 0.0,
+        self, family: str, args: tuple, vmap: dict[str, Callable], again: Any, rounding: float = 0.0,
         programs: Mapping[str, tuple[float, Any]] | None = None,
     ):  # fmt: skip
         self._family, self._args = family, args
@@ -56,7 +56,7 @@ class Checked:
         # The package's tests check exactness in float64. In float32, a deep network's gradient differs even between
         # equivalent programs, such as the vmap engine with and without microbatches. Other ways may differ by twice as
         # much.
-        self.rounding = max(rounding, *(relative_error(result, self._plain) for result in again))
+        self.rounding = max(rounding, relative_error(again, self._plain))
 
     def add(self, name: str, fn: Callable) -> Callable:
         """Compiles, calls and checks a way, and returns it.

@@ -219,17 +219,18 @@ def _stacks(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: An
             return _in_groups(one_group, rows, coefficients)
         return Sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), blocks(*split)))
 
+    def found(i: jax.typing.ArrayLike) -> PyTree:
+        return blocks(*_slice(split, i * stack, stack))
+
     def of_stack(i: jax.typing.ArrayLike) -> Sum:
-        found = blocks(*_slice(split, i * stack, stack))
-        return Sum(*jax.tree.transpose(jax.tree.structure(found), None, jax.tree.map(_pair_sum, found)))
+        return Sum(*jax.tree.transpose(jax.tree.structure(result), None, jax.tree.map(_pair_sum, found(i))))
 
     def plus(i: jax.typing.ArrayLike, total: Sum) -> Sum:
         if stack > _CHAINED:
             return add(total, of_stack(i))
         # One kernel adds them all: a sum of their own would be written to memory first.
-        found = blocks(*_slice(split, i * stack, stack))
-        each = [paired(Sum(jax.tree.map(lambda x, k=k: x[k], found))) for k in range(stack)]
-        return functools.reduce(add, each, total)
+        several = found(i)
+        return functools.reduce(add, (Sum(jax.tree.map(lambda x, k=k: x[k], several)) for k in range(stack)), total)
 
     if stack == count:
         return of_stack(0)

@@ -24,7 +24,7 @@ from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.values import Contact, Entry
 
 _SMALL_BYTES = 1 << 23  # always allowed, on each device that has a share of the batch
-_IS_SMALL = f"and takes less than {_SMALL_BYTES >> 20} MB"
+_IS_SMALL = f"and takes less than {_SMALL_BYTES >> 20} MB a device, which is always allowed"
 _IS_TINY = (
     f"all gradients of the batch together take at most {TINY_BYTES >> 10} kB, where both engines run in microseconds, "
     "whatever the table says, and vmap compiles faster"
@@ -109,8 +109,7 @@ def choose(
     recorded = size / parts * sum(activation_bytes(c) for c in plan.trace.contacts)
     devices = math.gcd(size, jax.device_count())
     if (plan.all_formed_bytes if wants_vmap else recorded) <= devices * _SMALL_BYTES:  # no estimate is needed
-        is_small = f"{_IS_SMALL}{' a device' if devices > 1 else ''}, which is always allowed"
-        reason = _IS_TINY if wants_vmap and plan.is_tiny else f"{fastest}, {is_small}"
+        reason = _IS_TINY if wants_vmap and plan.is_tiny else f"{fastest}, {_IS_SMALL}"
         return Way(None, 1, reason) if wants_vmap else Way(plan.of(size // parts), parts, reason)
     used = {leaf.leaf for leaf in plan.leaves if leaf.contacts}
     one_pass = None
@@ -132,8 +131,7 @@ def choose(
 def _records_are_faster(plan: Plan) -> bool:
     """Whether recording takes less time than one pass, which reads factors several times to scale them first.
 
-    A GPU multiplies so fast that this takes longer than recording (1.7 instead of 1.0 ordinary gradients for a
-    Transformer). It does not matter where an example has a single row."""
+    On a GPU, which multiplies fast, this takes longer than recording, unless an example has a single row."""
     factors = [cast(Contact, c.of_step).factors for c in plan.streaming().streamed]
     return jax.default_backend() == "gpu" and any(f is not None and f.positions > 1 for f in factors)
 

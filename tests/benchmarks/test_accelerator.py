@@ -3,9 +3,12 @@
 import argparse
 import json
 
+import jax
+import numpy as np
 import pytest
 
-from benchmarks.cost import accelerator, models
+from benchmarks import cifar10_recipe
+from benchmarks.cost import accelerator, large_families, models
 from benchmarks.cost.families import classifier, normal
 
 SMALL = {
@@ -44,6 +47,18 @@ def test_every_case_is_recorded_and_one_that_fails_costs_no_other(in_this_proces
     assert "FileNotFoundError" in last["failed"]
     table = accelerator.markdown(content)
     assert table.count("small MLP") == 2 and table.count("failed") == 2
+
+
+def test_the_recipe_is_that_of_the_example_and_fits_into_a_file():
+    """Keys cannot be written, so examples hold their data."""
+    family = large_families._recipe(2, None)
+    loss_fn, params = cifar10_recipe.loss_and_params()
+    examples, keys = cifar10_recipe.noise_batch(2)
+    _, key_data = jax.device_get(family.batch)
+    jax.tree.map(np.testing.assert_array_equal, family.params, params)
+    assert jax.random.wrap_key_data(key_data[1]) == keys[1]
+    example, stored = (jax.tree.map(lambda x: x[1], batch) for batch in ((examples, keys), family.batch))
+    assert jax.jit(family.loss_fn)(params, stored) == jax.jit(loss_fn)(params, example)
 
 
 def test_an_unfinished_file_is_none(in_this_process, tmp_path, monkeypatch):

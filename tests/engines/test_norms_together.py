@@ -31,7 +31,7 @@ def arrays(shapes, seed):
 
 @pytest.mark.parametrize("share", [1 / 8, 1])
 @pytest.mark.parametrize("copied", [0, 1_500, 6_000, 2**22])  # no arrays together, the small ones, all
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(shapes=SHAPES, seed=st.integers(0, 10_000))
 def test_all_at_once_is_one_by_one(copied, share, shapes, seed):
     given = arrays(shapes, seed)

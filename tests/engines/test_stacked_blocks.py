@@ -32,7 +32,9 @@ def in_float64(found: sums.Sum) -> np.ndarray:
     return sum(np.asarray(part["sum"], np.float64) for part in parts)
 
 
-@pytest.mark.parametrize("bytes", [1 << 26, 1, 5_000], ids=["all at once", "one at a time", "a few at a time"])
+@pytest.mark.parametrize(
+    "bytes", [1 << 26, 1, 500, 5_000], ids=["all at once", "one at a time", "a few", "many at a time"]
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_sum_is_that_of_one_block_after_another(accelerator, monkeypatch, size, bytes):
     """Blocks of whole numbers are added up exactly, so that all that is left is how blocks are added to each other."""

@@ -46,7 +46,6 @@ def convolutions(draw):
     return (2, 3, channels, *size), (groups * draw(st.integers(1, 2)), channels // groups, *window), options
 
 
-@pytest.mark.slow
 @settings(max_examples=30)
 @given(case=convolutions())
 def test_products_are_the_gradients_of_filters(x64, case):
