@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-Norm = Callable[[jax.Array], jax.Array]  # the L2 norm of a whole array
-_Result = TypeVar("_Result")
 _ROW = 1024
-# How much `all_at_once` copies: up to a share of all entries, since most of them are those of the largest gradients,
+# How much `norms_together` copies: up to a share of all entries, since most of them are those of the largest gradients,
 # whose copies would take much memory and save few kernels.
 _COPIED_SHARE = 1 / 8
 _COPIED = 2**22  # entries, 16 MB
@@ -44,28 +42,16 @@ def _unit(largest: Float[Array, " ..."]) -> Float[Array, " ..."]:
     return jnp.where(jnp.isfinite(largest) & (largest > 0), jnp.clip(power, 1 / bound, bound), 1)
 
 
-def all_at_once(wanted: Callable[[Norm], _Result]) -> _Result:
-    """``wanted(norm)``, with all calls of ``norm`` batched as rows of one array: few kernels to compile.
-
-    ``wanted`` is called twice and must call ``norm`` on the same arrays. In the first call ``norm`` returns zeros, and
-    the result is dropped.
-    """
-    arrays: list[jax.Array] = []
-
-    def note(x: jax.Array) -> jax.Array:
-        arrays.append(x.reshape(-1))
-        return jnp.zeros((), x.dtype)
-
-    wanted(note)
-    norms = [jnp.zeros(())] * len(arrays)
-    small = _small(arrays)
-    for i in set(range(len(arrays))) - set(small):
-        norms[i] = safe_norm(arrays[i], axis=0)
+def norms_together(arrays: Sequence[jax.Array]) -> Float[Array, " arrays"]:
+    """The norms of whole arrays, most of them as rows of one: few kernels to compile."""
+    flat = [x.reshape(-1) for x in arrays]
+    small = _small(flat)
+    large = [i for i in range(len(flat)) if i not in {*small}]
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in flat))
+    found = [safe_norm(flat[i], axis=0).astype(dtype)[None] for i in large]
     if small:
-        for i, norm in zip(small, _norms_of_rows([arrays[i] for i in small]), strict=True):
-            norms[i] = norm.astype(arrays[i].dtype)
-    found = iter(norms)
-    return wanted(lambda x: next(found))
+        found.append(_norms_of_rows([flat[i] for i in small]).astype(dtype))
+    return jnp.concatenate(found)[np.argsort([*large, *small])]
 
 
 def _small(arrays: list[jax.Array]) -> list[int]:
@@ -81,11 +67,16 @@ def _small(arrays: list[jax.Array]) -> list[int]:
 def _norms_of_rows(arrays: list[Float[Array, " _"]]) -> Float[Array, " arrays"]:
     """Norms of vectors, each padded to whole rows."""
     counts = [-(-x.size // _ROW) for x in arrays]
-    padded = [y for x, n in zip(arrays, counts, strict=True) for y in (x, jnp.zeros(n * _ROW - x.size, x.dtype))]
+    padded = [y for x, n in zip(arrays, counts, strict=True) for y in (x, _zeros(n * _ROW - x.size, x.dtype))]
     rows = safe_norm(jnp.concatenate(padded).reshape(-1, _ROW), axis=1)
     ends = np.cumsum(counts)
     index = ends[:, None] - 1 - np.arange(max(counts))  # an array's rows, padded to the largest count
     return safe_norm(jnp.append(rows, 0)[np.where(index >= (ends - counts)[:, None], index, len(rows))], axis=1)
+
+
+def _zeros(size: int, dtype: DTypeLike) -> np.ndarray:
+    """Zeros, the first of them negative, since a CPU compiles a kernel for each array of equal numbers."""
+    return np.where(np.arange(size) == 0, -0.0, 0.0).astype(dtype)
 
 
 def shrink_to(l2_clip_norm: float | jax.Array, norms: Float[Array, "*rows"]) -> Float[Array, "*rows"]:

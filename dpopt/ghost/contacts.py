@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.common.trees import per_example
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.primitives import BILINEAR, CONVOLUTION, DOT
@@ -26,6 +27,9 @@ from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
+# Up to how many entries a gradient is added up without a product: as fast, and XLA compiles the sum once for all
+# parameters of a shape, but every product on its own.
+_SMALL = 2**12
 
 
 class Seen(NamedTuple):
@@ -111,6 +115,8 @@ def weighted(contact: Contact, record: Recorded, c: jax.Array, is_quick: bool = 
 
 def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
     """The same from formed gradients."""
+    if formed[0].size <= _SMALL:
+        return contact.unfold(jnp.sum(per_example(c.astype(formed.dtype), formed) * formed, axis=0))
     return contact.unfold(jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
 
 
@@ -126,7 +132,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_qu
     # For the transposed primitive XLA would first transpose y, a tenth of the time of an MLP's gradient. (For a product
     # of a single example's factors it would store a broadcast.)
     if contact.primitive is DOT and factors is not None and factors.shape[:2] == (1, 1) and len(c) > 1:
-        (left,), right = jax.vmap(factors.split)(x, y)
+        left, right = jax.vmap(factors.split)(x, y)
         products = quick_products if is_quick else summed_products
         total = products(*(z.reshape(-1, z.shape[-1]) for z in (left, right)))
         return factors.unfold(total[None, None])

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dpopt.common.trees import at_once
-from dpopt.engines.norms import Norm, safe_norm
+from dpopt.engines.norms import safe_norm
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, inner, is_sum, parts_of_one, with_terms
@@ -26,6 +26,7 @@ Norms: TypeAlias = Float[Array, " batch *layers"]
 # An upper bound on norms, and the same without what squares.py adds.
 Bounds: TypeAlias = tuple[Norms, Norms]
 SeenAt: TypeAlias = Mapping[Contact, Seen]
+_Size = TypeVar("_Size")
 
 
 class LeafNorms(NamedTuple):
@@ -193,7 +194,8 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
         formed = [c.unfold(form(c, r)) for c, r in zip(contacts, records, strict=True)]
         gradients = run.pull_back(contacts, formed, leaves)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
-        totals = roundings(gains, contacts, formed, records, _root, _root_of_terms)
+        sizes = sizes_of_terms(gains, contacts, formed, records, _root, _root_of_terms)
+        totals = [functools.reduce(jnp.hypot, own, jnp.zeros(())) for own in sizes]
         found = [s._replace(value=cancelled(s.value, total, narrow)) for s, total in zip(found, totals, strict=True)]
         return [shifted(square, o, narrow) for square, o in zip(found, offsets, strict=True)]
 
@@ -210,32 +212,33 @@ def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
     return count * tiny(run.trace.narrowest) * (1.0 if scale is None else largest(scale))
 
 
-def roundings(
-    gains: Sequence[Mapping[int, Array | None]], contacts: Sequence[Contact], formed: list[Array],
-    records: Sequence[Recorded], norm: Norm, size_of_terms: Callable[..., Array],
-) -> list[Array]:  # fmt: skip
-    """For each parameter, the size of the terms that one example's ``S g`` was added up from.
+def sizes_of_terms(
+    gains: Sequence[Mapping[int, Array | None]], contacts: Sequence[Contact], formed: Sequence[Array],
+    records: Sequence[Recorded], of_array: Callable[[Array], _Size],
+    of_factors: Callable[[Factors, Array, Array, Array | None], _Size],
+) -> list[list[_Size]]:  # fmt: skip
+    """For each parameter, the sizes of the terms that one example's ``S g`` was added up from, at each of its contacts.
+
+    None where nothing was added up.
 
     Args:
         gains: from `Run.gains`.
         formed: the example's gradients at the contacts, formed from ``records``.
-        norm: an upper bound on the norm of an array.
-        size_of_terms: a function of factors, x, y and a diagonal, like `term_sizes.size`.
+        of_array: an upper bound on the norm of an array.
+        of_factors: one on the norm of a sum, from factors, x, y and a diagonal, like `term_sizes.square`.
     """
 
-    def behind(i: int, gain: Array | None) -> Array:
+    def behind(i: int, gain: Array | None) -> _Size:
         contact, record = contacts[i], records[i]
         if not is_sum(contact, record):
-            return norm(formed[i] if gain is None else gain * jnp.abs(formed[i]))
+            return of_array(formed[i] if gain is None else gain * jnp.abs(formed[i]))
         factors, record = cast(Factors, contact.factors), cast(Seen, record)
-        return size_of_terms(factors, record.x, record.y, None if gain is None else factors.fold(gain))
+        return of_factors(factors, record.x, record.y, None if gain is None else factors.fold(gain))
 
-    def of_leaf(own: Mapping[int, Array | None]) -> Array:
-        if len(own) <= 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own):
-            return jnp.zeros(())  # nothing was added up
-        return functools.reduce(jnp.hypot, [behind(*of) for of in own.items()])
+    def is_copied(own: Collection[int]) -> bool:
+        return len(own) <= 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own)
 
-    return [of_leaf(own) for own in gains]
+    return [[] if is_copied(own) else [behind(*of) for of in own.items()] for own in gains]
 
 
 def _root_of_terms(factors: Factors, x: Array, y: Array, scale: Array | None) -> Array:

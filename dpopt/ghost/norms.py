@@ -37,20 +37,12 @@ _Norms: TypeAlias = Float[Array, " batch"]
 
 
 class Group(NamedTuple):
-    """One group's factors: ``G[k] = sum_t left[k]_t (x) right_t``."""
+    """One group's factors: ``G = sum_t left_t (x) right_t``, a matrix ``[K a, p]``."""
 
-    left: Sequence[Rows]  # K times [T, a]
+    left: Rows  # [T, K a]
     right: Float[Array, "T p"]
     scale: Float[Array, "K a p"] | None  # a diagonal that multiplies G
-    inner: Float[Array, "T T"] | None  # sum_k left[k] left[k]', if it can be computed more cheaply than from left
-
-    def rows(self) -> Rows:
-        """``[T, K a]``: the left factors side by side, so that G is one matrix ``[K a, p]``.
-
-        One product for all k is as fast as one for each, and needs a K-th of the kernels."""
-        if len(self.left) == 1:
-            return self.left[0]
-        return Dense(jnp.concatenate([rows.x for rows in cast(Sequence[Dense], self.left)], axis=1))
+    inner: Float[Array, "T T"] | None  # left left', if it can be computed more cheaply than from left
 
     def diagonal(self) -> Float[Array, "Ka p"]:
         """The diagonal of a group that has one."""
@@ -59,7 +51,7 @@ class Group(NamedTuple):
 
     def table(self) -> OneHot | None:
         """The rows that are looked up, if this is a look-up, which has one left factor."""
-        return self.left[0] if isinstance(self.left[0], OneHot) else None
+        return self.left if isinstance(self.left, OneHot) else None
 
     def scaled(self) -> Float[Array, "T p"]:
         """``right`` times the rows of the diagonal that are looked up."""
@@ -75,11 +67,11 @@ def over_groups(
 
     ``more`` are further arguments of ``method``, ``[N, ...]``."""
     left, right = factors.split(x, y)
-    inner = factors.inner(x, lambda z: einsum("nas,nat->nst", z, z)) if grams and factors.inner else None
+    inner = factors.inner(x, lambda z: einsum("nsa,nta->nst", z, z)) if grams and factors.inner else None
     scale = None if scale is None else jnp.swapaxes(scale, 0, 1)
 
-    def one(left: Sequence[Array], right: Array, scale: Array | None, inner: Array | None, *more: PyTree) -> PyTree:
-        rows = [OneHot(z, factors.shape[2]) if factors.one_hot else Dense(z) for z in left]
+    def one(left: Array, right: Array, scale: Array | None, inner: Array | None, *more: PyTree) -> PyTree:
+        rows = OneHot(left, factors.shape[2]) if factors.one_hot else Dense(left)
         return method(Group(rows, right, scale, inner), *more)
 
     return mapped(one, factors.shape[1])(left, right, scale, inner, *more)
@@ -105,7 +97,7 @@ def rank_one(group: Group) -> Square:
     if group.table() is not None:
         (valid,) = cast(OneHot, group.table()).squares()
         return Square(valid * jnp.sum(right_squares), jnp.asarray(p * smallest))
-    left_squares = jnp.square(wide(cast(Dense, group.rows()).x[0]))  # [K a]
+    left_squares = jnp.square(wide(cast(Dense, group.left).x[0]))  # [K a]
     a, whole, onto = left_squares.size, jnp.sum(left_squares), jnp.sum(right_squares)
     lost = (p * smallest) * whole + (a * smallest) * onto + 4 * smallest
     if group.scale is None:
@@ -160,7 +152,7 @@ def gram(group: Group) -> Square:
     """``<l l', r r'>``; a diagonal is supported only for one-hot ``l``, where it multiplies the rows of ``r``."""
     right = Dense(group.right if group.table() is None else group.scaled())
     inner, outer = _left_gram(group), right.inner(right)
-    sizes = right.x.shape[0], sum(_length(rows) for rows in group.left), right.x.shape[1]
+    sizes = right.x.shape[0], _length(group.left), right.x.shape[1]
     return squares.of_products(_diagonal(inner), _diagonal(outer), jnp.sum(inner * outer), sizes)
 
 
@@ -174,9 +166,7 @@ def _length(rows: Rows) -> int:
 
 
 def _left_gram(group: Group) -> Float[Array, "T T"]:
-    """``sum_k left[k] left[k]'``."""
-    rows = group.rows()
-    return rows.inner(rows) if group.inner is None else group.inner
+    return group.left.inner(group.left) if group.inner is None else group.inner
 
 
 def segments(group: Group) -> Square:
@@ -193,17 +183,17 @@ _METHODS: dict[str, Callable[[Group], Square]] = {"rank_one": rank_one, "gram": 
 
 def explicit(factors: Factors, x: _Input, y: _Cotangent, is_quick: bool = False) -> _Folded:
     """G itself, in at least float32; ``is_quick``: its products in the device's default precision."""
-    return jnp.swapaxes(over_groups(functools.partial(_formed, is_quick), factors, x, y), 0, 1)
+    return jnp.swapaxes(over_groups(functools.partial(_formed, factors.shape[0], is_quick), factors, x, y), 0, 1)
 
 
-def _formed(is_quick: bool, group: Group) -> Float[Array, "K a p"]:
+def _formed(offsets: int, is_quick: bool, group: Group) -> Float[Array, "K a p"]:
     table, right = group.table(), group.right
     if table is not None:
         return table.added(right)[None]
-    left, p = [cast(Dense, rows).x for rows in group.left], right.shape[1]
-    if left[0].shape[1] == p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
-        return jnp.stack([jnp.sum(wide(rows) * wide(right), axis=0, keepdims=True) for rows in left])
-    return summed_products(cast(Dense, group.rows()).x, right, is_quick=is_quick).reshape(len(left), -1, p)
+    left, p = cast(Dense, group.left).x, right.shape[1]
+    if left.shape[1] == offsets and p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
+        return jnp.sum(wide(left) * wide(right), axis=0)[:, None, None]
+    return summed_products(left, right, is_quick=is_quick).reshape(offsets, -1, p)
 
 
 def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: _Cotangent) -> Float[Array, ""]:
@@ -244,12 +234,12 @@ def standardized_gram(
         scaled = Dense(right * c.slope[None])
         outer = scaled.inner(scaled)
         # <1, G> = sum_t right_t sum(left_t), and <v, G> = sum_t right_t out_t for the weight v itself.
-        total = einsum("t,tp->p", jnp.sum(wide(cast(Dense, group.rows()).x), axis=1), right)
+        total = einsum("t,tp->p", jnp.sum(wide(cast(Dense, group.left).x), axis=1), right)
         along = (jnp.sum(right * wide(out), axis=0) - c.level * total) / c.slope
         p, q = c.pulled(along, total)
         first, second = c.sums
         terms = [2 * c.slope * p * total, 2 * c.slope * q * along, p * p * size, 2 * p * q * first, q * q * second]
-        sizes = right.shape[0], sum(_length(rows) for rows in group.left), right.shape[1]
+        sizes = right.shape[0], _length(group.left), right.shape[1]
         value = jnp.sum(inner * outer) + sum(jnp.sum(t) for t in terms)
         found = squares.of_products(_diagonal(inner), _diagonal(outer), value, sizes)
         # The terms may cancel in part, so the rounding error of their sum counts as well.
@@ -281,7 +271,7 @@ def shared_gram(uses: Sequence[tuple[Factors, bool, Array, Array]]) -> Square:
     kinds: dict[tuple[type, type], list[tuple[Rows, Rows]]] = {}
     for factors, transposed, x, y in uses:
         # A plain matrix has one group; otherwise `squeeze` raises.
-        (left,), right = jax.tree.map(lambda z: jnp.squeeze(z, 0), factors.split(x, y))
+        left, right = (jnp.squeeze(z, 0) for z in factors.split(x, y))
         pair = (OneHot(left, factors.shape[2]) if factors.one_hot else Dense(left), Dense(right))
         pair = pair[::-1] if transposed else pair
         kinds.setdefault((type(pair[0]), type(pair[1])), []).append(pair)

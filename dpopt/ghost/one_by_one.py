@@ -12,16 +12,17 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from dpopt.common.trees import at_once
-from dpopt.engines.norms import Norm, all_at_once
+from dpopt.engines.norms import norms_together, safe_norm
 from dpopt.engines.rare_branch import if_any
-from dpopt.ghost import term_sizes
+from dpopt.ghost import squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, weighted
-from dpopt.ghost.leaf_norms import roundings
+from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, weighted
+from dpopt.ghost.leaf_norms import sizes_of_terms
 from dpopt.ghost.norms import over_groups
+from dpopt.ghost.primitives import CONVOLUTION, DOT
 from dpopt.ghost.pullback import Pull
 from dpopt.ghost.rows import OneHot
 from dpopt.ghost.rules import Factors
@@ -60,6 +61,7 @@ def certain(
     arrays, rebuild = distinct_arrays(records)
     tables = _tables(run, leaves, records)
     pull_back = _pull_back(run, leaves, tables)
+    run.gains(run.contacts_of(leaves), leaves)  # remembers what the loop below must not compute anew
 
     def step(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves, tables, pull_back)
@@ -111,22 +113,22 @@ def _norms(
 
     For ``chosen`` examples they are those of the formed gradients, plus the rounding error of their sum."""
     contacts, looked_up = run.contacts_of(leaves), set(tables.values())
-    gains, narrow = run.gains(contacts, leaves), run.trace.narrowest
+    gains = run.gains(contacts, leaves)
+    rounding = np.array([squares.eps(run.wide[i].dtype, run.trace.narrowest) for i in leaves])
     offsets = [run.offset_norm(i) for i in leaves]
+    is_shifted, offset = np.array([not isinstance(o, float) for o in offsets]), jnp.stack([*map(jnp.asarray, offsets)])
 
     def one(rows: tuple[list[Recorded], jax.Array, jax.Array]) -> jax.Array:
         records, is_chosen, known = rows
         formed = [_merged(c, r) if c in looked_up else _formed(c, r) for c, r in zip(contacts, records, strict=True)]
         gradients = [run.affine(i, g) for i, g in zip(leaves, pull_back(formed), strict=True)]
 
-        def wanted(norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
-            size = functools.partial(term_sizes.size, norm)
-            return [norm(g) for g in gradients], roundings(gains, contacts, formed, records, norm, size)
-
-        own = at_once(
-            functools.partial(with_roundings, narrow), *all_at_once(wanted)
-        )  # norms of one dtype together: its rounding is theirs
-        own = jnp.stack([shifted_norm(n, o, narrow) for n, o in zip(own, offsets, strict=True)])
+        products = [[(1.0, [g])] for g in gradients]
+        products += sizes_of_terms(gains, contacts, formed, records, lambda x: (1.0, [x]), term_sizes.as_product)
+        own, total = _sizes(products).reshape(2, -1)
+        eps = jnp.asarray(rounding, own.dtype)
+        own = with_roundings(own, total, eps)
+        own = jnp.where(is_shifted, shifted_norm(own, offset.astype(own.dtype), eps), own)
         return jnp.where(is_chosen, own.astype(known.dtype), known)
 
     rows = [records[c] for c in contacts], chosen, known.T
@@ -138,10 +140,34 @@ def _norms(
     return join_rows(several).T
 
 
+def _sizes(several: Sequence[Sequence[tuple[float, list[jax.Array]]]]) -> jax.Array:
+    """For each sequence the root of the sum of squares of its products: of a number and the norms of arrays.
+
+    As vectors: a scalar of its own would take a kernel, which takes a CPU 10 ms to compile."""
+    products = [product for own in several for product in own]
+    arrays = [x for _, own in products for x in own]
+    norms = jnp.append(norms_together(arrays), 1)
+    place = iter(range(len(arrays)))
+    at = [[next(place) for _ in own] for _, own in products]
+    factors = jnp.asarray([factor for factor, _ in products], norms.dtype)
+    sizes = jnp.append(factors * jnp.prod(norms[_table(at, len(arrays))], axis=1), 0)
+    place = iter(range(len(products)))
+    found = sizes[_table([[next(place) for _ in own] for own in several], len(products))]
+    return found[:, 0] if found.shape[1] == 1 else safe_norm(found, axis=1)
+
+
+def _table(rows: Sequence[Sequence[int]], fill: int) -> np.ndarray:
+    return np.array([[*row, *[fill] * (max(map(len, rows)) - len(row))] for row in rows])
+
+
 def _formed(contact: Contact, record: Recorded) -> jax.Array:
-    """One example's gradient at a contact, by the transposed primitive: few operations, quick to compile."""
-    if isinstance(record, Formed):
-        return contact.unfold(record.gradient)
+    """One example's gradient at a contact, as it is quick to compile: for most primitives by their transpose.
+
+    That of a product copies its factors first, and that of a grouped convolution takes a product for each offset."""
+    factors = contact.factors
+    is_grouped = contact.primitive is CONVOLUTION and factors is not None and factors.shape[1] > 1
+    if isinstance(record, Formed) or is_grouped or (contact.primitive is DOT and factors is not None):
+        return contact.unfold(form(contact, record))
     return weighted(contact, jax.tree.map(lambda x: x[None], record), jnp.ones(1))
 
 

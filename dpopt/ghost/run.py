@@ -32,6 +32,7 @@ class Run:
         self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
         self.pull_back = PullBack(self.trace, self.wide)
+        self._mixed_gains: dict[tuple[int, tuple[Contact, ...]], list[jax.Array]] = {}
 
     def passes(
         self, batch: Sequence[jax.Array], hooks: Hooks | None = None, mask: jax.Array | None = None,
@@ -94,15 +95,17 @@ class Run:
     def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[dict[int, jax.Array | None]]:
         """For each parameter and each of its contacts, the factor from the contact's gradient to ``S g``, by entry.
 
-        None stands for 1. Approximate where the contact's weight mixes entries."""
+        None stands for 1. Approximate where the contact's weight mixes entries; then it is computed once."""
 
         def of_leaf(leaf: int) -> dict[int, jax.Array | None]:
             own, scale = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}, self.scales[leaf]
             if all(is_direct(c) for c in own.values()):
                 diagonals = {i: self.diagonal(leaf, c, scale) for i, c in own.items()}
                 return {i: None if d is None else jnp.abs(d) for i, d in diagonals.items()}
-            found: list[jax.Array | None] = [*self.pull_back.gains(leaf, scale, list(own.values()))]
-            return dict(zip(own, found, strict=True))
+            key = leaf, tuple(own.values())
+            if key not in self._mixed_gains:
+                self._mixed_gains[key] = self.pull_back.gains(leaf, scale, list(own.values()))
+            return dict(zip(own, self._mixed_gains[key], strict=True))
 
         return [of_leaf(leaf) for leaf in leaves]
 

@@ -99,11 +99,9 @@ def shifted(square: Square, offset: jax.Array | float, computed_in: jax.typing.D
     return square._replace(missing=square.missing + lost)
 
 
-def shifted_norm(norm: jax.Array, offset: jax.Array | float, computed_in: jax.typing.DTypeLike) -> jax.Array:
+def shifted_norm(norm: jax.Array, offset: jax.Array, eps: jax.Array) -> jax.Array:
     """``|g + o|``, or the smallest norm that `shifted` counts as certain: the sum adds up g and o separately."""
-    if isinstance(offset, float):
-        return norm
-    return jnp.maximum(norm, (eps(norm.dtype, computed_in) / (128 * TOLERANCE)) ** 0.5 * (norm + 2 * offset))
+    return jnp.maximum(norm, jnp.sqrt(eps / (128 * TOLERANCE)) * (norm + 2 * offset))
 
 
 def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int]) -> Square:
@@ -136,6 +134,6 @@ def cancelled_before(square: Square, terms: Square, computed_in: jax.typing.DTyp
     return square._replace(value=value, missing=missing, terms=terms.value + terms.missing)
 
 
-def with_roundings(computed_in: jax.typing.DTypeLike, norm: jax.Array, total: jax.Array) -> jax.Array:
+def with_roundings(norm: jax.Array, total: jax.Array, eps: jax.Array) -> jax.Array:
     """`cancelled` for a norm that is not squared."""
-    return jnp.hypot(norm, (_ROUNDINGS * eps(norm.dtype, computed_in)) ** 0.5 * total)
+    return jnp.hypot(norm, jnp.sqrt(_ROUNDINGS * eps) * total)

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from dpopt.engines.norms import Norm, safe_norm
+from dpopt.engines.norms import safe_norm
 from dpopt.ghost import squares
 from dpopt.ghost.norms import Group, mapped, over_groups, rank_one
 from dpopt.ghost.rows import Dense, wide
@@ -31,7 +31,7 @@ class Columns(NamedTuple):
 def columns(factors: Factors, x: jax.Array, y: jax.Array) -> Columns:
     """Column norms of factors that are not one-hot."""
     if factors.columns is None:
-        both = over_groups(lambda g: (_columns(cast(Dense, g.rows()).x), _columns(g.right)), factors, x, y)
+        both = over_groups(lambda g: (_columns(cast(Dense, g.left).x), _columns(g.right)), factors, x, y)
         return Columns(*both)
     left = jnp.swapaxes(factors.columns(x), 0, 1).reshape(factors.shape[1], -1)
     return Columns(jnp.sqrt(left), over_groups(lambda group: _columns(group.right), factors, x, y))
@@ -59,11 +59,11 @@ def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None
     return Square(value, windows * smallest * (y.size * left + x.size * right + 1))
 
 
-def size(norm: Norm, factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The root of `square`, without underflow or overflow: slow."""
+def as_product(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> tuple[float, list[jax.Array]]:
+    """The root of `square` as a number times the norms of arrays, which neither underflow nor overflow: slow."""
     if factors.one_hot or scale is not None:
-        return norm(over_groups(_size_of_group, factors, x, y, scale))
-    return factors.shape[0] ** 0.5 * norm(wide(x)) * norm(wide(y))
+        return 1.0, [over_groups(_size_of_group, factors, x, y, scale)]
+    return factors.shape[0] ** 0.5, [wide(x), wide(y)]
 
 
 def _square_of_rows(group: Group) -> Square:
@@ -74,13 +74,13 @@ def _square_of_rows(group: Group) -> Square:
 
 def _behind(left: jax.Array, right: jax.Array, diagonal: jax.Array) -> Square:
     """By Cauchy-Schwarz, an entry is at most the product of the norms of its row and its column."""
-    return rank_one(Group([Dense(left[None])], right[None], diagonal[None], None))
+    return rank_one(Group(Dense(left[None]), right[None], diagonal[None], None))
 
 
 def _size_of_group(group: Group) -> jax.Array:
     if group.table() is not None:
         return len(group.right) ** 0.5 * safe_norm(group.scaled().reshape(-1), axis=0)
-    left, right = (safe_norm(wide(x), axis=0) for x in (cast(Dense, group.rows()).x, group.right))
+    left, right = (safe_norm(wide(x), axis=0) for x in (cast(Dense, group.left).x, group.right))
     return safe_norm((left[:, None] * right[None] * group.diagonal()).reshape(-1), axis=0)
 
 

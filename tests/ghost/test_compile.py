@@ -8,6 +8,7 @@ from ghost_check import assert_trees_close
 
 from dpopt import ghost
 from dpopt.common.trees import at_once
+from dpopt.engines import norms as engines_norms
 from dpopt.engines.programs import equations
 from dpopt.ghost import norms, term_sizes
 
@@ -59,3 +60,37 @@ def test_a_sum_over_many_groups_of_blocks_compiles_one():
         return [e.primitive.name for e in equations(jaxpr.jaxpr)].count("dot_general")
 
     assert products(1000) == products(250)
+
+
+def _counted(function, *args):
+    return len(list(equations(jax.make_jaxpr(function)(*args).jaxpr)))
+
+
+def test_windows_of_any_size_are_looked_up_at_once():
+    """A slice for each offset of a filter would be a kernel for each."""
+
+    def size(side):
+        loss_fn = lambda w, x: jnp.sum(ghost_cases.conv(x, w) ** 2)  # noqa: E731
+        plan = ghost.plan_clipped_sum(loss_fn, jnp.ones((side, side, 2, 3)), jnp.ones((4, 9, 9, 2)))
+        (contact,) = plan.trace.contacts
+        return _counted(contact.factors.split, jnp.ones(contact.input_shape), jnp.ones(contact.tap_shape))
+
+    assert size(3) == size(5)
+
+
+def test_norms_of_rare_examples_have_no_numbers_of_their_own_for_each_parameter(monkeypatch):
+    """Arithmetic on one number is a kernel, which a CPU takes as long to compile as one on a vector of them."""
+    monkeypatch.setattr(engines_norms, "_COPIED_SHARE", 1)
+
+    def numbers(layers):
+        def loss_fn(params, x):
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jnp.sum(x)
+
+        params, batch = [jnp.ones((4, 4))] * layers, jnp.ones((8, 3, 4))
+        program = jax.make_jaxpr(lambda p, b: _clipped_sum(loss_fn, p, b).sum)(params, batch)
+        found = [e for e in equations(program.jaxpr) if e.primitive.name in ("add", "mul", "div", "sqrt", "max")]
+        return sum(e.outvars[0].aval.shape == () for e in found)
+
+    assert numbers(4) == numbers(2)

@@ -35,8 +35,8 @@ class Factors(NamedTuple):
 
     shape: tuple[int, int, int, int]  # K, N, a, p
     positions: int  # T
-    split: Callable[[jax.Array, jax.Array], tuple[list[jax.Array], jax.Array]]
-    """``(x, y) -> (left, right)`` for one example: K arrays [N, T, a] (or indices [N, T], rows.py) and [N, T, p]."""
+    split: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    """``(x, y) -> (left, right)`` for one example: [N, T, K a] (or indices [N, T], rows.py) and [N, T, p]."""
     fold: Callable[[jax.Array], jax.Array]
     """The weight rearranged to ``[K, N, a, p]``."""
     unfold: Callable[[jax.Array], jax.Array]
@@ -47,7 +47,7 @@ class Factors(NamedTuple):
     inner: Callable[[jax.Array, Callable[[jax.Array], jax.Array]], jax.Array] | None = None
     """``(x, product) -> sum_k left[k] left[k]'`` [N, T, T], if there is a cheaper way than from ``left``.
 
-    ``product`` maps an array z [N, S, a], transposed to [N, a, S], to ``z z'`` [N, S, S]."""
+    ``product`` maps an array z [N, S, a] to ``z z'`` [N, S, S]."""
     rows: int = 0  # S
     overlap: int | None = None  # an entry of x is in the rows of at most so many of the K offsets; None: of all
     columns: Callable[[jax.Array], jax.Array] | None = None
@@ -109,8 +109,9 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
             return z.reshape(length * N, *z.shape[2:])
         return jnp.swapaxes(z, 0, 1).reshape(N, length * factors.positions, *z.shape[3:])
 
-    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        return jax.tree.map(merge, jax.vmap(factors.split)(x, y))
+    def split(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        left, right = jax.vmap(factors.split)(x, y)
+        return merge(left), merge(right)
 
     def columns(x: jax.Array) -> jax.Array:
         found = jax.vmap(cast(_Rearrange, factors.columns), out_axes=1)(x)  # [K, L, N, a]

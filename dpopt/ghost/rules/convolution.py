@@ -35,23 +35,26 @@ def conv_general_dilated(use: Use) -> Factors | None:
     spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
 
     def padded(x: jax.Array) -> jax.Array:
-        # With channels before positions the product of left and right contracts left's last
-        # axis, which is twice as fast on CPUs as the other way round.
-        x = jnp.transpose(x, (dims.lhs_spec[1], dims.lhs_spec[0], *dims.lhs_spec[2:]))
-        return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *spatial])
+        """``[images, *sides, channels]``"""
+        x = jnp.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))
+        if not any(map(any, spatial)):
+            return x
+        # Stored, since a look-up that has to tell pixels from padding takes up to three times as long.
+        return lax.optimization_barrier(lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *spatial, (0, 0, 0)]))
 
-    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        x = padded(x)
-        left = []
-        for offset in offsets:
-            start, limit = [0, 0], [x.shape[0], images]
-            for axis, at in enumerate(offset):
-                first = at * p["rhs_dilation"][axis]
-                start.append(first)
-                limit.append(first + p["window_strides"][axis] * (outputs[axis] - 1) + 1)
-            shifted = lax.slice(x, start, limit, (1, 1, *p["window_strides"]))
-            left.append(jnp.swapaxes(shifted.reshape(groups, a, positions), 1, 2))
+    def windows(x: jax.Array) -> jax.Array:
+        """``[images, positions, K, channels]``, looked up: a CPU compiles slices one by one, and adds a copy."""
+        apart = [math.prod(x.shape[axis + 2 : -1]) for axis in range(len(window))]  # pixels along each axis
+        starts = np.indices(outputs).reshape(len(window), math.prod(outputs)).T * p["window_strides"] @ apart
+        within = np.array(offsets) * p["rhs_dilation"] @ apart
+        pixels = x.reshape(x.shape[0], -1, x.shape[-1])
+        at = jnp.asarray(starts, jnp.int32)[:, None] + jnp.asarray(within, jnp.int32)[None]
+        return pixels.at[:, at].get(mode="promise_in_bounds")
+
+    def split(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        left = windows(padded(x)).reshape(positions, len(offsets), groups, a)
         y = jnp.transpose(y, (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1]))
+        left = jnp.moveaxis(left, 2, 0).reshape(groups, positions, -1)
         return left, jnp.swapaxes(y.reshape(positions, groups, b), 0, 1)
 
     # Weight axes in the order window, output channel (by group), input channel.
@@ -69,7 +72,8 @@ def conv_general_dilated(use: Use) -> Factors | None:
     def inner(x: jax.Array, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
         # Products of all pixels, computed once: a product of two windows sums them, both shifted by the same offset.
         x = padded(x)
-        pixels = product(x.reshape(groups, a, -1)).reshape(groups, *x.shape[2:], *x.shape[2:])
+        sides = x.shape[1:-1]
+        pixels = product(jnp.swapaxes(x.reshape(-1, groups, a), 0, 1)).reshape(groups, *sides, *sides)
         total = 0
         for offset in offsets:
             first = [at * d for at, d in zip(offset, p["rhs_dilation"], strict=True)]
@@ -80,13 +84,13 @@ def conv_general_dilated(use: Use) -> Factors | None:
     def columns(x: jax.Array) -> jax.Array:
         # Along each axis, the pixels of one offset are a stride apart: they are among all pixels of that phase.
         x, strides = jnp.square(wide(padded(x))), p["window_strides"]
-        fill = [(0, -n % s, 0) for n, s in zip(x.shape[2:], strides, strict=True)]
-        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *fill])
-        apart = [n for side, s in zip(x.shape[2:], strides, strict=True) for n in (side // s, s)]
-        x = x.reshape(groups * a, images, *apart)
-        sums = jnp.sum(x, axis=(1, *range(2, x.ndim, 2)))  # [channels, phase within the stride along each axis]
+        fill = [(0, -n % s, 0) for n, s in zip(x.shape[1:-1], strides, strict=True)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *fill, (0, 0, 0)])
+        apart = [n for side, s in zip(x.shape[1:-1], strides, strict=True) for n in (side // s, s)]
+        x = x.reshape(images, *apart, groups * a)
+        sums = jnp.sum(x, axis=(0, *range(1, x.ndim - 1, 2)))  # [phase within the stride along each axis, channels]
         starts = np.array(offsets) * p["rhs_dilation"] % strides  # [K, axes]
-        return jnp.swapaxes(sums[:, *starts.T], 0, 1).reshape(-1, groups, a)
+        return sums[*starts.T].reshape(-1, groups, a)
 
     K, sides = len(offsets), (use.input[i] for i in dims.lhs_spec[2:])
     rows = math.prod(

@@ -21,12 +21,12 @@ def dot_general(use: Use) -> Factors | None:
     groups, positions = axes_size(use.weight, w_batch), axes_size(use.input, x_free)
     a, p = axes_size(use.weight, w_contract), axes_size(use.weight, w_free)
 
-    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    def split(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         left = jnp.transpose(x, x_batch + x_free + x_contract).reshape(groups, positions, a)
         # The output has the batch axes, then the free axes of the left operand, then those of the right one.
         weight_last = ours == 1
         right = y.reshape(groups, positions, p) if weight_last else y.reshape(groups, p, positions).swapaxes(1, 2)
-        return [left], right
+        return left, right
 
     fold, unfold = arranger(use.weight, w_batch, w_contract, w_free)
     axes = (w_contract[0], w_free[0]) if len(w_contract) == len(w_free) == 1 and not w_batch else None

@@ -47,12 +47,12 @@ def gather(use: Use) -> Factors | None:
                 flat = flat * n + jnp.clip(at, 0, last)
         return flat if clips else jnp.where(inside, flat, size)
 
-    def split(x: jax.Array, y: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    def split(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         # An index out of range reads a fill value or an undefined one, and neither has a gradient. The index stays out
         # of range, which stands for a row of zeros (rows.py).
         ids = index(x).reshape(1, positions)
         right = jnp.transpose(y, (*looked_up, *dims.offset_dims)).reshape(1, positions, p)
-        return [ids], jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
+        return ids, jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
 
     fold, unfold = arranger(use.weight, (), axes, rest)
     single = (axes[0], rest[0]) if len(axes) == len(rest) == 1 else None
