@@ -163,10 +163,12 @@ def _table(rows: Sequence[Sequence[int]], fill: int) -> np.ndarray:
 def _formed(contact: Contact, record: Recorded) -> jax.Array:
     """One example's gradient at a contact, as it is quick to compile: for most primitives by their transpose.
 
-    That of a product copies its factors first, and that of a grouped convolution takes a product for each offset."""
+    That of a product of matrices copies them first, and that of a grouped convolution takes a product for each offset.
+    """
     factors = contact.factors
+    is_matrices = contact.primitive is DOT and factors is not None and factors.positions > 1
     is_grouped = contact.primitive is CONVOLUTION and factors is not None and factors.shape[1] > 1
-    if isinstance(record, Formed) or is_grouped or (contact.primitive is DOT and factors is not None):
+    if isinstance(record, Formed) or is_matrices or is_grouped:
         return contact.unfold(form(contact, record))
     return weighted(contact, jax.tree.map(lambda x: x[None], record), jnp.ones(1))
 
