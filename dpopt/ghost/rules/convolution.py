@@ -37,16 +37,17 @@ def conv_general_dilated(use: Use) -> Factors | None:
     def padded(x: jax.Array) -> jax.Array:
         """``[images, *sides, channels]``"""
         x = jnp.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))
-        if not any(map(any, spatial)):
-            return x
-        # Stored, since a look-up that has to tell pixels from padding takes up to three times as long.
-        return lax.optimization_barrier(lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *spatial, (0, 0, 0)]))
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
 
     def windows(x: jax.Array) -> jax.Array:
         """``[images, positions, K, channels]``, looked up: a CPU compiles slices one by one, and adds a copy."""
         apart = [math.prod(x.shape[axis + 2 : -1]) for axis in range(len(window))]  # pixels along each axis
         starts = np.indices(outputs).reshape(len(window), math.prod(outputs)).T * p["window_strides"] @ apart
         within = np.array(offsets) * p["rhs_dilation"] @ apart
+        if any(
+            map(any, spatial)
+        ):  # stored: a look-up that has to tell pixels from padding takes up to three times as long
+            x = lax.optimization_barrier(x)
         pixels = x.reshape(x.shape[0], -1, x.shape[-1])
         at = jnp.asarray(starts, jnp.int32)[:, None] + jnp.asarray(within, jnp.int32)[None]
         return pixels.at[:, at].get(mode="promise_in_bounds")
