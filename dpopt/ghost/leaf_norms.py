@@ -19,7 +19,6 @@ from dpopt.ghost.plan import LeafPlan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import Square, cancelled, cancelled_before, largest, of_entries, shifted, sum_squares, tiny
-from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact, wide_dtype
 
 Norms: TypeAlias = Float[Array, " batch *layers"]
@@ -161,8 +160,8 @@ def _direct(run: Run, leaf_plan: LeafPlan, scale: Array | None, records: Records
 
 def _standardized(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: SeenAt, records: Records) -> Parts:
     """For a weight whose filters are normalised."""
-    (contact,), found = leaf_plan.contacts, cast(Standardized, leaf_plan.standardized)
-    factors, coefficients = cast(Factors, contact.factors), found.coefficients(run.wide[leaf_plan.leaf])
+    (contact,) = leaf_plan.contacts
+    factors, coefficients = cast(Factors, contact.factors), run.coefficients(leaf_plan.leaf)
     if leaf_plan.method == "gram":
 
         def from_gram(f: Seen) -> tuple[Square, None]:
@@ -233,7 +232,8 @@ def sizes_of_terms(
         if not is_sum(contact, record):
             return of_array(formed[i] if gain is None else gain * jnp.abs(formed[i]))
         factors, record = cast(Factors, contact.factors), cast(Seen, record)
-        return of_factors(factors, record.x, record.y, None if gain is None else factors.fold(gain))
+        gain = None if gain is None else factors.fold(jnp.broadcast_to(gain, contact.weight.shape))
+        return of_factors(factors, record.x, record.y, gain)
 
     def is_copied(own: Collection[int]) -> bool:
         return len(own) <= 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own)

@@ -17,9 +17,9 @@ from jax import lax
 
 from dpopt.engines.norms import norms_together, safe_norm
 from dpopt.engines.rare_branch import if_any
-from dpopt.ghost import squares, term_sizes
+from dpopt.ghost import costs, squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, weighted
+from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, weighted
 from dpopt.ghost.leaf_norms import sizes_of_terms
 from dpopt.ghost.norms import over_groups
 from dpopt.ghost.primitives import CONVOLUTION, DOT
@@ -31,6 +31,9 @@ from dpopt.ghost.selection import distinct_arrays, finite, without_bad_entries
 from dpopt.ghost.squares import TOLERANCE, shifted_norm, with_roundings
 from dpopt.ghost.values import Contact
 from dpopt.ghost.weighted_sum import Weigh
+
+# Bytes of a gradient that has its norm taken before the next one is formed, to save memory.
+_LARGE = 1 << 18
 
 
 def certain(
@@ -120,7 +123,14 @@ def _norms(
 
     def one(rows: tuple[list[Recorded], jax.Array, jax.Array]) -> jax.Array:
         records, is_chosen, known = rows
-        formed = [_merged(c, r) if c in looked_up else _formed(c, r) for c, r in zip(contacts, records, strict=True)]
+        formed: list[jax.Array] = []
+        large = None  # the last one of those
+        for c, r in zip(contacts, records, strict=True):
+            is_large = is_sum(c, r) and c not in looked_up and costs.formed_bytes(c) >= _LARGE
+            if is_large and large is not None:
+                formed[large], r = lax.optimization_barrier((formed[large], r))
+            large = len(formed) if is_large else large
+            formed.append(_merged(c, r) if c in looked_up else _formed(c, r))
         gradients = [run.affine(i, g) for i, g in zip(leaves, pull_back(formed), strict=True)]
 
         products = [[(1.0, [g])] for g in gradients]

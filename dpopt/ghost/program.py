@@ -8,7 +8,7 @@ example, and the engine maps it over the batch. A ``Scope`` is one level of the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 
 from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read, wide_dtype
 
@@ -209,6 +210,8 @@ def _split(given: Any) -> tuple[Any, Callable[[Any], Any]]:
 class Trace:
     """The traced loss of one example."""
 
+    # Of the parameters and the example, as the user wrote it.
+    loss: core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]  it is public
     leaves: list[Value] = field(default_factory=list)
     example: list[Value] = field(default_factory=list)
     prologue: list[Op] = field(default_factory=list)
@@ -232,10 +235,23 @@ class Trace:
         wide = (jnp.finfo(wide_dtype(d)).dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact))
         return min(wide, key=lambda d: d.itemsize, default=np.dtype(np.float32))
 
-    def run_prologue(self, leaves: Sequence[jax.Array], wide: bool = False) -> dict[Value, jax.Array]:
-        """All prologue values. ``wide``: of wide ``leaves``, so that pulling back does not round to 16 bits."""
+    def behind(self, values: Iterable[Value]) -> list[Op]:
+        """The equations of the prologue that some of its values are computed by, in order."""
+        needed, found = {*values}, []
+        for op in reversed(self.prologue):
+            if not needed.isdisjoint(op.outputs):
+                needed.update(op.inputs)
+                found.append(op)
+        return found[::-1]
+
+    def run_prologue(
+        self, leaves: Sequence[jax.Array], ops: Sequence[Op] | None = None, wide: bool = False
+    ) -> dict[Value, jax.Array]:
+        """The values of the prologue, or of some of its ``ops``.
+
+        ``wide``: from wide ``leaves``, so that pulling back does not round to 16 bits."""
         env = dict(zip(self.leaves, leaves, strict=True))
-        for op in self.prologue:
+        for op in self.prologue if ops is None else ops:
             values = read(env, op.inputs)
             outs = op.wide(values) if wide and any(v.leaves for v in op.inputs) else op.run(*values)
             env.update(zip(op.outputs, outs, strict=True))

@@ -5,6 +5,7 @@ This map is linear in the cotangent and the same for all examples, so a weighted
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -16,7 +17,7 @@ from jax import lax
 from dpopt.ghost.program import Trace
 from dpopt.ghost.values import Contact
 
-_PROBES = 4
+_PROBES = 3
 # From gradients with respect to weights to those with respect to parameters.
 Pull: TypeAlias = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
@@ -29,12 +30,13 @@ class PullBack:
 
     def _weights(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> Callable[..., list[jax.Array]]:
         """The contacts' weights as a function of some of the parameters."""
+        ops = self.trace.behind(c.weight for c in contacts)
 
         def function(chosen: Sequence[jax.Array]) -> list[jax.Array]:
             wide = list(self.wide)
             for leaf, x in zip(leaves, chosen, strict=True):
                 wide[leaf] = x
-            env = self.trace.run_prologue(wide, wide=True)
+            env = self.trace.run_prologue(wide, ops, wide=True)
             return [env[c.weight] for c in contacts]
 
         return function
@@ -57,17 +59,18 @@ class PullBack:
     def gains(self, leaf: int, scale: jax.Array | None, contacts: Sequence[Contact]) -> list[jax.Array]:
         """The factor from each entry of the weights' gradients to ``S g``, estimated: column norms of the map between.
 
-        They are the root mean square of the transpose of that map, applied to random signs.
+        They are the largest of the transpose of that map, applied to random signs a few times.
         """
-        scaling = 1 if scale is None else scale
+        weights, x = self._weights(contacts, [leaf]), self.wide[leaf]
+        _, push = jax.linearize(lambda x: weights([x]), x)
 
-        def probe(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-            tangent = (_signs(self.wide[leaf].shape, i) * scaling).astype(self.wide[leaf].dtype)
-            return [jnp.hypot(f, jnp.abs(p)) for f, p in zip(found, self.push(leaf, tangent, contacts), strict=True)]
+        def probe(number: jax.Array) -> list[jax.Array]:
+            signs = _signs(x.shape, number).astype(x.dtype)
+            return [jnp.abs(w) for w in push(signs if scale is None else signs * scale)]
 
-        weights = jax.eval_shape(self._weights(contacts, [leaf]), [self.wide[leaf]])
-        nothing = [jnp.zeros(w.shape, jnp.finfo(w.dtype).dtype) for w in weights]
-        return [f / _PROBES**0.5 for f in lax.fori_loop(0, _PROBES, probe, nothing)]
+        # Behind a barrier the numbers are not constant, so XLA compiles the same kernels for each, and folds none.
+        numbers = lax.optimization_barrier(jnp.arange(_PROBES, dtype=jnp.uint32))
+        return [functools.reduce(jnp.maximum, own) for own in zip(*map(probe, numbers), strict=True)]
 
 
 def _signs(shape: Sequence[int], number: jax.Array) -> jax.Array:
@@ -77,4 +80,4 @@ def _signs(shape: Sequence[int], number: jax.Array) -> jax.Array:
         index = index * np.uint32(length) + lax.broadcasted_iota(jnp.uint32, shape, axis)
     for multiplier in (0x7FEB352D, 0x846CA68B):
         index = (index ^ (index >> 16)) * np.uint32(multiplier)
-    return 1 - 2 * ((index >> (16 + number.astype(jnp.uint32))) & 1).astype(jnp.int32)
+    return 1 - 2 * ((index >> (16 + number)) & 1).astype(jnp.int32)

@@ -14,6 +14,7 @@ from dpopt.ghost.contacts import Seen, along
 from dpopt.ghost.hooks import Hooks
 from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
+from dpopt.ghost.standardized import Coefficients, Standardized
 from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
 
 PerLeaf: TypeAlias = Sequence[jax.Array | None]
@@ -32,6 +33,7 @@ class Run:
         self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
         self.pull_back = PullBack(self.trace, self.wide)
+        self._coefficients: dict[int, Coefficients] = {}
         self._mixed_gains: dict[tuple[int, tuple[Contact, ...]], list[jax.Array]] = {}
 
     def passes(
@@ -95,19 +97,30 @@ class Run:
     def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[dict[int, jax.Array | None]]:
         """For each parameter and each of its contacts, the factor from the contact's gradient to ``S g``, by entry.
 
-        None stands for 1. Approximate where the contact's weight mixes entries; then it is computed once."""
+        None stands for 1. Broadcasts against the weight; approximate where that mixes entries."""
 
         def of_leaf(leaf: int) -> dict[int, jax.Array | None]:
             own, scale = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}, self.scales[leaf]
             if all(is_direct(c) for c in own.values()):
                 diagonals = {i: self.diagonal(leaf, c, scale) for i, c in own.items()}
                 return {i: None if d is None else jnp.abs(d) for i, d in diagonals.items()}
+            if self.plan.leaves[leaf].standardized:
+                return {i: self._standardized(leaf).gain(self.coefficients(leaf), scale) for i in own}
             key = leaf, tuple(own.values())
             if key not in self._mixed_gains:
                 self._mixed_gains[key] = self.pull_back.gains(leaf, scale, list(own.values()))
             return dict(zip(own, self._mixed_gains[key], strict=True))
 
         return [of_leaf(leaf) for leaf in leaves]
+
+    def coefficients(self, leaf: int) -> Coefficients:
+        """Of a parameter whose filters are normalised; computed once."""
+        if leaf not in self._coefficients:
+            self._coefficients[leaf] = self._standardized(leaf).coefficients(self.wide[leaf])
+        return self._coefficients[leaf]
+
+    def _standardized(self, leaf: int) -> Standardized:
+        return cast(Standardized, self.plan.leaves[leaf].standardized)
 
     def scalar_scale(self, leaf: int) -> jax.Array | None:
         """The diagonal of a parameter if it is a single number, else None."""

@@ -84,6 +84,24 @@ class Standardized(NamedTuple):
         of_filters = jax.tree.map(fold, PerFilter(slope, level, slopes, levels, sums))
         return Coefficients(u, of_filters, math.prod(w.shape[i] for i in self.axes))
 
+    def gain(self, found: Coefficients, scale: jax.Array | None) -> jax.Array:
+        """An upper bound on the norm of what an entry of G, if it is 1, adds to ``S (alpha G + p + q u)``.
+
+        It broadcasts against the parameter. (``|u_j|`` is at most ``|u|``.)"""
+        size = jnp.sqrt(found.per_filter.sums[1])
+        own = jax.tree.map(jnp.abs, found.per_filter)
+        p, q = own.pulled(size, 1.0)
+        slope, shared = self._unfolded(own.slope), self._unfolded(p * found.size**0.5 + q * size)
+        if scale is None:
+            return slope + shared
+        return slope * jnp.abs(scale) + shared * jnp.max(jnp.abs(scale), self.axes, keepdims=True)
+
+    def _unfolded(self, x: jax.Array) -> jax.Array:
+        """Numbers of filters, ``[N, p]``, in the parameter's axes."""
+        lengths = [1] * len(self.axes) + [self.source.shape[i] for i in self.filters]
+        order = (*self.axes, *self.filters)
+        return jnp.transpose(x.reshape(lengths), [order.index(i) for i in range(len(order))])
+
     def _run(self, mean: jax.Array, first: jax.Array, second: jax.Array, shape: tuple[int, ...]) -> _Affine:
         """The weight as an affine function of ``u``."""
         per_filter = _FilterAlgebra(first, second, shape, mean.shape, self.axes)
@@ -110,17 +128,13 @@ def standardized(trace: Trace, contact: Contact) -> Standardized | None:
     (leaf,) = contact.weight.leaves
     source, filters = trace.leaves[leaf], factors.filters
     axes = tuple(i for i in range(len(source.shape)) if i not in filters)
-    needed, ops = {contact.weight}, []
-    for op in reversed(trace.prologue):
-        if needed & set(op.outputs):
-            needed.update(op.inputs)
-            ops.append(op)
+    ops = trace.behind([contact.weight])
     outputs = [v for op in ops for v in op.outputs]
     if contact.weight.shape != source.shape or len(outputs) != len(ops):
         return None
     if any(v.dtype != wide_dtype(source.dtype) for v in outputs if v.leaves and v is not contact.weight):
         return None  # half precision rounds on the way, which the closed form does not
-    found = Standardized(ops[::-1], source, contact.weight, axes, filters, factors.shape[1])
+    found = Standardized(ops, source, contact.weight, axes, filters, factors.shape[1])
     try:
         jax.eval_shape(found.coefficients, jax.ShapeDtypeStruct(source.shape, wide_dtype(source.dtype)))
     except _NotStandardized:

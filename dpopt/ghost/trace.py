@@ -57,7 +57,7 @@ def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool 
             raise CannotFollow(eqn.primitive.name, "it has side effects")
     # Unused outputs would make contacts: `nnx.scan` returns the state of the layers, and with it every weight.
     needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    trace = Trace(aux_tree=jax.tree.structure(shape[1]) if has_aux else None)
+    trace = Trace(closed, aux_tree=jax.tree.structure(shape[1]) if has_aux else None)
     with planning():
         _sort(needed, closed.consts, len(jax.tree.leaves(params)), trace)
     return trace

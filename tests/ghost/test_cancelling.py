@@ -10,6 +10,9 @@ import pytest
 from helpers import contributions, enable_x64, slow_unless
 from jax import lax
 
+from dpopt.ghost.pullback import PullBack
+from dpopt.ghost.trace import trace_loss
+
 SLACK = 2.0**-11
 EXAMPLES = 3
 _WAYS = ["recorded", "two passes", "one pass"]
@@ -122,3 +125,28 @@ def test_what_terms_leave_of_each_other_is_not_enlarged_unseen(seed, kind):
         alone, moved = (np.linalg.norm(np.asarray(z, np.float64).reshape(EXAMPLES, -1), axis=1) for z in both)
         assert (alone <= l2_clip_norm * (1 + SLACK)).all(), (way, alone / l2_clip_norm)
         assert (moved <= l2_clip_norm * (1 + SLACK)).all(), (way, moved / l2_clip_norm)
+
+
+_MIXTURES = {
+    "low rank": (lambda a: a @ jnp.asarray(np.random.default_rng(1).normal(size=(4, 30))), (20, 4)),
+    "centred": (lambda w: w - jnp.mean(w, axis=0, keepdims=True), (40, 10)),
+    "shared by all": (lambda z: jnp.tanh(jnp.asarray(np.random.default_rng(1).normal(size=(600, 5))) @ z), (5,)),
+    "one entry each": (lambda w: jnp.sin(w)[::-1], (30, 10)),
+}
+
+
+@pytest.mark.parametrize("weight, shape", _MIXTURES.values(), ids=_MIXTURES)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_gains_are_about_the_column_norms_of_the_map_to_the_parameter(weight, shape, is_scaled):
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    scale = jnp.asarray(10.0 ** rng.uniform(-3, 3, size=shape), jnp.float32) if is_scaled else None
+    shape_of_weight = jax.eval_shape(weight, w)
+    trace = trace_loss(lambda w, x: jnp.sum(weight(w) * x), w, shape_of_weight)
+    (contact,) = trace.contacts
+    (found,) = PullBack(trace, [w]).gains(0, scale, [contact])
+    jacobian = np.asarray(jax.jacobian(weight)(w), np.float64).reshape(found.size, w.size)
+    exact = np.linalg.norm(jacobian * (1 if scale is None else scale.reshape(1, -1)), axis=1).reshape(found.shape)
+    # What they are for: the size of an array of terms.
+    terms = np.abs(rng.normal(size=found.shape))
+    assert 0.7 < np.linalg.norm(found * terms) / np.linalg.norm(exact * terms) < 2.5

@@ -5,6 +5,7 @@ It includes the slow path for norms that float32 cannot compute, for which accel
 
 import itertools
 
+import ghost_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from ghost_check import flat_clip
 from helpers import slow_unless
 
 from dpopt import ghost
+from dpopt.ghost import one_by_one
 
 
 def draw(seed):
@@ -54,3 +56,23 @@ def test_it_is_at_most_a_quarter_more(seed):
 def test_a_sum_of_several_blocks_is_added_up_in_the_memory_of_the_result():
     params = [{"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)} for _ in range(2)]
     assert ratio(params, jax.ShapeDtypeStruct((200, 1, 1024), jnp.float32)) <= 1.3
+
+
+def test_rare_examples_hold_one_large_gradient_at_a_time(monkeypatch):
+    filters = [jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.float32)] * 8
+    images = jax.ShapeDtypeStruct((2, 6, 6, 128), jnp.float32)
+
+    def loss(filters, x):
+        for w in filters:
+            x = jnp.tanh(ghost_cases.conv(x, ghost_cases.standardized(w)))
+        return jnp.sum(x)
+
+    def of_program():
+        clipped = lambda p, b: ghost.clipped_sum(loss, p, b, coefficients=flat_clip(0.7)).sum  # noqa: E731
+        with jax.numpy_rank_promotion("allow"):
+            return planned(clipped, filters, images)
+
+    found = of_program()
+    monkeypatch.setattr(one_by_one, "_LARGE", 1 << 40)
+    print(found, of_program())
+    assert found < 0.8 * of_program()
