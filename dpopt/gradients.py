@@ -227,7 +227,7 @@ def per_example_grads(
         memory: a target for the peak memory of the gradient. A float is a multiple of the memory of the ordinary
             gradient of the same batch (an estimate that includes the loss's own rematerialisation), an integer is
             bytes. If the ghost engine's records would take more, it processes the batch in parts, or twice: for the
-            norms and then for the sum. Records of up to 8 MB a device are always allowed.
+            norms and then for the sum. Records of up to 1 MB a device are always allowed.
 
     Returns:
         A function of ``params`` (floating leaves), ``batch`` (leaves ``(B, ...)``) and ``mask`` (``(B,)`` bool, False

@@ -96,7 +96,7 @@ def explained(loss_fn: Callable, params: Any, batch: Any, *, may_split: bool) ->
         found = dpopt.explain(loss_fn, params, example, batch_size=len(jax.tree.leaves(batch)[0]))
     if may_split:
         return found
-    way = dpopt.ghost.choose(found.plan, loss_fn, params, example, False, 1.25, may_split=False, may_vmap=True)
+    way = dpopt.ghost.choose(found.plan, 1.25, may_split=False, may_vmap=True)
     return dataclasses.replace(found, way=way)
 
 

@@ -127,17 +127,12 @@ class Rows(abc.ABC):
             return size, None
         # Outside `jit` a loop over microbatches would be compiled at every call.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
         try:
             plan = ghost.plan_clipped_sum(
                 self.loss_fn, self.params, self.batch, scale=scale, offset=offset, has_aux=self.has_aux
             ).of(size)
             way = ghost.choose(
                 plan,
-                self.loss_fn,
-                self.params,
-                row,
-                self.has_aux,
                 self.memory,
                 may_split=self.microbatch_size is None and is_traced,
                 may_vmap=self.engine == "auto",

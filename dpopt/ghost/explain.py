@@ -141,9 +141,7 @@ def explain(
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
     plan = plan_example(loss_fn, params, example, batch_size, scale, None, has_aux)
     limits, axes = ((), ()) if clip is None else (own_clip_norms(clip, params), layer_axes(clip, params))
-    way = choose(
-        plan, loss_fn, params, example, has_aux, memory, may_split=True, may_vmap=True, limits=limits, layer_axes=axes
-    )
-    explanation = Explanation(plan, way, estimate(plan, loss_fn, params, example, has_aux))
+    way = choose(plan, memory, may_split=True, may_vmap=True, limits=limits, layer_axes=axes)
+    explanation = Explanation(plan, way, estimate(plan))
     print(explanation)
     return explanation

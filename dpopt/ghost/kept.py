@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 from jax.extend import core
 
-from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.ghost.primitives import CALLS, RECOMPUTED
+from dpopt.ghost.program import Trace
 from dpopt.ghost.values import aval
 
 
@@ -27,14 +27,16 @@ class _Array:
 _Env = dict[core.Var, _Array]
 
 
-def kept_bytes(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool) -> float:
+def kept_bytes(trace: Trace) -> float:
     """Bytes that an ordinary gradient of one example keeps from its forward pass, without what all examples share."""
+    count = len(trace.leaves)
 
-    def pulled(params: PyTree, example: Example) -> list[jax.Array]:
-        return jax.tree.leaves(jax.vjp(lambda p: loss_fn(p, example), params, has_aux=has_aux)[1])
+    def pulled(*inputs: jax.Array) -> list[jax.Array]:
+        params, example = inputs[:count], inputs[count:]
+        return jax.tree.leaves(jax.vjp(lambda *p: core.jaxpr_as_fun(trace.loss)(*p, *example)[0], *params)[1])
 
-    jaxpr = jax.make_jaxpr(pulled)(params, example).jaxpr
-    own = jaxpr.invars[len(jax.tree.leaves(params)) :]
+    jaxpr = jax.make_jaxpr(pulled)(*trace.loss.in_avals).jaxpr
+    own = jaxpr.invars[count:]
     found = dict.fromkeys(_outputs(jaxpr, {v: _stored(v) for v in own}))
     kept = {array for array in found if array is not None and not array.stored}
     for array in found:

@@ -15,7 +15,6 @@ from typing import NamedTuple, cast
 import jax
 from jax.typing import ArrayLike
 
-from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines import sums
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, nbytes
 from dpopt.ghost.failures import CannotFollow
@@ -23,12 +22,15 @@ from dpopt.ghost.kept import kept_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.values import Contact, Entry
 
-_SMALL_BYTES = 1 << 23  # always allowed, on each device that has a share of the batch
+_SMALL_BYTES = 1 << 20  # always allowed, on each device that has a share of the batch
+# Bytes moved in memory in the time that one is sent between devices.
+_SENT = 10
 _IS_SMALL = f"and takes less than {_SMALL_BYTES >> 20} MB a device, which is always allowed"
 _IS_TINY = (
     f"all gradients of the batch together take at most {TINY_BYTES >> 10} kB, where both engines run in microseconds, "
     "whatever the table says, and vmap compiles faster"
 )
+_IN_FEWER = "in fewer parts it would take more memory than is allowed"
 
 
 class Memory(NamedTuple):
@@ -45,11 +47,11 @@ class Memory(NamedTuple):
         return self.examples / parts + (2 + (parts > 1)) * self.weights
 
 
-def estimate(plan: Plan, loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool) -> Memory:
-    """The memory for a plan's batch size; only shapes matter."""
+def estimate(plan: Plan) -> Memory:
+    """The memory for a plan's batch size."""
     size, contacts = plan.batch_size, plan.trace.contacts
     weights = plan.weight_bytes
-    kept = kept_bytes(loss_fn, params, example, has_aux)
+    kept = kept_bytes(plan.trace)
     taps = {c: nbytes(c.tap_shape, c.tap_dtype) for c in contacts}
     inputs = sum(activation_bytes(c) - taps[c] for c in contacts)
     own = [c for c in contacts if not c.shares]
@@ -80,8 +82,8 @@ class Way(NamedTuple):
 
 
 def choose(
-    plan: Plan, loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool, memory: float | int, *,
-    may_split: bool, may_vmap: bool, limits: Sequence[ArrayLike | None] = (), layer_axes: Sequence[int] = (),
+    plan: Plan, memory: float | int, *, may_split: bool, may_vmap: bool, limits: Sequence[ArrayLike | None] = (),
+    layer_axes: Sequence[int] = (),
 ) -> Way:  # fmt: skip
     """The fastest way that fits into ``memory``, or the smallest one if none fits.
 
@@ -117,15 +119,16 @@ def choose(
         one_pass = Way(plan.streaming(single), 1, "every parameter is clipped by its own norm, as its gradient comes")
         if wants_vmap or not _records_are_faster(plan):
             return one_pass
-    found = estimate(plan, loss_fn, params, example, has_aux)
+    found = estimate(plan)
     limit, reason = allowed(memory, found.ordinary), f"{fastest}, and the memory allows it"
     if wants_vmap and found.vmap <= limit:
         return Way(None, 1, reason)
     if wants_vmap:
         reason = "vmap, which should be faster, would take more memory than is allowed"
-    # On several devices every part is a sum over all of them, so beyond those that save time two passes come first.
-    more = [k for k in range(parts, size + 1) if size % k == 0] if may_split and jax.device_count() == 1 else [parts]
-    return _recorded(limit, found, plan, more, reason) or one_pass or _smallest(found, plan, more[-1], single)
+    # Every part has an equal share of each device's examples.
+    own = 0 if size % jax.device_count() else size // jax.device_count()
+    more = [k for k in range(parts, own + 1) if own % k == 0] if may_split and own else [parts]
+    return _recorded(limit, found, plan, more, reason) or one_pass or _slower(limit, found, plan, more, single)
 
 
 def _records_are_faster(plan: Plan) -> bool:
@@ -141,20 +144,25 @@ def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason:
 
     ``reason`` is given for the first."""
     size = plan.batch_size
-    second_pass = size * plan.ordinary_cost
-    again = 3 * OPERATIONS_PER_BYTE * found.weights  # each part reads the parameters, and adds its sum to another
+    second_pass, devices = size * plan.ordinary_cost, jax.device_count()
+    # Each part reads the parameters, adds its sum to another, and sends it to other devices.
+    moved = 3 + (2 * _SENT if devices > 1 else 0)
+    again = devices * moved * OPERATIONS_PER_BYTE * found.weights
     for k in parts:
         if found.recorded(k) <= limit and (k == parts[0] or (k - parts[0]) * again <= second_pass):
-            more = "in fewer parts it would take more memory than is allowed"
-            return Way(plan.of(size // k), k, reason if k == parts[0] else more)
+            return Way(plan.of(size // k), k, reason if k == parts[0] else _IN_FEWER)
     return None
 
 
-def _smallest(found: Memory, plan: Plan, parts: int, single: frozenset[int]) -> Way:
-    """Two passes, or one in so many parts if that takes less memory."""
-    if found.streamed < found.recorded(parts):
+def _slower(limit: float, found: Memory, plan: Plan, parts: list[int], single: frozenset[int]) -> Way:
+    """Two passes if they fit, else one in the fewest ``parts`` that do; if neither does, what takes least."""
+    fit = next((k for k in parts if found.recorded(k) <= limit), None)
+    if found.streamed <= limit or (fit is None and found.streamed < found.recorded(parts[-1])):
         return Way(plan.streaming(single), 1, "what it records in one pass would take more memory than is allowed")
-    return Way(plan.of(plan.batch_size // parts), parts, "nothing fits the memory allowed; this takes least")
+    of_part = plan.of(plan.batch_size // (fit or parts[-1]))
+    if fit is None:
+        return Way(of_part, parts[-1], "nothing fits the memory allowed; this takes least")
+    return Way(of_part, fit, _IN_FEWER)
 
 
 def single_parameters(plan: Plan, limits: Sequence[ArrayLike | None], layer_axes: Sequence[int]) -> frozenset[int]:

@@ -60,7 +60,7 @@ def test_ratios_are_those_of_the_way_that_is_taken():
     example, options = jnp.ones((64, 20)), {"may_split": False, "may_vmap": False}
     found = predict.explained(deep, DEEP, jnp.ones((512, 64, 20)), may_split=False)
     for memory, name in ((8.0, "ghost"), (1.0, "ghost in two passes")):
-        way = dpopt.ghost.choose(found.plan, deep, DEEP, example, False, memory, **options)
+        way = dpopt.ghost.choose(found.plan, memory, **options)
         assert (way.plan.streamed != {}) == (name != "ghost")
         given = types.SimpleNamespace(plan=found.plan, way=way, memory=found.memory)
         np.testing.assert_allclose(predict.ratios(given), of_table(found, name), atol=0.006)

@@ -161,9 +161,8 @@ def test_small_batches_go_in_the_fewest_parts_that_fit(monkeypatch, batch_size):
         return jnp.sum(x)
 
     shapes = [jnp.zeros((64, 64))] * 8, jax.ShapeDtypeStruct((batch_size, 1024, 64), jnp.float32)
-    example = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
     plan = ghost.plan_clipped_sum(loss, *shapes)
-    way = ghost.choose(plan, loss, shapes[0], example, False, 1.25, may_split=True, may_vmap=False)
+    way = ghost.choose(plan, 1.25, may_split=True, may_vmap=False)
     assert way.parts == 2 and not way.plan.streamed
 
 

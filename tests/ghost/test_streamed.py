@@ -213,8 +213,7 @@ def no_batch_is_small(monkeypatch):
 def chosen(remat, allowed, may_split=False, may_vmap=False):
     loss, params, batch = layers(remat)
     plan = ghost.plan_clipped_sum(loss, params, batch)
-    row = jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
-    return ghost.choose(plan, loss, params, row, False, allowed, may_split=may_split, may_vmap=may_vmap), plan
+    return ghost.choose(plan, allowed, may_split=may_split, may_vmap=may_vmap), plan
 
 
 def test_two_passes_are_chosen_where_records_would_take_too_much(no_batch_is_small):
@@ -232,9 +231,8 @@ def test_a_gpu_records_parameters_that_are_clipped_one_by_one_if_the_memory_allo
         loss, params, batch = case(ghost_cases.Arrays())
         with jax.numpy_rank_promotion("allow"):
             plan = ghost.plan_clipped_sum(loss, params, batch)
-            row = jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
             limits = [1.0] * len(plan.leaves)
-            way = ghost.choose(plan, loss, params, row, False, memory, may_split=True, may_vmap=False, limits=limits)
+            way = ghost.choose(plan, memory, may_split=True, may_vmap=False, limits=limits)
         return bool(way.plan.streamed)
 
     cases = ghost_cases.dense_sequence, ghost_cases.dense
@@ -264,20 +262,53 @@ def test_estimates_of_memory_are_those_of_the_compiler():
     for remat in (False, True):
         loss, params, batch = layers(remat)
         plan = ghost.plan_clipped_sum(loss, params, batch)
-        row = jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
-        found = memory.estimate(plan, loss, params, row, False)
+        found = memory.estimate(plan)
         ordinary = scratch(
             lambda p, x, loss=loss: jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, x).sum())(p), params, batch
         )
         assert 0.4 < (found.ordinary - 2 * found.weights) / ordinary < 2.5
 
 
-def test_a_batch_on_several_devices_is_not_taken_in_parts(no_batch_is_small, monkeypatch):
-    """A part would lie on some devices and leave the others idle."""
-    assert chosen(False, 0.9, may_split=True)[0].parts > 1
+def chosen_of(batch_size, allowed, width=64):
+    """The way that is chosen for six layers on 128 positions."""
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params = [jax.ShapeDtypeStruct((width, width), "float32")] * 6
+    plan = ghost.plan_clipped_sum(loss, params, jax.ShapeDtypeStruct((batch_size, 128, width), "float32"))
+    return ghost.choose(plan, allowed, may_split=True, may_vmap=False)
+
+
+def test_on_several_devices_every_part_has_examples_of_each(no_batch_is_small, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    way = chosen(False, 0.9, may_split=True)[0]
-    assert way.parts == 1 and way.plan.streamed
+    for batch_size, parts in ((8, 1), (24, 3), (64, 2), (65, 1)):
+        way = chosen_of(batch_size, 0.8)
+        assert (way.parts, bool(way.plan.streamed)) == (parts, parts == 1), batch_size
+        assert way.plan.batch_size == batch_size // parts
+
+
+def test_parts_whose_sums_are_sent_to_other_devices_cost_more_than_two_passes(no_batch_is_small, monkeypatch):
+    assert not chosen_of(16, 1.0, width=1024).plan.streamed
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert chosen_of(16, 1.0, width=1024).plan.streamed
+
+
+def test_the_fewest_parts_are_taken_where_two_passes_do_not_fit(no_batch_is_small):
+    """Here parts cost more than a second pass, which would take more memory than is allowed."""
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, y: (jnp.tanh(h @ w + y), None), x[0], x)[0])
+
+    w, x = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((8, 64, 512), "float32")
+    plan = ghost.plan_clipped_sum(loss, w, x)
+    found = memory.estimate(plan)
+    assert found.streamed > found.recorded(2)
+    limit = int((found.recorded(2) + min(found.recorded(1), found.streamed)) / 2)
+    way = memory._slower(limit, found, plan, [1, 2, 4, 8], frozenset())
+    assert way.parts == 2 and not way.plan.streamed
 
 
 def test_a_promise_in_two_passes_gives_the_same_sum(no_batch_is_small):
