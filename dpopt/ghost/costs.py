@@ -31,9 +31,18 @@ def formed_bytes(contact: Contact) -> int:
 
 
 def forming_bytes(contact: Contact) -> int:
-    """Bytes of the gradient and of the K views of the input that its products read."""
-    K = cast(Factors, contact.factors).shape[0]
-    return formed_bytes(contact) + K * nbytes(contact.input_shape, contact.weight.dtype)
+    """Bytes of the gradient and of the views of the input, or of the output's cotangent, that its products read."""
+    factors = cast(Factors, contact.factors)
+    if factors.shape[0] == 1 and not factors.views:  # the input, read in place or copied
+        return formed_bytes(contact) + nbytes(contact.input_shape, contact.weight.dtype)
+    return formed_bytes(contact) + _view_bytes(factors, contact.weight.dtype)
+
+
+def _view_bytes(factors: Factors, dtype: DTypeLike) -> int:
+    """Bytes of windows of the input, or of the output's cotangent where it is these that are looked up."""
+    K, N, a, p = factors.shape
+    columns = (K * a if K > 1 else 0) + (p if factors.views else 0)
+    return N * factors.positions * columns * wide_dtype(dtype).itemsize
 
 
 def activation_bytes(contact: Contact) -> int:
@@ -72,7 +81,7 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
         inner = 2 * pixels * a + SHIFTED_SUM * K * N * T * T
         return inner + 2 * N * T * T * p + 3 * OPERATIONS_PER_BYTE * square, 2 * square + pixels * width
     inner = 0 if factors.one_hot else K * a
-    views = N * T * K * a * width if K > 1 else 0  # views of the input, side by side
+    views = _view_bytes(factors, contact.weight.dtype)
     return 2 * N * T * T * (inner + p) + 3 * OPERATIONS_PER_BYTE * square, 2 * square + views
 
 

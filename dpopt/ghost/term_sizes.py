@@ -54,16 +54,16 @@ def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None
         return behind(factors, columns(factors, x, y), scale)
     # For windows of one input, the whole input instead of each window: it is read once.
     right = jnp.max(over_groups(lambda group: squares.sum_squares(group.right), factors, x, y))
-    left, windows, smallest = squares.sum_squares(x), factors.shape[0], squares.tiny(right.dtype)
-    value = (factors.overlap or windows) * left * right
-    return Square(value, windows * smallest * (y.size * left + x.size * right + 1))
+    left, views, smallest = squares.sum_squares(x), factors.views or factors.shape[0], squares.tiny(right.dtype)
+    value = (factors.overlap or factors.shape[0]) * left * right
+    return Square(value, views * smallest * (y.size * left + x.size * right + 1))
 
 
 def as_product(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> tuple[float, list[jax.Array]]:
     """The root of `square` as a number times the norms of arrays, which neither underflow nor overflow: slow."""
     if factors.one_hot or scale is not None:
         return 1.0, [over_groups(_size_of_group, factors, x, y, scale)]
-    return factors.shape[0] ** 0.5, [wide(x), wide(y)]
+    return (factors.views or factors.shape[0]) ** 0.5, [wide(x), wide(y)]
 
 
 def _square_of_rows(group: Group) -> Square:

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import dpopt
 from dpopt import ghost
 from dpopt.engines import promises
+from dpopt.ghost import term_sizes
 from dpopt.ghost.trace import trace_loss
 
 METHODS = [
@@ -74,6 +76,52 @@ def test_products_of_windows_are_sums_of_products_of_pixels(dilation, groups, pa
     left, _ = factors.split(x[None], jnp.zeros((1, *convolve(w, x).shape)))
     inner = factors.inner(x[None], lambda z: jnp.einsum("nsa,nta->nst", z, z))
     np.testing.assert_allclose(inner, jnp.einsum("nta,nsa->nts", left, left), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_transposed_convolutions_are_factored_by_pixels_of_the_input(seed, x64):
+    """Not by windows of the input, most of which are the zeros between its pixels."""
+    rng = np.random.default_rng(seed)
+    axes, groups, images = (int(rng.integers(1, n)) for n in (4, 3, 3))
+    a, b = (int(n) for n in rng.integers(1, 4, 2))
+    most = (9, 5, 4)[axes - 1]
+    window, sides = (tuple(rng.integers(low, most, axes).tolist()) for low in (1, 3))
+    dilation, rhs = (tuple(rng.integers(1, 4, axes).tolist()) for _ in range(2))
+    dilation = (2, *dilation[1:])
+    padding = [tuple(p) for p in rng.integers(-1, most, (axes, 2)).tolist()]
+    along = "XYZ"[:axes]
+    image, kernel = (f"NC{along}", f"OI{along}") if rng.random() < 0.5 else (f"N{along}C", f"{along}IO")
+    numbers = (image, kernel, image)
+    spec = lax.conv_dimension_numbers((1,) * (axes + 2), (1,) * (axes + 2), numbers)
+
+    def arranged(order, *lengths):
+        shape = [0] * len(lengths)
+        for axis, length in zip(order, lengths, strict=True):
+            shape[axis] = length
+        return rng.normal(size=shape)
+
+    x, w = arranged(spec.lhs_spec, images, groups * a, *sides), arranged(spec.rhs_spec, groups * b, a, *window)
+
+    def convolve(w, x):
+        return lax.conv_general_dilated(
+            x, w, (1,) * axes, padding, dilation, rhs, dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    (contact,) = trace_loss(lambda w, x: jnp.sum(convolve(w, x) ** 2), w, x).contacts
+    factors, y = contact.factors, rng.normal(size=jax.eval_shape(convolve, w, x).shape)
+    assert factors.positions == images * np.prod(sides)
+    left, right = factors.split(x, y)
+    (exact,) = jax.vjp(lambda w: convolve(w, x), w)[1](y)
+    found = factors.unfold(jnp.einsum("nta,ntp->nap", left, right)[None])
+    np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-10)
+    np.testing.assert_array_equal(factors.unfold(factors.fold(w)), w)
+    # What bounds the rounding error: of equal terms, whose windows overlap, it comes close.
+    x, y = np.ones_like(x), np.ones_like(y)
+    left, right = factors.split(x, y)
+    terms = jnp.linalg.norm(jnp.einsum("nta,ntp->nap", left, right))
+    number, arrays = term_sizes.as_product(factors, x, y, None)
+    assert terms <= number * np.prod([np.linalg.norm(z) for z in arrays]) * (1 + 1e-9)
+    assert terms <= term_sizes.square(factors, x, y, None).value ** 0.5 * (1 + 1e-9)
 
 
 def test_rules_are_used_where_they_should_be():
@@ -146,7 +194,7 @@ def test_explain_gives_the_reason_for_a_way_that_is_not_the_cheapest_in_its_tabl
     assert "at most 64 kB" in tiny.way.reason and "fastest" not in tiny.way.reason
     assert small.way.plan is not None and small.way.reason.startswith("it should be the fastest")
     plan = dataclasses.replace(small.plan, vmap_cost=small.plan.ghost_cost / 1.04)
-    way = ghost.choose(plan, loss_fn, params, example, False, 1.25, may_split=True, may_vmap=True)
+    way = ghost.choose(plan, 1.25, may_split=True, may_vmap=True)
     assert way.plan is not None and way.reason.startswith("it should be within 5% of the fastest")
 
 

@@ -17,6 +17,8 @@ STRIDES = [(1, 1), (2, 3), (4, 4), (3, 1)]  # some skip pixels, or extend beyond
 PADDINGS = [((0, 0), (0, 0)), ((1, 1), (0, 1)), ((1, 2), (-1, 3))]
 # Strides, dilation of the filter and of the image, padding, groups.
 ALL = list(itertools.product(STRIDES, [(1, 1), (2, 3)], [(1, 1), (2, 1)], PADDINGS, [1, 2]))
+# Without strides, dilated images have other factors (test_plan.py).
+ALL = [kind for kind in ALL if kind[0] != (1, 1) or kind[2] == (1, 1)]
 KINDS = slow_unless(ALL[::19], ALL)
 
 

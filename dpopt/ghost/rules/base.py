@@ -49,6 +49,7 @@ class Factors(NamedTuple):
 
     ``product`` maps an array z [N, S, a] to ``z z'`` [N, S, S]."""
     rows: int = 0  # S
+    views: int | None = None  # an entry of x, or of y, is in at most so many rows of left, or right; None: K
     overlap: int | None = None  # an entry of x is in the rows of at most so many of the K offsets; None: of all
     columns: Callable[[jax.Array], jax.Array] | None = None
     """``x -> sum_t left[k][n, t]^2`` [K, N, a] or an upper bound, if there is a cheaper way than from ``left``."""

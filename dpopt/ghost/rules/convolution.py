@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import cast
@@ -23,6 +22,8 @@ def conv_general_dilated(use: Use) -> Factors | None:
     p = use.params
     if use.position != 1 or p["batch_group_count"] != 1:
         return None
+    if max(p["lhs_dilation"], default=1) > 1 and set(p["window_strides"]) == {1}:
+        return _of_dilated_input(use)
     dims, groups = p["dimension_numbers"], p["feature_group_count"]
     (out_axis, in_axis, *window_axes) = dims.rhs_spec
     window = tuple(use.weight[i] for i in window_axes)
@@ -31,7 +32,7 @@ def conv_general_dilated(use: Use) -> Factors | None:
     outputs = tuple(use.output[i] for i in dims.out_spec[2:])
     positions = images * math.prod(outputs)
 
-    offsets = list(itertools.product(*map(range, window)))
+    offsets = _all_indices(window)
     spatial = [(lo, hi, d - 1) for (lo, hi), d in zip(p["padding"], p["lhs_dilation"], strict=True)]
 
     def padded(x: jax.Array) -> jax.Array:
@@ -40,17 +41,10 @@ def conv_general_dilated(use: Use) -> Factors | None:
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
 
     def windows(x: jax.Array) -> jax.Array:
-        """``[images, positions, K, channels]``, looked up: a CPU compiles slices one by one, and adds a copy."""
-        apart = [math.prod(x.shape[axis + 2 : -1]) for axis in range(len(window))]  # pixels along each axis
-        starts = np.indices(outputs).reshape(len(window), math.prod(outputs)).T * p["window_strides"] @ apart
-        within = np.array(offsets) * p["rhs_dilation"] @ apart
-        if any(
-            map(any, spatial)
-        ):  # stored: a look-up that has to tell pixels from padding takes up to three times as long
-            x = lax.optimization_barrier(x)
-        pixels = x.reshape(x.shape[0], -1, x.shape[-1])
-        at = jnp.asarray(starts, jnp.int32)[:, None] + jnp.asarray(within, jnp.int32)[None]
-        return pixels.at[:, at].get(mode="promise_in_bounds")
+        if any(map(any, spatial)):
+            x = lax.optimization_barrier(x)  # stored: looking up pixels or padding takes up to three times as long
+        starts = _all_indices(outputs) * p["window_strides"]
+        return _look_up(x, starts, offsets * p["rhs_dilation"])
 
     def split(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         left = windows(padded(x)).reshape(positions, len(offsets), groups, a)
@@ -90,7 +84,7 @@ def conv_general_dilated(use: Use) -> Factors | None:
         apart = [n for side, s in zip(x.shape[1:-1], strides, strict=True) for n in (side // s, s)]
         x = x.reshape(images, *apart, groups * a)
         sums = jnp.sum(x, axis=(0, *range(1, x.ndim - 1, 2)))  # [phase within the stride along each axis, channels]
-        starts = np.array(offsets) * p["rhs_dilation"] % strides  # [K, axes]
+        starts = offsets * p["rhs_dilation"] % strides  # [K, axes]
         return sums[*starts.T].reshape(-1, groups, a)
 
     K, sides = len(offsets), (use.input[i] for i in dims.lhs_spec[2:])
@@ -108,3 +102,59 @@ def conv_general_dilated(use: Use) -> Factors | None:
         filters=(out_axis,), inner=inner if offered else None, rows=rows, overlap=overlap,
         columns=columns if window else None,
     )  # fmt: skip
+
+
+def _of_dilated_input(use: Use) -> Factors:
+    """A transposed convolution: outer products of each pixel of the input and a window of the output cotangent.
+
+    Windows of the input would mostly hold the zeros between its pixels."""
+    p = use.params
+    dims, groups = p["dimension_numbers"], p["feature_group_count"]
+    (out_axis, in_axis, *window_axes) = dims.rhs_spec
+    window = tuple(use.weight[i] for i in window_axes)
+    a, b = use.weight[in_axis], use.weight[out_axis] // groups
+    images, inputs = use.input[dims.lhs_spec[0]], tuple(use.input[i] for i in dims.lhs_spec[2:])
+    positions = images * math.prod(inputs)
+
+    # Pixel u is at low + u * dilation among the padded ones, which output t meets at offset k if that is t + k * rhs.
+    offsets = _all_indices(window) * p["rhs_dilation"]
+    pixels = _all_indices(inputs) * p["lhs_dilation"] + [low for low, _ in p["padding"]]
+    outputs = [use.output[i] for i in dims.out_spec[2:]]
+    before = np.maximum(np.max(offsets, axis=0, initial=0) - np.min(pixels, axis=0, initial=0), 0)
+    after = np.maximum(np.max(pixels, axis=0, initial=0) + 1 - outputs, 0)
+
+    def split(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        left = jnp.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))
+        y = jnp.transpose(y, (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1]))
+        around = [(int(low), int(high), 0) for low, high in zip(before, after, strict=True)]
+        y = lax.optimization_barrier(lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0), *around, (0, 0, 0)]))
+        right = _look_up(y, pixels + before, -offsets).reshape(positions, len(offsets), groups, b)
+        right = jnp.moveaxis(right, 2, 0).reshape(groups, positions, -1)
+        return jnp.swapaxes(left.reshape(positions, groups, a), 0, 1), right
+
+    order = (*window_axes, out_axis, in_axis)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+
+    def fold(w: jax.Array) -> jax.Array:
+        w = jnp.transpose(w, order).reshape(len(offsets), groups, b, a)
+        return jnp.transpose(w, (1, 3, 0, 2)).reshape(1, groups, a, -1)
+
+    def unfold(g: jax.Array) -> jax.Array:
+        g = jnp.transpose(g.reshape(groups, a, len(offsets), b), (2, 0, 3, 1))
+        return jnp.transpose(g.reshape(*window, groups * b, a), inverse)
+
+    return Factors((1, groups, a, len(offsets) * b), positions, split, fold, unfold, views=len(offsets))
+
+
+def _all_indices(shape: tuple[int, ...]) -> np.ndarray:
+    """The indices of an array's entries, in order, ``[entries, axes]``."""
+    return np.indices(shape).reshape(len(shape), math.prod(shape)).T
+
+
+def _look_up(x: jax.Array, starts: np.ndarray, within: np.ndarray) -> jax.Array:
+    """The pixels of ``x``, ``[images, *sides, channels]``, at all sums of two arrays of positions, ``[n, sides]``.
+
+    ``[images, starts, within, channels]``. At once: a CPU compiles slices one by one, and adds a copy."""
+    apart = [math.prod(x.shape[axis + 1 : -1]) for axis in range(1, x.ndim - 1)]  # pixels along each axis
+    at = jnp.asarray(starts @ apart, jnp.int32)[:, None] + jnp.asarray(within @ apart, jnp.int32)[None]
+    return x.reshape(x.shape[0], -1, x.shape[-1]).at[:, at].get(mode="promise_in_bounds")
