@@ -31,8 +31,8 @@ def settled(bad: jax.Array, trees: Mapping[_Key, Any]) -> dict[_Key, Any]:
     """Trees of arrays ``[B, ...]``, materialised, so that they are computed only once: what was seen, or coefficients.
 
     If a loss has lost its digits to rounding and a cotangent were computed twice, the one that is added up would not be
-    the one whose norm was taken. `if_any` prevents that. Its step, taken if rows are ``bad``, replaces their infinities
-    by NaN, which is treated the same.
+    the one whose norm was taken. `if_any` prevents that. (An optimization barrier does not on the CPU of JAX 0.10.) Its
+    step, taken if rows are ``bad``, replaces their infinities by NaN, which is treated the same.
     """
     arrays, rebuild = distinct_arrays(trees)
 

