@@ -31,7 +31,7 @@ TINY_BYTES = 1 << 16
 # Formed gradients that are not kept share a buffer of this size, which should fit a CPU's cache.
 _CHUNK_BYTES = 1 << 22
 # It may only be this share of what an ordinary gradient takes, or this small: a program has a few of them at a time.
-_CHUNK_SHARE = 1 / 8
+_CHUNK_SHARE = 1 / 16
 _SMALL_CHUNK_BYTES = 1 << 20
 # In two passes the buffer has this size, because a loop over chunks holds its inputs twice.
 _STREAMED_CHUNK_BYTES = 1 << 26
