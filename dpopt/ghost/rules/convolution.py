@@ -37,7 +37,7 @@ def conv_general_dilated(use: Use) -> Factors | None:
 
     def padded(x: jax.Array) -> jax.Array:
         """``[images, *sides, channels]``"""
-        x = jnp.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))
+        x = _channels_last(x, dims.lhs_spec)
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
 
     def windows(x: jax.Array) -> jax.Array:
@@ -48,21 +48,11 @@ def conv_general_dilated(use: Use) -> Factors | None:
 
     def split(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         left = windows(padded(x)).reshape(positions, len(offsets), groups, a)
-        y = jnp.transpose(y, (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1]))
+        y = _channels_last(y, dims.out_spec)
         left = jnp.moveaxis(left, 2, 0).reshape(groups, positions, -1)
         return left, jnp.swapaxes(y.reshape(positions, groups, b), 0, 1)
 
-    # Weight axes in the order window, output channel (by group), input channel.
-    order = (*window_axes, out_axis, in_axis)
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-
-    def fold(w: jax.Array) -> jax.Array:
-        w = jnp.transpose(w, order).reshape(math.prod(window), groups, b, a)
-        return jnp.swapaxes(w, 2, 3)
-
-    def unfold(g: jax.Array) -> jax.Array:
-        g = jnp.swapaxes(g, 2, 3).reshape(*window, groups * b, a)
-        return jnp.transpose(g, inverse)
+    fold, unfold = _by_offset(use)
 
     def inner(x: jax.Array, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
         # Products of all pixels, computed once: a product of two windows sums them, both shifted by the same offset.
@@ -124,26 +114,47 @@ def _of_dilated_input(use: Use) -> Factors:
     after = np.maximum(np.max(pixels, axis=0, initial=0) + 1 - outputs, 0)
 
     def split(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        left = jnp.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))
-        y = jnp.transpose(y, (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1]))
+        left = _channels_last(x, dims.lhs_spec)
+        y = _channels_last(y, dims.out_spec)
         around = [(int(low), int(high), 0) for low, high in zip(before, after, strict=True)]
         y = lax.optimization_barrier(lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0), *around, (0, 0, 0)]))
         right = _look_up(y, pixels + before, -offsets).reshape(positions, len(offsets), groups, b)
         right = jnp.moveaxis(right, 2, 0).reshape(groups, positions, -1)
         return jnp.swapaxes(left.reshape(positions, groups, a), 0, 1), right
 
-    order = (*window_axes, out_axis, in_axis)
+    by_offset, back = _by_offset(use)
+
+    def fold(w: jax.Array) -> jax.Array:
+        return jnp.transpose(by_offset(w), (1, 2, 0, 3)).reshape(1, groups, a, -1)
+
+    def unfold(g: jax.Array) -> jax.Array:
+        return back(jnp.transpose(g.reshape(groups, a, len(offsets), b), (2, 0, 1, 3)))
+
+    return Factors((1, groups, a, len(offsets) * b), positions, split, fold, unfold, views=len(offsets))
+
+
+def _by_offset(use: Use) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """``fold`` to ``[K, N, a, b]`` for the filter's K offsets, and ``unfold``."""
+    out_axis, in_axis, *window_axes = use.params["dimension_numbers"].rhs_spec
+    groups, window = use.params["feature_group_count"], [use.weight[i] for i in window_axes]
+    a, b = use.weight[in_axis], use.weight[out_axis] // groups
+    order = (*window_axes, out_axis, in_axis)  # output channels by group
     inverse = sorted(range(len(order)), key=order.__getitem__)
 
     def fold(w: jax.Array) -> jax.Array:
-        w = jnp.transpose(w, order).reshape(len(offsets), groups, b, a)
-        return jnp.transpose(w, (1, 3, 0, 2)).reshape(1, groups, a, -1)
+        w = jnp.transpose(w, order).reshape(math.prod(window), groups, b, a)
+        return jnp.swapaxes(w, 2, 3)
 
     def unfold(g: jax.Array) -> jax.Array:
-        g = jnp.transpose(g.reshape(groups, a, len(offsets), b), (2, 0, 3, 1))
-        return jnp.transpose(g.reshape(*window, groups * b, a), inverse)
+        g = jnp.swapaxes(g, 2, 3).reshape(*window, groups * b, a)
+        return jnp.transpose(g, inverse)
 
-    return Factors((1, groups, a, len(offsets) * b), positions, split, fold, unfold, views=len(offsets))
+    return fold, unfold
+
+
+def _channels_last(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
+    """``[images, *sides, channels]``"""
+    return jnp.transpose(x, (spec[0], *spec[2:], spec[1]))
 
 
 def _all_indices(shape: tuple[int, ...]) -> np.ndarray:
