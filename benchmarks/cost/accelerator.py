@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,13 +76,13 @@ class Case(NamedTuple):
     scratch_bytes: dict[str, int]  # that XLA plans
 
 
-def compiled(name: str, dtype: str) -> Case:
-    """Compiles all ways."""
+def compiled(name: str, dtype: str, ways: Sequence[str] = tuple(WAYS)) -> Case:
+    """Compiles some ways."""
     family = LARGE[name](DTYPES[dtype])
     args = family.params, family.batch, None
-    traced = [make(family).lower(*args) for make in WAYS.values()]  # JAX cannot trace one loss in several threads
+    traced = [WAYS[way](family).lower(*args) for way in ways]  # JAX cannot trace one loss in several threads
     with ThreadPoolExecutor() as pool:
-        programs = dict(zip(WAYS, pool.map(lambda program: program.compile(), traced), strict=True))
+        programs = dict(zip(ways, pool.map(lambda program: program.compile(), traced), strict=True))
     scratch = {way: int(program.memory_analysis().temp_size_in_bytes) for way, program in programs.items()}
     return Case(args, programs, scratch)
 
@@ -109,14 +109,15 @@ def file_of(name: str, dtype: str) -> str:
 
 
 def measure(case: Case, dtype: str, budget_s: float) -> dict[str, Any]:
-    """Times and profiles all ways, after a comparison of the flat clipped gradient with jax_privacy's.
+    """Times and profiles all ways, after a comparison of the flat clipped gradient with jax_privacy's, if it is one.
 
     Raises:
         AssertionError: if they differ in float32 by more than rounding.
     """
     results = {way: jax.block_until_ready(program(*case.args)) for way, program in case.programs.items()}
-    error = float(checked.relative_error(results[FLAT], results[JAX_PRIVACY]))
-    assert dtype != "float32" or error < MOST_ERROR, f"the clipped gradient differs from jax_privacy's by {error:.2g}"
+    error = float(checked.relative_error(results[FLAT], results[JAX_PRIVACY])) if JAX_PRIVACY in results else None
+    if error is not None and dtype == "float32":
+        assert error < MOST_ERROR, f"the clipped gradient differs from jax_privacy's by {error:.2g}"
     del results
     calls = {way: checked.call(program, case.args) for way, program in case.programs.items()}
     once = {way: timing.seconds_of(call) for way, call in calls.items()}
@@ -130,7 +131,7 @@ def measure(case: Case, dtype: str, budget_s: float) -> dict[str, Any]:
         "scratch_bytes": case.scratch_bytes,
         "argument_bytes": sum(x.nbytes for x in jax.tree.leaves(case.args)),
         "largest_relative_error": error,
-        "profile": {way: profiled(calls[way]) for way in (ORDINARY, FLAT, LAYERWISE)},
+        "profile": {way: profiled(call) for way, call in calls.items() if way != JAX_PRIVACY},
     }
 
 
@@ -176,6 +177,7 @@ def markdown(content: dict[str, Any]) -> str:
     head = [
         "family",
         "dtype",
+        "GPU",
         "ordinary (ms)",
         *ways,
         *(f"{way}: memory" for way in ways),
@@ -186,27 +188,32 @@ def markdown(content: dict[str, Any]) -> str:
     lines = []
     for run in content["runs"]:
         if "failed" in run:
-            lines.append([run["family"], run["dtype"], "failed"] + [""] * (len(head) - 3))
+            lines.append([run["family"], run["dtype"], _gpu(run), "failed"] + [""] * (len(head) - 4))
             continue
         scratch = run["scratch_bytes"]
         lines.append(
-            [run["family"], run["dtype"], f"{1e3 * run['seconds'][ORDINARY]:.1f}"]
-            + [f"{run['ratio'][way]:.2f}" for way in ways]
-            + [f"{scratch[way] / max(1, scratch[ORDINARY]):.2f}" for way in ways]
+            [run["family"], run["dtype"], _gpu(run), f"{1e3 * run['seconds'][ORDINARY]:.1f}"]
+            + [f"{run['ratio'][way]:.2f}" if way in run["ratio"] else "" for way in ways]
+            + [f"{scratch[way] / max(1, scratch[ORDINARY]):.2f}" if way in scratch else "" for way in ways]
             + [f"{run['batch_size'] / run['seconds'][FLAT]:,.0f}"]
-            + [f"{run['largest_relative_error']:.1g}", bound_by(run["profile"][FLAT])]
+            + ["" if run["largest_relative_error"] is None else f"{run['largest_relative_error']:.1g}"]
+            + [bound_by(run["profile"][FLAT])]
         )
-    device = content["environment"]
     intro = (
         "Time of a clipped gradient, and scratch memory that XLA plans for it, over those of the ordinary gradient, on "
-        f"{device['device']} (XLA flags: {content['flags'] or 'none'}). jax_privacy has microbatches of {MICROBATCH}, "
+        f"a GPU (XLA flags: {content['flags'] or 'none'}; *: by an earlier engine). jax_privacy has microbatches of {MICROBATCH}, "
         f"or of {MICROBATCH_OF_CONVOLUTIONS} with convolutions. `examples a second`: of the flat clip. `differs by`: "
         "the flat clip from jax_privacy, which in bfloat16 adds up the gradient of a table in it. `bound by`: the "
         "largest part of the time of the flat clip. In bfloat16, ratios far below 1 come from the ordinary gradient: "
         "XLA adds up the rows of frequent words in bfloat16, one after another, where the engine adds them up in "
         "float32."
     )
-    return f"{intro}\n\n" + tables.rows(head, lines, ["---", "---", *["---:"] * (len(head) - 3), "---"])
+    return f"{intro}\n\n" + tables.rows(head, lines, ["---", "---", "---", *["---:"] * (len(head) - 4), "---"])
+
+
+def _gpu(run: dict[str, Any]) -> str:
+    """The device, in short, and whether the engine has changed since."""
+    return run["device"].removeprefix("gpu: NVIDIA ").split()[0] + ("*" if run.get("earlier_engine") else "")
 
 
 def bound_by(profile: dict[str, Any]) -> str:
@@ -217,7 +224,9 @@ def bound_by(profile: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", help="only families whose name contains this text")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only families whose name contains one of these")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="only these, among them "
+                        "the ordinary gradient and the flat clip")  # fmt: skip
     parser.add_argument("--dtype", choices=list(DTYPES), help="only this one")
     parser.add_argument("--seconds", type=float, default=2.0, help="to spend on timing each case (default 2)")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds to wait for compilation (default 900)")
@@ -227,33 +236,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures every case and writes ``accelerator.json``."""
-    names = [n for n in LARGE if options.only is None or options.only.lower() in n.lower()]
+    names = [n for n in LARGE if options.only is None or any(text.lower() in n.lower() for text in options.only)]
     if not names:
-        raise arguments.UserError(f"no family matches {options.only!r}; there are: {'; '.join(LARGE)}")
+        raise arguments.UserError(f"no family matches {' or '.join(options.only)}; there are: {'; '.join(LARGE)}")
+    if not {ORDINARY, FLAT} <= set(options.ways):
+        raise arguments.UserError(f"--ways has to name {ORDINARY!r} and {FLAT!r}: others are compared with them")
     cases = [(name, dtype) for name in names for dtype in ([options.dtype] if options.dtype else DTYPES)]
     if options.compile_into is not None:
         for case in cases:
-            save(compiled(*case), options.compile_into / file_of(*case))
+            save(compiled(*case, options.ways), options.compile_into / file_of(*case))
         return
     with tempfile.TemporaryDirectory() as folder:
-        _compile_side_by_side(cases, Path(folder), options.patience)
-        path, found = options.out / "accelerator.json", []
+        _compile_side_by_side(cases, options.ways, Path(folder), options.patience)
+        path, found, environment = options.out / "accelerator.json", [], records.environment()
         for name, dtype in cases:
-            row: dict[str, Any] = {"family": name, "dtype": dtype}
+            row: dict[str, Any] = {"family": name, "dtype": dtype, "device": environment["device"]}
             try:
                 row |= measure(load(Path(folder) / file_of(name, dtype)), dtype, options.seconds)
             except Exception as error:  # a case that fails should not cost the others: time on a GPU is scarce
                 row["failed"] = f"{type(error).__name__}: {error}"[:400]
             found.append(row)
             flags = os.environ.get("XLA_FLAGS", "")
-            records.write_json(path, {"environment": records.environment(), "flags": flags, "runs": found})
+            records.write_json(path, {"environment": environment, "flags": flags, "runs": found})
             print(name, dtype, row.get("ratio") or row["failed"], flush=True)
     print(f"Wrote {path}.")
 
 
-def _compile_side_by_side(cases: list[tuple[str, str]], folder: Path, patience: float) -> None:
+def _compile_side_by_side(cases: list[tuple[str, str]], ways: list[str], folder: Path, patience: float) -> None:
     """Compiles every case in its own process, which is stopped when patience is at its end."""
-    command = [sys.executable, "-m", "benchmarks", "accelerator", "--compile-into", str(folder)]
+    command = [sys.executable, "-m", "benchmarks", "accelerator", "--compile-into", str(folder), "--ways", *ways]
     began = time.monotonic()
     # By default a process reserves most of the device's memory.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

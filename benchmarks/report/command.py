@@ -30,7 +30,8 @@ MEASURED = {
 }
 
 COMMAND = {  # if it is not `python -m benchmarks` and the name
-    "accelerator": "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks accelerator --seconds 0.8",
+    "accelerator": "XLA_FLAGS='--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=2' python -m benchmarks "
+    "accelerator --seconds 0.6",
     "zoo": "python -m benchmarks zoo --seconds 7",
     "scaling-devices": "python -m benchmarks scaling --devices 8",
     "scaling-llm": "python -m benchmarks scaling --llm",

@@ -30,8 +30,8 @@ def headline(results: Path) -> str:
         lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
     on_gpu = records.load(results, "accelerator")
     if on_gpu:
-        device = on_gpu["environment"]["device"].removeprefix("gpu: ")
-        lines.append([f"the same on a GPU ({device}), float32", _on_gpu(on_gpu["runs"]), f"`{ON_GPU}`"])
+        devices = sorted({run["device"].removeprefix("gpu: ").split(" 80GB")[0] for run in on_gpu["runs"]})
+        lines.append([f"the same on a GPU ({', '.join(devices)}), float32", _on_gpu(on_gpu["runs"]), f"`{ON_GPU}`"])
     memory_runs = records.load(results, "memory")
     if memory_runs:
         found = [run["ratio"]["ghost"] for run in memory_runs["runs"] if "ghost" in run["ratio"]]

@@ -20,6 +20,7 @@ from jax import lax
 from dpopt.common.trees import per_example
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
+from dpopt.ghost.costs import view_bytes
 from dpopt.ghost.primitives import BILINEAR, CONVOLUTION, DOT
 from dpopt.ghost.rows import quick_products, summed_products, tf32
 from dpopt.ghost.rules import Factors
@@ -27,6 +28,8 @@ from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
 from dpopt.ghost.values import Contact, wide_dtype
 
 _PRECISION = lax.Precision.HIGHEST
+# Windows of a convolution's input may take so much for a block of examples.
+_WINDOW_BYTES = 1 << 27
 # Up to how many entries a gradient is added up without a product: as fast, and XLA compiles the sum once for all
 # parameters of a shape, but every product on its own.
 _SMALL = 2**12
@@ -70,29 +73,34 @@ def is_sum(contact: Contact, record: Recorded) -> bool:
 
 
 def square_of_one(
-    contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float
-) -> Square:
-    """``|S * G|^2`` for one example; ``diagonal`` is S, like the weight; for ``lost`` see `squares.of_entries`."""
+    contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float,
+    is_quick: bool = False,
+) -> Square:  # fmt: skip
+    """``|S * G|^2`` for one example; ``diagonal`` is S, like the weight; for ``lost`` see `squares.of_entries`.
+
+    ``is_quick``: the record is one of quick_sums.py."""
     diagonal = None if diagonal is None else contact.fold(diagonal)
-    return with_terms(contact, *parts_of_one(contact, method, record, diagonal, lost), diagonal)
+    return with_terms(contact, *parts_of_one(contact, method, record, diagonal, lost, is_quick), diagonal)
 
 
 def parts_of_one(
-    contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float
-) -> tuple[Square, term_sizes.Columns | None]:
+    contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float,
+    is_quick: bool = False,
+) -> tuple[Square, term_sizes.Columns | None]:  # fmt: skip
     """`square_of_one` without the part that is cheaper for all examples together, which `with_terms` adds.
 
     Here and there ``diagonal`` is folded."""
     factors = contact.factors
     if method != "explicit":
         x, y, _ = cast(Seen, record)
-        return norms.square(method, cast(Factors, factors), x, y, diagonal), None
-    formed = form(contact, record)
+        return norms.square(method, cast(Factors, factors), x, y, diagonal, is_quick), None
+    formed = form(contact, record, for_sum=is_quick)
     found = of_entries(formed if diagonal is None else formed * diagonal, lost)
     if isinstance(record, Formed) or factors is None or factors.positions == 1:
         return found, None
     if diagonal is None or factors.one_hot:
-        return cancelled_before(found, term_sizes.square(factors, record.x, record.y, diagonal), formed.dtype), None
+        terms = term_sizes.square(factors, record.x, record.y, diagonal)
+        return cancelled_before(found, terms, formed.dtype, is_quick), None
     return found, term_sizes.columns(factors, record.x, record.y)
 
 
@@ -115,7 +123,7 @@ def weighted(contact: Contact, record: Recorded, c: jax.Array, is_quick: bool = 
 
 def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
     """The same from formed gradients."""
-    if formed[0].size <= _SMALL:
+    if formed[0].size <= _SMALL or jax.default_backend() == "gpu":  # which is slow at products with one row
         return contact.unfold(jnp.sum(per_example(c.astype(formed.dtype), formed) * formed, axis=0))
     return contact.unfold(jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
 
@@ -129,13 +137,11 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_qu
     else:
         y = _weighted(y, c, is_quick)
     factors = contact.factors
-    # For the transposed primitive XLA would first transpose y, a tenth of the time of an MLP's gradient. (For a product
-    # of a single example's factors it would store a broadcast.)
-    if contact.primitive is DOT and factors is not None and factors.shape[:2] == (1, 1) and len(c) > 1:
-        left, right = jax.vmap(factors.split)(x, y)
+    if factors is not None and _as_product(contact, factors, len(c)):
+        left, right = (jnp.squeeze(z, 1) for z in jax.vmap(factors.split)(x, y))  # of the only group
         products = quick_products if is_quick else summed_products
         total = products(*(z.reshape(-1, z.shape[-1]) for z in (left, right)))
-        return factors.unfold(total[None, None])
+        return factors.unfold(total.reshape(factors.shape))
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
     shape = jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))
     out = jax.eval_shape(batched, shape, x)
@@ -143,9 +149,22 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_qu
     return channels_last(lambda y: transposed(y)[0])(y.astype(out.dtype))
 
 
-def may_stack(contact: Contact) -> bool:
+def _as_product(contact: Contact, factors: Factors, rows: int) -> bool:
+    """Whether the sum is computed as one product of matrices, of the factors of all examples.
+
+    For the transposed primitive of a product XLA would first transpose y, a tenth of the time of an MLP's gradient.
+    (For a product of a single example's factors it would store a broadcast.) A GPU computes gradients of filters slowly
+    if it must not round factors, but for the largest images windows take too much memory."""
+    if factors.one_hot or factors.shape[1] != 1 or rows == 1:
+        return False
+    if contact.primitive is CONVOLUTION:
+        return jax.default_backend() == "gpu" and rows * view_bytes(factors, contact.weight.dtype) <= _WINDOW_BYTES
+    return contact.primitive is DOT and factors.shape[0] == 1
+
+
+def may_stack(contact: Contact, record: Recorded | None = None) -> bool:
     """Whether `weighted` is fast under ``vmap``, which makes slow grouped convolutions of gradients of filters."""
-    return contact.primitive is not CONVOLUTION
+    return contact.primitive is not CONVOLUTION or isinstance(record, Formed)
 
 
 def weighs_input(contact: Contact, x: jax.Array, y: jax.Array) -> bool:

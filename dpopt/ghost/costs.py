@@ -35,10 +35,10 @@ def forming_bytes(contact: Contact) -> int:
     factors = cast(Factors, contact.factors)
     if factors.shape[0] == 1 and not factors.views:  # the input, read in place or copied
         return formed_bytes(contact) + nbytes(contact.input_shape, contact.weight.dtype)
-    return formed_bytes(contact) + _view_bytes(factors, contact.weight.dtype)
+    return formed_bytes(contact) + view_bytes(factors, contact.weight.dtype)
 
 
-def _view_bytes(factors: Factors, dtype: DTypeLike) -> int:
+def view_bytes(factors: Factors, dtype: DTypeLike) -> int:
     """Bytes of windows of the input, or of the output's cotangent where it is these that are looked up."""
     K, N, a, p = factors.shape
     columns = (K * a if K > 1 else 0) + (p if factors.views else 0)
@@ -81,7 +81,7 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
         inner = 2 * pixels * a + SHIFTED_SUM * K * N * T * T
         return inner + 2 * N * T * T * p + 3 * OPERATIONS_PER_BYTE * square, 2 * square + pixels * width
     inner = 0 if factors.one_hot else K * a
-    views = _view_bytes(factors, contact.weight.dtype)
+    views = view_bytes(factors, contact.weight.dtype)
     return 2 * N * T * T * (inner + p) + 3 * OPERATIONS_PER_BYTE * square, 2 * square + views
 
 

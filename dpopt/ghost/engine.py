@@ -160,7 +160,7 @@ def clipped_sum(
     found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen))
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
-    norms = quick_sums.all_raised(run.plan, norms, found.terms)
+    norms = quick_sums.all_raised(norms, found.terms)
     ok = mask & finite([*norms, mask])
     weights = dict(enumerate(weigh(norms, mask)))
     weights = without_underflowing(run, weights, dict(enumerate(norms)), records, {}, found.diagonals)

@@ -23,6 +23,7 @@ from dpopt.engines.norms import safe_norm, shrink_to
 from dpopt.ghost import contacts, quick_sums
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.hook_vjp import batched, with_hook
+from dpopt.ghost.rows import tf32
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
 from dpopt.ghost.values import Contact
@@ -43,7 +44,7 @@ class _Hook:
     method: str = dataclasses.field(metadata=_STATIC)
     chunk: int = dataclasses.field(metadata=_STATIC)  # examples at a time
     tiny: float = dataclasses.field(metadata=_STATIC)  # of `Trace.narrowest`
-    is_quick: bool = dataclasses.field(metadata=_STATIC)  # whether the sum is one of quick_sums.py
+    is_quick: bool = dataclasses.field(metadata=_STATIC)  # whether norm and sum are those of quick_sums.py
     coefficient: jax.Array | None = None  # (): this example's; 0 excludes it, whatever it contains
 
     slot_axes = (0, None)  # of the slots' cotangents: whether they have a batch axis
@@ -63,6 +64,8 @@ class _Hook:
         """The contact's output, with the hook attached; see `with_hook`."""
 
         def backward(hook: _Hook, x: jax.Array | None, y: jax.Array) -> _Hook:
+            if self.is_quick:
+                x, y = tf32(cast(jax.Array, x)), tf32(y)
             shared = dataclasses.replace(hook, bounds=None, total=None, coefficient=None)
             bounds, total = batched(functools.partial(self.results, contact))((x, y, hook.coefficient), shared)
             return dataclasses.replace(jax.tree.map(lambda _: None, hook), bounds=bounds, total=total)
@@ -227,9 +230,9 @@ def _norm_of_one(
     lost, unit = terms * tiny(y.dtype), jnp.ones(())
     if diagonal is not None:  # its entries are below 2 once scaled
         (diagonal, unit), lost = to_one(diagonal), 2 * lost
-    square = contacts.square_of_one(contact, hook.method, contacts.Seen(x, y), diagonal, lost)
+    square = contacts.square_of_one(contact, hook.method, contacts.Seen(x, y), diagonal, lost, hook.is_quick)
     upper, lower = (jnp.sqrt(s) for s in (square.value + square.missing, square.value))
     if hook.is_quick:
-        upper = quick_sums.raised(contact, upper, jnp.sqrt(cast(jax.Array, square.terms)))
+        upper = quick_sums.raised(upper, jnp.sqrt(cast(jax.Array, square.terms)))
     other = y_unit if x is not None and contacts.weighs_input(contact, x, y) else x_unit
     return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower)), 2 * other

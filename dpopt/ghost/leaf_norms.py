@@ -90,8 +90,11 @@ def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records) -> Sq
         one, rest, inputs = _direct(run, leaf_plan, diagonal, records)
     else:
         one, rest, inputs = _standardized(run, leaf_plan, diagonal, seen, records)
-    # Kept gradients are squared in chunks, too: otherwise a CNN took 1.11 ordinary gradients instead of 1.03.
+    # Kept gradients are squared in chunks, too: otherwise a CNN took 1.11 ordinary gradients instead of 1.03. A GPU,
+    # which has no such cache, starts fewer kernels.
     chunk = run.plan.chunk(contacts) if method == "explicit" else run.plan.fitting(leaf_plan.bytes)
+    if jax.default_backend() == "gpu" and run.plan.kept.issuperset(contacts):
+        chunk = run.plan.batch_size
     found = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
     return jax.vmap(rest)(*found)  # for all examples, which share a diagonal
 
@@ -146,11 +149,11 @@ def _direct(run: Run, leaf_plan: LeafPlan, scale: Array | None, records: Records
     """For a weight whose entries each depend on one entry of the parameter."""
     leaf, (contact,) = leaf_plan.leaf, leaf_plan.contacts
     diagonal, lost = run.diagonal(leaf, contact, scale), _lost(run, leaf, [contact])
-    diagonal = None if diagonal is None else contact.fold(diagonal)
+    diagonal, is_quick = None if diagonal is None else contact.fold(diagonal), contact in run.plan.quick
 
     def one(record: Recorded) -> tuple[Square, term_sizes.Columns | None]:
-        square, columns = parts_of_one(contact, leaf_plan.method, record, diagonal, lost)
-        return square if contact in run.plan.quick else square._replace(terms=None), columns
+        square, columns = parts_of_one(contact, leaf_plan.method, record, diagonal, lost, is_quick)
+        return square if is_quick else square._replace(terms=None), columns
 
     def rest(square: Square, columns: term_sizes.Columns | None) -> Square:
         return with_terms(contact, square, columns, diagonal)

@@ -10,21 +10,24 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.typing import ArrayLike
 
 from dpopt.engines import sums
-from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, nbytes
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import kept_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
+from dpopt.ghost.planner import keeping_more
 from dpopt.ghost.values import Contact, Entry
 
 _SMALL_BYTES = 1 << 20  # always allowed, on each device that has a share of the batch
 # Bytes moved in memory in the time that one is sent between devices.
 _SENT = 10
+# Bytes moved in the time that a GPU takes to start the operations that follow from one equation of the loss.
+_STARTED = 1 << 25
 _IS_SMALL = f"and takes less than {_SMALL_BYTES >> 20} MB a device, which is always allowed"
 _IS_TINY = (
     f"all gradients of the batch together take at most {TINY_BYTES >> 10} kB, where both engines run in microseconds, "
@@ -52,20 +55,28 @@ def estimate(plan: Plan) -> Memory:
     size, contacts = plan.batch_size, plan.trace.contacts
     weights = plan.weight_bytes
     kept = kept_bytes(plan.trace)
-    taps = {c: nbytes(c.tap_shape, c.tap_dtype) for c in contacts}
-    inputs = sum(activation_bytes(c) - taps[c] for c in contacts)
+    taps = {c: _nbytes(c.tap_shape, c.tap_dtype) for c in contacts}
+    records = {c: taps[c] + (0 if c.apply is None else _nbytes(c.input_shape, c.input_dtype)) for c in contacts}
+    inputs = sum(records[c] - taps[c] for c in contacts)
     own = [c for c in contacts if not c.shares]
     cotangents, looped = (sum(taps[c] for c in some) for some in (own, [c for c in own if c.loops]))
     streamed = plan.streaming().streamed
-    left = sum(activation_bytes(c) for c in contacts if c not in streamed)
+    left = sum(records[c] for c in contacts if c not in streamed)
+    # Kept gradients take the place of an input and a cotangent.
+    more = sum(max(0, formed_bytes(c) - records[c]) for c in plan.kept)
     return Memory(
         ordinary=size * kept + 2 * weights,
         streamed=size * (kept + left) + 2 * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,
         # The backward pass frees what differentiation kept as it goes, but a loop keeps the stacks of all its steps.
-        examples=size * max(kept + looped, inputs + cotangents),
+        examples=size * (max(kept + looped, inputs + cotangents) + more),
     )
+
+
+def _nbytes(shape: Sequence[int], dtype: Any) -> int:
+    """Of an array as it is stored."""
+    return math.prod(shape) * dtype.itemsize
 
 
 def allowed(memory: float | int, ordinary: float) -> float:
@@ -128,7 +139,10 @@ def choose(
     # Every part has an equal share of each device's examples.
     own = 0 if size % jax.device_count() else size // jax.device_count()
     more = [k for k in range(parts, own + 1) if own % k == 0] if may_split and own else [parts]
-    return _recorded(limit, found, plan, more, reason) or one_pass or _slower(limit, found, plan, more, single)
+    way = _recorded(limit, found, plan, more, reason)
+    if way is not None and way.plan is not None:
+        way = _keeping_more(limit, plan, more[more.index(way.parts) :], way.reason) or way
+    return way or one_pass or _slower(limit, found, plan, more, single)
 
 
 def _records_are_faster(plan: Plan) -> bool:
@@ -152,6 +166,27 @@ def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason:
         if found.recorded(k) <= limit and (k == parts[0] or (k - parts[0]) * again <= second_pass):
             return Way(plan.of(size // k), k, reason if k == parts[0] else _IN_FEWER)
     return None
+
+
+def _keeping_more(limit: float, plan: Plan, parts: list[int], reason: str) -> Way | None:
+    """On a GPU, the ghost engine with more gradients kept, if that saves more time than smaller parts take.
+
+    ``reason`` is given for the first of ``parts``."""
+    if jax.default_backend() != "gpu":
+        return None
+    records, ways = estimate(plan).examples, []
+    again = OPERATIONS_PER_BYTE * (3 * plan.weight_bytes + _STARTED * forward_work(plan.trace.body)[1])
+    for keeping in keeping_more(plan):
+        found = estimate(keeping)
+        # They take all of this memory, where the estimate of an ordinary gradient is up to a third too large, and the
+        # slices that they are formed from (measured).
+        more = 1.5 * (found.examples - records)
+        fit = next((k for k in parts if found.recorded(k) + more / k <= limit), None)
+        if fit is not None:
+            saved = plan.batch_size * (plan.ghost_cost - keeping.ghost_cost) - (fit - parts[0]) * again
+            ways.append((saved, Way(keeping.of(plan.batch_size // fit), fit, reason if fit == parts[0] else _IN_FEWER)))
+    saved, way = max(ways, key=lambda found: found[0], default=(0, None))
+    return way if saved > 0 else None
 
 
 def _slower(limit: float, found: Memory, plan: Plan, parts: list[int], single: frozenset[int]) -> Way:

@@ -29,6 +29,7 @@ from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, join, summed_products,
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square
 from dpopt.ghost.standardized import Coefficients, PerFilter
+from dpopt.ghost.values import is_narrow
 
 _Folded: TypeAlias = Float[Array, "K N a p"]
 _Input: TypeAlias = Shaped[Array, " ..."]
@@ -43,6 +44,7 @@ class Group(NamedTuple):
     right: Float[Array, "T p"]
     scale: Float[Array, "K a p"] | None  # a diagonal that multiplies G
     inner: Float[Array, "T T"] | None  # left left', if it can be computed more cheaply than from left
+    is_quick: bool = False  # whether products may be in the device's default precision (quick_sums.py)
 
     def diagonal(self) -> Float[Array, "Ka p"]:
         """The diagonal of a group that has one."""
@@ -84,9 +86,15 @@ def mapped(one: Callable[..., PyTree], groups: int) -> Callable[..., PyTree]:
     return lambda *only: jax.tree.map(lambda z: z[None], one(*jax.tree.map(lambda z: jnp.squeeze(z, 0), only)))
 
 
-def square(method: str, factors: Factors, x: _Input, y: _Cotangent, scale: _Folded | None) -> Square:
-    """``|S * G|^2`` for one example; ``scale`` is S, folded."""
-    return jax.tree.map(jnp.sum, over_groups(_METHODS[method], factors, x, y, scale, grams=method == "gram"))
+def square(
+    method: str, factors: Factors, x: _Input, y: _Cotangent, scale: _Folded | None, is_quick: bool = False
+) -> Square:
+    """``|S * G|^2`` for one example; ``scale`` is S, folded; ``is_quick``: by products in the default precision."""
+
+    def one(group: Group) -> Square:
+        return _METHODS[method](group._replace(is_quick=is_quick))
+
+    return jax.tree.map(jnp.sum, over_groups(one, factors, x, y, scale, grams=method == "gram"))
 
 
 def rank_one(group: Group) -> Square:
@@ -151,9 +159,9 @@ def _in_blocks(rows: Float[Array, "rows a"], diagonal: Float[Array, "a p"]) -> F
 def gram(group: Group) -> Square:
     """``<l l', r r'>``; a diagonal is supported only for one-hot ``l``, where it multiplies the rows of ``r``."""
     right = Dense(group.right if group.table() is None else group.scaled())
-    inner, outer = _left_gram(group), right.inner(right)
+    inner, outer = _left_gram(group), right.inner(right, is_quick=group.is_quick)
     sizes = right.x.shape[0], _length(group.left), right.x.shape[1]
-    return squares.of_products(_diagonal(inner), _diagonal(outer), jnp.sum(inner * outer), sizes)
+    return squares.of_products(_diagonal(inner), _diagonal(outer), jnp.sum(inner * outer), sizes, group.is_quick)
 
 
 def _diagonal(square: Float[Array, "T T"]) -> Float[Array, " T"]:
@@ -166,7 +174,10 @@ def _length(rows: Rows) -> int:
 
 
 def _left_gram(group: Group) -> Float[Array, "T T"]:
-    return group.left.inner(group.left) if group.inner is None else group.inner
+    if group.inner is not None:
+        return group.inner
+    left = group.left
+    return left.inner(left, is_quick=group.is_quick) if isinstance(left, Dense) else left.inner(left)
 
 
 def segments(group: Group) -> Square:
@@ -183,6 +194,9 @@ _METHODS: dict[str, Callable[[Group], Square]] = {"rank_one": rank_one, "gram": 
 
 def explicit(factors: Factors, x: _Input, y: _Cotangent, is_quick: bool = False) -> _Folded:
     """G itself, in at least float32; ``is_quick``: its products in the device's default precision."""
+    # (In float32 it takes as long.)
+    if factors.joint is not None and is_narrow(x.dtype) and is_narrow(y.dtype) and jax.default_backend() == "gpu":
+        return factors.joint(x, y, functools.partial(summed_products, is_quick=is_quick))
     return jnp.swapaxes(over_groups(functools.partial(_formed, factors.shape[0], is_quick), factors, x, y), 0, 1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -61,7 +61,7 @@ def certain(
     are_finite = finite([upper[i] for i in leaves])
     fine = [are_finite, *(c >= (1 - TOLERANCE) * most for c, most in distinct)]
     uncertain = mask & ~functools.reduce(jnp.logical_and, fine)
-    arrays, rebuild = distinct_arrays(records)
+    arrays, rebuild = _flat(*distinct_arrays(records))
     tables = _tables(run, leaves, records)
     pull_back = _pull_back(run, leaves, tables)
     run.gains(run.contacts_of(leaves), leaves)  # remembers what the loop below must not compute anew
@@ -74,6 +74,19 @@ def certain(
     own, arrays = if_any(uncertain | ~are_finite, step, (together, arrays))
     norms = dict(zip(leaves, own, strict=True))
     return [norms[i].astype(n.dtype) if i in norms else n for i, n in enumerate(upper)], rebuild(arrays)
+
+
+def _flat(
+    arrays: list[jax.Array], rebuild: Callable[[list[jax.Array]], dict[Contact, Recorded]]
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[Contact, Recorded]]]:
+    """The same with arrays ``[B, n]`` on a GPU.
+
+    Otherwise XLA arranges all records as the loop would like to read them, though it hardly ever runs."""
+    if jax.default_backend() != "gpu" or jax.device_count() > 1:
+        return arrays, rebuild
+    shapes = [x.shape for x in arrays]
+    flat = [x.reshape(len(x), -1) for x in arrays]
+    return flat, lambda flat: rebuild([x.reshape(shape) for x, shape in zip(flat, shapes, strict=True)])
 
 
 def _tables(run: Run, leaves: Sequence[int], records: Records) -> dict[int, Contact]:

@@ -36,6 +36,8 @@ _ALL_FORMED = 24
 _KEPT_SHARE = 1.0
 # The gradients of one contact may take at most this many times its own input and cotangent, which they replace.
 _KEPT_RATIO = 1.0
+# A GPU multiplies float32 numbers about so many times as fast if it may round them to TF32.
+_ROUNDED_FASTER = 8
 
 
 def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bool, paths: Sequence[str] = ()) -> Plan:
@@ -130,6 +132,36 @@ def _kept(trace: Trace, chosen: Sequence[LeafPlan], shifted: bool) -> tuple[froz
                 operations, extra = costs.norm_cost(contact, "explicit", False)
                 replanned[plan.leaf] = dataclasses.replace(plan, method="explicit", operations=operations, bytes=extra)
     return frozenset(kept), replanned
+
+
+def keeping_more(plan: Plan) -> list[Plan]:
+    """Plans that keep the gradients of ever more convolutions where that saves a GPU time, whatever memory they take.
+
+    Those that save most per byte come first. A GPU may round the factors of a gradient that is kept, since norm and sum
+    are of the same numbers (`contacts.form`). It must not round those of other norms; nor those of sums of
+    convolutions, whose algorithms round by more than quick_sums.py counts."""
+    saved = {leaf.leaf: _saved_on_gpu(plan, leaf) for leaf in plan.leaves}
+    chosen = [leaf for leaf in plan.leaves if saved[leaf.leaf] > 0 and not plan.shifted]
+    chosen.sort(key=lambda leaf: costs.formed_bytes(leaf.contacts[0]) / saved[leaf.leaf])
+    plans, leaves = [plan], list(plan.leaves)
+    for leaf in chosen:
+        contact, last = leaf.contacts[0], plans[-1]
+        operations, extra = costs.norm_cost(contact, "explicit", False)
+        leaves[leaf.leaf] = dataclasses.replace(leaf, method="explicit", operations=operations, bytes=extra)
+        cost = last.ghost_cost - saved[leaf.leaf]
+        plans.append(dataclasses.replace(last, leaves=[*leaves], kept=last.kept | {contact}, ghost_cost=cost))
+    return plans[1:]
+
+
+def _saved_on_gpu(plan: Plan, leaf: LeafPlan) -> float:
+    """Operations saved by keeping the gradients of a parameter that are not kept yet, for one example."""
+    if leaf.method not in ("gram", "explicit") or leaf.contacts[0] in plan.kept:
+        return 0.0
+    (contact,) = leaf.contacts
+    if contact.primitive is not CONVOLUTION or not contact.is_rounded:
+        return 0.0
+    formed, product = costs.OPERATIONS_PER_BYTE * costs.formed_bytes(contact), costs.product(contact)
+    return leaf.operations + product - (product / _ROUNDED_FASTER + 3 * formed)  # written, and read twice
 
 
 def _saving(plan: LeafPlan) -> tuple[float, Contact] | None:

@@ -194,7 +194,7 @@ class Loop(Block):
 
 def _own(record: Record | None) -> Record | None:
     """An empty record for a scope, if the program is recorded."""
-    return None if record is None else Record(record.outputs)
+    return None if record is None else record.empty()
 
 
 def _found(record: Record | None, contacts: Sequence[Contact]) -> list[tuple[jax.Array | None, ...]]:

@@ -50,6 +50,8 @@ def summed_products(left: jax.Array, right: jax.Array, *, is_quick: bool = False
 
 def tf32(x: jax.Array) -> jax.Array:
     """Rounds float32 numbers to the 11 bits of TF32, the format in which GPUs multiply them by default."""
+    if x.dtype == jnp.bfloat16:  # which TF32 holds
+        return x
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
 
 
@@ -67,9 +69,11 @@ class Dense(NamedTuple):
         """``[T]``: each row's squared norm."""
         return jnp.sum(jnp.square(wide(self.x)), axis=1)
 
-    def inner(self, other: Rows) -> jax.Array:
-        """``[T, S]``: inner products of all rows with all rows of ``other``."""
-        return other.inner(self).T if isinstance(other, OneHot) else einsum("ta,sa->ts", self.x, other.x)
+    def inner(self, other: Rows, *, is_quick: bool = False) -> jax.Array:
+        """``[T, S]``: inner products of all rows with all rows of ``other``; for ``is_quick`` see `einsum`."""
+        if isinstance(other, OneHot):
+            return other.inner(self).T
+        return einsum("ta,sa->ts", self.x, other.x, is_quick=is_quick)
 
 
 class OneHot(NamedTuple):

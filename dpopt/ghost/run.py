@@ -52,7 +52,9 @@ class Run:
             def loss(taps: list[jax.Array], slots: list[PyTree]) -> tuple[jax.Array, PyTree]:
                 given = dict(zip(tapped, taps, strict=True))
                 given |= {c: h.filled(s, keep, coefficients) for (c, h), s in zip(hooks.items(), slots, strict=True)}
-                value, aux, recorded = self.trace.run_body(static, example, given, Record(self.plan.outputs))
+                value, aux, recorded = self.trace.run_body(
+                    static, example, given, Record(self.plan.outputs, self.plan.quick)
+                )
                 return value, (aux, [recorded[c.index] for c in contacts])
 
             taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped], [h.slots for h in hooks.values()]

@@ -35,6 +35,7 @@ from dpopt.ghost.rows import wide
 TOLERANCE = 2.0**-14
 # The rounding error of a sum of products, in units of eps times the sum of their absolute values.
 _ROUNDINGS = 4
+QUICK_ROUNDINGS = 16  # on the processors of a GPU that multiply TF32 (quick_sums.py)
 
 
 class Square(NamedTuple):
@@ -104,31 +105,43 @@ def shifted_norm(norm: jax.Array, offset: jax.Array, eps: jax.Array) -> jax.Arra
     return jnp.maximum(norm, jnp.sqrt(eps / (128 * TOLERANCE)) * (norm + 2 * offset))
 
 
-def of_products(left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int]) -> Square:
-    """A sum over ``T x T`` of products of inner products; ``left`` and ``right`` are squared norms of rows, [T]."""
+def of_products(
+    left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int], is_quick: bool = False
+) -> Square:
+    """A sum over ``T x T`` of products of inner products; ``left`` and ``right`` are squared norms of rows, [T].
+
+    ``is_quick``: in TF32."""
     T, a, p = sizes
     smallest = tiny(value.dtype)
     missing = (p * T * smallest) * jnp.sum(left) + (a * T * smallest) * jnp.sum(right) + (T * T + 3) * smallest
     total = jnp.sum(jnp.sqrt(left) * jnp.sqrt(right))  # sum_t |l_t| |r_t|
     # What is missing from the square also bounds what squared norms that underflow take from the total.
     terms = jnp.square(total + jnp.sqrt(missing))
-    return Square(cancelled(value, total, value.dtype), missing, terms=terms)
+    return Square(cancelled(value, total, value.dtype, is_quick), missing, terms=terms)
 
 
-def cancelled(value: jax.Array, total: jax.Array, computed_in: jax.typing.DTypeLike) -> jax.Array:
+def cancelled(
+    value: jax.Array, total: jax.Array, computed_in: jax.typing.DTypeLike, is_quick: bool = False
+) -> jax.Array:
     """Adds the possible rounding error of the square of a sum of terms whose norms add up to ``total``.
 
-    The sum was ``computed_in`` a dtype that may be narrower than that of its square.
+    The sum was ``computed_in`` a dtype that may be narrower than that of its square, or in TF32 (``is_quick``).
 
     This also bounds the rounding of the weighted sum, which adds up the same terms in another order: an example's
     coefficient times its ``total`` is at most 1 / sqrt(4 eps) = 1,400 clip norms, one rounding of which is 2^-13.
     """
-    return jnp.maximum(value, 0) + _ROUNDINGS * eps(value.dtype, computed_in) * jnp.square(total)
+    return jnp.maximum(value, 0) + _share(value.dtype, computed_in, is_quick) * jnp.square(total)
 
 
-def cancelled_before(square: Square, terms: Square, computed_in: jax.typing.DTypeLike) -> Square:
+def _share(dtype: jax.typing.DTypeLike, computed_in: jax.typing.DTypeLike, is_quick: bool) -> float:
+    return (QUICK_ROUNDINGS if is_quick else _ROUNDINGS) * eps(dtype, computed_in)
+
+
+def cancelled_before(
+    square: Square, terms: Square, computed_in: jax.typing.DTypeLike, is_quick: bool = False
+) -> Square:
     """`cancelled` for terms added up before a linear map; ``terms`` is the square of their size after the map."""
-    share = _ROUNDINGS * eps(square.value.dtype, computed_in)
+    share = _share(square.value.dtype, computed_in, is_quick)
     value = jnp.maximum(square.value, 0) + share * terms.value
     missing = square.missing + share * terms.missing
     return square._replace(value=value, missing=missing, terms=terms.value + terms.missing)

@@ -122,7 +122,7 @@ def _first_pass(
     # Streamed gradients are scaled before they are squared, so their norms are certain.
     leaves = [i for i in range(len(found.upper)) if i not in known]
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, leaves)
-    norms = quick_sums.all_raised(run.plan, norms, found.terms)  # hooks have raised those of their own
+    norms = quick_sums.all_raised(norms, found.terms)  # hooks have raised those of their own
     weights = {leaf: c for leaf, c in enumerate(weigh(norms, mask)) if leaf not in totals}
     if weights:
         weights = without_underflowing(run, weights, dict(enumerate(norms)), records, largest, found.diagonals)

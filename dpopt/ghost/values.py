@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from dpopt.ghost import rules
 from dpopt.ghost.primitives import CAST, LAYOUT, ROUND_TO
+from dpopt.ghost.rows import tf32
 
 
 class Entry(NamedTuple):
@@ -129,11 +130,18 @@ class Contact:
 
 
 class Record(dict[Contact, tuple[jax.Array | None, ...]]):
-    """For each contact its input as the body ran, and its output if the contact is among ``outputs``."""
+    """For each contact its input as the body ran, and its output if the contact is among ``outputs``.
 
-    def __init__(self, outputs: Collection[Contact] = ()):
+    Inputs and cotangents of ``quick`` contacts are rounded to TF32 (quick_sums.py)."""
+
+    def __init__(self, outputs: Collection[Contact] = (), quick: Collection[Contact] = ()):
         super().__init__()
-        self.outputs = outputs
+        self.outputs, self.quick = outputs, quick
+        self.rounded_taps = {c.shares or c for c in quick}  # contacts with one cotangent have one tap
+
+    def empty(self) -> Record:
+        """Another one for the same contacts."""
+        return Record(self.outputs, self.quick)
 
 
 @dataclass(eq=False, slots=True)
@@ -152,10 +160,14 @@ class ContactOp:
         if hasattr(given, "attach"):
             out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, self.input_position)
         else:
+            if record is not None and contact in record.quick and (at := self.input_position) is not None:
+                values[at] = _straight_through(tf32, values[at])
             (out,) = self.run(*values)
             if record is not None and self.input_position is not None:
                 record[contact] = values[self.input_position], out if contact in record.outputs else None
-            out = out if given is None else tap(out, given)
+            if given is not None:
+                is_rounded = record is not None and contact in record.rounded_taps
+                out = (tap_rounded if is_rounded else tap)(out, given)
         env[self.outputs[0]] = out
 
 
@@ -169,6 +181,18 @@ def tap(value: jax.Array, zero: jax.Array) -> jax.Array:
 @tap.defjvp
 def _tap_jvp(primals: list[jax.Array], tangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return primals[0], tangents[0] + tangents[1]
+
+
+@jax.custom_jvp
+def tap_rounded(value: jax.Array, zero: jax.Array) -> jax.Array:
+    """`tap` with cotangents rounded to TF32."""
+    del zero
+    return value
+
+
+@tap_rounded.defjvp
+def _tap_rounded_jvp(primals: list[jax.Array], tangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tf32(tangents[0] + tangents[1])  # the transpose of which rounds, too
 
 
 def read(env: dict[Value, Any], values: Sequence[Value]) -> list[jax.Array]:

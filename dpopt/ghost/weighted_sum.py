@@ -36,7 +36,7 @@ def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], record
 
         return to_leaves(run, groups, coefficients, added)
 
-    can_stack = all(map(may_stack, contacts))
+    can_stack = all(may_stack(c, records[c]) for c in contacts)
     return sums.over_examples(one_group, [records[k] for k in contacts], distinct, may_stack=can_stack)
 
 

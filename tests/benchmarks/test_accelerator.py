@@ -21,10 +21,10 @@ SMALL = {
 def in_this_process(monkeypatch):
     """Cases are compiled one after another; the CNN not at all, as if that had taken too long."""
 
-    def compile_some(cases, folder, patience):
+    def compile_some(cases, ways, folder, patience):
         for case in cases:
             if case[0] != "small CNN":
-                accelerator.save(accelerator.compiled(*case), folder / accelerator.file_of(*case))
+                accelerator.save(accelerator.compiled(*case, ways), folder / accelerator.file_of(*case))
 
     monkeypatch.setattr(accelerator, "LARGE", SMALL)
     monkeypatch.setattr(accelerator, "_compile_side_by_side", compile_some)
@@ -32,6 +32,7 @@ def in_this_process(monkeypatch):
 
 def options(tmp_path, **others) -> argparse.Namespace:
     given = {"only": None, "dtype": None, "seconds": 0.01, "patience": 1.0, "compile_into": None, "out": tmp_path}
+    given["ways"] = list(accelerator.WAYS)
     return argparse.Namespace(**(given | others))
 
 
@@ -47,6 +48,29 @@ def test_every_case_is_recorded_and_one_that_fails_costs_no_other(in_this_proces
     assert "FileNotFoundError" in last["failed"]
     table = accelerator.markdown(content)
     assert table.count("small MLP") == 2 and table.count("failed") == 2
+
+
+def test_only_some_families_and_ways(monkeypatch, tmp_path):
+    asked = []  # JAX cannot load the same program twice in one process, so this one is not written to a file
+    monkeypatch.setattr(accelerator, "LARGE", SMALL)
+    monkeypatch.setattr(accelerator, "_compile_side_by_side", lambda cases, ways, *_: asked.append((cases, ways)))
+    monkeypatch.setattr(accelerator, "load", lambda _: accelerator.compiled("small MLP", "float32", asked[0][1]))
+    accelerator.run(options(tmp_path, only=["mlp", "lstm"], dtype="float32", ways=["ordinary", "flat clip"]))
+    assert asked == [([("small MLP", "float32")], ["ordinary", "flat clip"])]
+    content = json.loads((tmp_path / "accelerator.json").read_text())
+    (run,) = content["runs"]
+    assert set(run["ratio"]) == set(run["profile"]) == {"ordinary", "flat clip"}
+    assert run["largest_relative_error"] is None, "nothing to compare with"
+    assert "small MLP" in accelerator.markdown(content)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"only": ["lstm", "wrn"]}, "no family matches lstm or wrn"), ({"ways": ["flat clip"]}, "--ways")],
+)
+def test_what_cannot_be_compared_is_refused(in_this_process, tmp_path, wrong, says):
+    with pytest.raises(accelerator.arguments.UserError, match=says):
+        accelerator.run(options(tmp_path, **wrong))
 
 
 def test_the_recipe_is_that_of_the_example_and_fits_into_a_file():

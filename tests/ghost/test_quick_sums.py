@@ -10,7 +10,7 @@ import pytest
 from emulated_gpu import emulated_gpu
 
 import dpopt
-from dpopt.ghost import planner, quick_sums
+from dpopt.ghost import planner, quick_sums, rows, squares
 
 CLIP = 1e-4  # most gradients are clipped
 DRAWS = 2_000
@@ -47,10 +47,11 @@ def in_a_loop(dtype):
 
 
 def cancelling(rng: np.random.Generator, size: int, positions: int, a: int, p: int):
-    """Examples whose terms all but cancel, with inputs just below and just above numbers that TF32 holds."""
+    """Examples whose terms all but cancel, with inputs a little below and above numbers that TF32 holds, or equal."""
     grid = 1 + np.round(rng.uniform(size=(size, positions, a)) * 1024) / 1024
-    near = 2.0 ** -rng.integers(11, 22, (size, 1, 1))
+    near = 2.0 ** -rng.integers(10, 22, (size, 1, 1))
     x = np.concatenate([grid - near, grid + near * rng.uniform(size=grid.shape)], 1)
+    x[::2, :positions] = x[::2, positions:] = grid[::2]
     v = rng.uniform(1, 2, size=(size, positions, p))
     return jnp.asarray(x, jnp.float32), jnp.asarray(np.concatenate([v, -v * (1 + near)], 1), jnp.float32)
 
@@ -82,14 +83,26 @@ def most_added(
 
 
 @pytest.fixture
-def no_allowance(monkeypatch):
-    for name in ("ROUNDING", "ROUNDING_OF_ONE", "ADDING"):
-        monkeypatch.setattr(quick_sums, name, 0.0)
+def none_for_adding(monkeypatch):
+    """No allowance for imprecise additions, which are not emulated."""
+    monkeypatch.setattr(quick_sums, "ADDING", 0.0)
+    monkeypatch.setattr(squares, "QUICK_ROUNDINGS", squares._ROUNDINGS)
+
+
+@pytest.fixture
+def no_allowance(none_for_adding, monkeypatch):
+    monkeypatch.setattr(quick_sums, "ROUNDING", 0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", POSITIONS, ids=str)
 def test_an_example_adds_at_most_the_clip_norm_although_its_factors_are_rounded(gpu, dtype, shape):
+    assert most_added(dtype, shape) <= 1 + 2.0**-13
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", POSITIONS, ids=str)
+def test_rounding_is_allowed_for_without_what_is_allowed_for_additions(gpu, none_for_adding, dtype, shape):
     assert most_added(dtype, shape) <= 1 + 2.0**-13
 
 
@@ -103,7 +116,7 @@ def test_the_same_on_a_real_one(monkeypatch, dtype, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_without_the_allowance_an_example_would_add_more(gpu, no_allowance, dtype):
-    assert most_added(dtype, POSITIONS[0]) > 1.1
+    assert most_added(dtype, POSITIONS[0]) > 1.05
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -129,6 +142,42 @@ def test_the_same_in_passes(gpu, dtype, how):
 @pytest.mark.parametrize("how", MORE)
 def test_without_the_allowance_passes_would_add_more(gpu, no_allowance, how):
     assert most_added(jnp.bfloat16, POSITIONS[0], **MORE[how]) > 1.1
+
+
+def twice(w, example):
+    """Two products with one cotangent; the second shares the tap of the first."""
+    x, v = example
+    return jnp.sum((x @ w["w"] + x[::-1] @ w["other"]) * v)
+
+
+def rematerialised(w, example):
+    return jax.checkpoint(lambda w: loss_in(jnp.float32)(w["w"], example))(w)
+
+
+FOLLOWED = {"once": loss_in(jnp.float32), "twice": twice, "loop": in_a_loop(jnp.float32), "remat": rematerialised}
+
+
+@pytest.mark.parametrize("passes", ["recorded", "two passes", "one pass"])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_bits_that_tf32_does_not_hold_do_not_matter(gpu, name, passes):
+    """Both factors are rounded before their norm is taken, so that norm and sum are of the same numbers."""
+    w, loss_fn = jnp.zeros((3, 2)), FOLLOWED[name]
+    params = w if name == "once" else {"w": w, "other": w} if name in ("twice", "loop") else {"w": w}
+    rng = np.random.default_rng(0)
+    batch = tuple(jnp.asarray(rng.normal(size=(6, 8, n)), jnp.float32) for n in (3, 2))
+    plan = dpopt.ghost.plan_clipped_sum(loss_fn, params, batch)
+    leaves = len(jax.tree.leaves(params))
+    plan = {"recorded": plan, "two passes": plan.streaming(), "one pass": plan.streaming(range(leaves))}[passes]
+    assert plan.quick
+
+    def clipped(batch):
+        clip = dpopt.FlatClip(CLIP) if passes != "one pass" else dpopt.LayerwiseClip(CLIP)
+        found = dpopt.ghost.clipped_sum(
+            loss_fn, params, batch, plan=plan, limits=[CLIP] * leaves, coefficients=clip.coefficients
+        )
+        return found.sum, found.leaf_norms
+
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, clipped(batch), clipped(jax.tree.map(rows.tf32, batch))))
 
 
 def quick(loss_fn, params, batch, **options) -> bool:
@@ -181,7 +230,7 @@ def test_ordinary_gradients_lose_little_to_the_allowance(gpu):
     with mock.patch.object(jax, "default_backend", lambda: "cpu"):
         exact = clipped()
     lost = 1 - np.vdot(rounded, exact) / np.vdot(exact, exact)
-    assert 0 < lost < 0.015
+    assert 0 < lost < 0.007
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,10 @@ class Factors(NamedTuple):
     overlap: int | None = None  # an entry of x is in the rows of at most so many of the K offsets; None: of all
     columns: Callable[[jax.Array], jax.Array] | None = None
     """``x -> sum_t left[k][n, t]^2`` [K, N, a] or an upper bound, if there is a cheaper way than from ``left``."""
+    joint: Callable[[jax.Array, jax.Array, Callable[[jax.Array, jax.Array], jax.Array]], jax.Array] | None = None
+    """``(x, y, product) -> G`` if a GPU has a cheaper way than from ``left`` and ``right`` in half precision.
+
+    ``product`` maps arrays [S, m] and [S, n] to the sum of outer products of their rows, [m, n]."""
 
 
 # Operations in the time that it takes to add one entry of a shifted array to a sum.
@@ -118,7 +122,7 @@ def lift(factors: Factors, length: int, mapped: bool) -> Factors:
         found = jax.vmap(cast(_Rearrange, factors.columns), out_axes=1)(x)  # [K, L, N, a]
         return found.reshape(K, length * N, a) if mapped else jnp.sum(found, axis=1)
 
-    lifted = factors._replace(split=split, inner=None, columns=columns if factors.columns else None)
+    lifted = factors._replace(split=split, inner=None, joint=None, columns=columns if factors.columns else None)
     if not mapped:
         return lifted._replace(positions=length * factors.positions)
     fold, unfold = jax.vmap(factors.fold, out_axes=1), jax.vmap(factors.unfold, in_axes=1)

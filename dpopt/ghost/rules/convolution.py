@@ -41,6 +41,9 @@ def conv_general_dilated(use: Use) -> Factors | None:
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
 
     def windows(x: jax.Array) -> jax.Array:
+        """``[images, positions of one image, offsets, channels]``"""
+        if jax.default_backend() == "gpu":
+            return _sliced(x, outputs, p["window_strides"], offsets * p["rhs_dilation"])
         if any(map(any, spatial)):
             x = lax.optimization_barrier(x)  # stored: looking up pixels or padding takes up to three times as long
         starts = _all_indices(outputs) * p["window_strides"]
@@ -53,6 +56,19 @@ def conv_general_dilated(use: Use) -> Factors | None:
         return left, jnp.swapaxes(y.reshape(positions, groups, b), 0, 1)
 
     fold, unfold = _by_offset(use)
+
+    def joint(x: jax.Array, y: jax.Array, product: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        # All pixels of a row of windows lie in one row of the input: instead of every pixel's window, columns of the
+        # input are shifted along the last axis and rows of the cotangent along the first, so fewer copies are stored.
+        x, y = padded(x), _channels_last(y, dims.out_spec)
+        (rows, columns), apart = window, p["rhs_dilation"]
+        shifted = [lax.slice_in_dim(x, j * apart[1], j * apart[1] + outputs[1], axis=2) for j in range(columns)]
+        left = jnp.concatenate(shifted, axis=-1).reshape(-1, columns * a)
+        around = [(i * apart[0], (rows - 1 - i) * apart[0], 0) for i in range(rows)]
+        zero, same = jnp.zeros((), y.dtype), (0, 0, 0)
+        right = jnp.concatenate([lax.pad(y, zero, [same, pad, same, same]) for pad in around], axis=-1)
+        found = product(left, right.reshape(-1, rows * b)).reshape(columns, a, rows, b)
+        return jnp.transpose(found, (2, 0, 1, 3)).reshape(-1, 1, a, b)
 
     def inner(x: jax.Array, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
         # Products of all pixels, computed once: a product of two windows sums them, both shifted by the same offset.
@@ -87,10 +103,13 @@ def conv_general_dilated(use: Use) -> Factors | None:
     overlap = math.prod(-(-size // step) for size, step in zip(window, steps, strict=True))
     is_cheaper = 2 * a * rows**2 + shifts < 2 * a * K * positions**2
     offered = images == 1 and set(p["window_strides"]) == {1} and is_cheaper
+    is_joint = len(window) == 2 and groups == 1 and set(p["window_strides"]) == {1}
+    # Bytes of windows in half precision that are not stored, against those of the result, which is transposed.
+    is_joint = is_joint and positions * a * (K - sum(window)) * 2 > 2 * K * a * b * 4
     return Factors(
         (K, groups, a, b), positions, split, fold, unfold,
         filters=(out_axis,), inner=inner if offered else None, rows=rows, overlap=overlap,
-        columns=columns if window else None,
+        columns=columns if window else None, joint=joint if is_joint else None,
     )  # fmt: skip
 
 
@@ -160,6 +179,17 @@ def _channels_last(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
 def _all_indices(shape: tuple[int, ...]) -> np.ndarray:
     """The indices of an array's entries, in order, ``[entries, axes]``."""
     return np.indices(shape).reshape(len(shape), math.prod(shape)).T
+
+
+def _sliced(x: jax.Array, outputs: tuple[int, ...], strides: tuple[int, ...], within: np.ndarray) -> jax.Array:
+    """`_look_up` of one pixel in every ``strides``, by slices, which a GPU copies faster than it looks up."""
+
+    def of(offset: np.ndarray) -> jax.Array:
+        limits = [first + (n - 1) * s + 1 for first, n, s in zip(offset, outputs, strides, strict=True)]
+        start, limit = [0, *offset, 0], [x.shape[0], *limits, x.shape[-1]]
+        return lax.slice(x, start, limit, [1, *strides, 1]).reshape(x.shape[0], -1, x.shape[-1])
+
+    return jnp.stack([of(offset) for offset in within], axis=2)
 
 
 def _look_up(x: jax.Array, starts: np.ndarray, within: np.ndarray) -> jax.Array:
