@@ -201,8 +201,9 @@ def markdown(content: dict[str, Any]) -> str:
         )
     intro = (
         "Time of a clipped gradient, and scratch memory that XLA plans for it, over those of the ordinary gradient, on "
-        f"a GPU (XLA flags: {content['flags'] or 'none'}; *: by an earlier engine). jax_privacy has microbatches of {MICROBATCH}, "
-        f"or of {MICROBATCH_OF_CONVOLUTIONS} with convolutions. `examples a second`: of the flat clip. `differs by`: "
+        f"a GPU (XLA flags: {content['flags'] or 'none'}; *: by an earlier engine). "
+        f"jax_privacy has microbatches of {MICROBATCH}, or of {MICROBATCH_OF_CONVOLUTIONS} with convolutions. "
+        "`examples a second`: of the flat clip. `differs by`: "
         "the flat clip from jax_privacy, which in bfloat16 adds up the gradient of a table in it. `bound by`: the "
         "largest part of the time of the flat clip. In bfloat16, ratios far below 1 come from the ordinary gradient: "
         "XLA adds up the rows of frequent words in bfloat16, one after another, where the engine adds them up in "

@@ -85,17 +85,19 @@ def square_of_one(
 
 def parts_of_one(
     contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float,
-    is_quick: bool = False,
+    is_quick: bool = False, direction: jax.Array | None = None,
 ) -> tuple[Square, term_sizes.Columns | None]:  # fmt: skip
     """`square_of_one` without the part that is cheaper for all examples together, which `with_terms` adds.
 
-    Here and there ``diagonal`` is folded."""
+    Here and there ``diagonal`` is folded. ``direction``, folded as well, is that of `Square.along`."""
     factors = contact.factors
     if method != "explicit":
         x, y, _ = cast(Seen, record)
         return norms.square(method, cast(Factors, factors), x, y, diagonal, is_quick), None
     formed = form(contact, record, for_sum=is_quick)
     found = of_entries(formed if diagonal is None else formed * diagonal, lost)
+    if direction is not None:
+        found = found._replace(along=jnp.sum(formed * direction))
     if isinstance(record, Formed) or factors is None or factors.positions == 1:
         return found, None
     if diagonal is None or factors.one_hot:

@@ -6,6 +6,7 @@ cotangent at every step, and inside a loop XLA would stack it twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 from dpopt.ghost.primitives import ADD, SPLITTING
@@ -36,7 +37,9 @@ def share_taps(scope: Scope, results: Sequence[Value]) -> None:
         return value
 
     first: dict[Hashable, Contact] = {}
-    for op in scope.ops:
+    # Numbers that are added to the loss: the planner asks whether they have one cotangent.
+    numbers = [op for op in scope.trace.identities if scope.parent is None and math.prod(op.contact.tap_shape) == 1]
+    for op in [*numbers, *scope.ops]:
         if isinstance(op, ContactOp):
             (out,) = op.outputs
             owner = first.setdefault((origin(out), out.shape, out.dtype), op.contact)

@@ -46,7 +46,8 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
     found: list[Any] = [(known or {}).get(leaf) for leaf in range(len(run.leaves))]
     own = [p for p in run.plan.leaves if p.method != "pulled_back" and found[p.leaf] is None]
     squares = {p.leaf: _square(run, p, seen, records) for p in own if p.method != "none"}
-    diagonals = {i: jnp.sqrt(jnp.max(s.diagonal)) for i, s in squares.items() if s.diagonal is not None}
+    largest_entries = [(p.leaf, squares[p.leaf].diagonal) for p in own if p.leaf in squares and not p.numbers]
+    diagonals = {leaf: jnp.sqrt(jnp.max(d)) for leaf, d in largest_entries if d is not None}
     quick = [p.leaf for p in own if not run.plan.quick.isdisjoint(p.contacts)]
     terms = {leaf: _scaled(run, leaf, jnp.sqrt(cast(Array, squares[leaf].terms))) for leaf in quick}
     for contacts, leaves in run.plan.pulled_back:
@@ -60,7 +61,7 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
         elif leaf_plan.method == "pulled_back":
             found[leaf] = upper[leaf], lower[leaf]
         elif leaf in upper:
-            found[leaf] = _affine(run, leaf_plan, (upper[leaf], lower[leaf]), seen)
+            found[leaf] = _affine(run, leaf_plan, (upper[leaf], lower[leaf]), squares[leaf].along, seen)
     # A loss may compute in fewer bits than its parameters have.
     upper, lower = ([b[i].astype(x.dtype) for b, x in zip(found, run.wide, strict=True)] for i in (0, 1))
     return LeafNorms(upper, lower, records, diagonals, terms)
@@ -111,11 +112,13 @@ def _scaled(run: Run, leaf: int, norm: Norms) -> Norms:
     return norm if number is None else norm * jnp.abs(number)
 
 
-def _affine(run: Run, leaf_plan: LeafPlan, roots: Bounds, seen: SeenAt) -> Bounds:
+def _affine(run: Run, leaf_plan: LeafPlan, roots: Bounds, along: Norms | None, seen: SeenAt) -> Bounds:
     """The norms of ``S g + o`` from the roots of `_square`."""
     leaf, contacts = leaf_plan.leaf, leaf_plan.contacts
     scale, offset = run.scales[leaf], run.offsets[leaf]
     upper, lower = (_scaled(run, leaf, x) for x in roots)
+    if leaf_plan.numbers:
+        return _beside_numbers(run, leaf_plan, (upper, lower), along, seen)
     if offset is None:
         return upper, lower
     # |S g + o|^2 = |S g|^2 + 2 <g, S o> + |o|^2, and <g, S o> is a directional derivative.
@@ -125,6 +128,27 @@ def _affine(run: Run, leaf_plan: LeafPlan, roots: Bounds, seen: SeenAt) -> Bound
     for c, v in zip(contacts, run.pull_back.push(leaf, direction, contacts), strict=True):
         mixed += jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(seen[c].x, seen[c].y)
     return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0), run.trace.narrowest)
+
+
+def _beside_numbers(run: Run, leaf_plan: LeafPlan, roots: Bounds, along: Norms | None, seen: SeenAt) -> Bounds:
+    """The norms of ``S (g + y d)`` from those of ``S g``, for contacts with numbers whose cotangent is y.
+
+    d is the gradient of the sum of these numbers, the same for all examples."""
+    leaf, (contact, *_) = leaf_plan.leaf, leaf_plan.contacts
+    fixed = run.of_numbers(leaf)  # S d
+    y = seen[leaf_plan.numbers[0]].y.reshape(-1).astype(fixed.dtype)
+    if along is None:
+        direction = _direction(run, leaf_plan)
+        along = jax.vmap(lambda x, y: inner(contact, direction, x, y))(seen[contact].x, seen[contact].y)
+    offset = jnp.abs(y) * safe_norm(fixed.reshape(-1), axis=0)
+    return norms.with_offset(*roots, y * along, offset, run.trace.narrowest)
+
+
+def _direction(run: Run, leaf_plan: LeafPlan) -> Array:
+    """The v at the first contact for which ``<G, v>`` is ``<S g, S d>``."""
+    fixed, scale = run.of_numbers(leaf_plan.leaf), run.scales[leaf_plan.leaf]
+    tangent = fixed if scale is None else fixed * scale
+    return run.pull_back.push(leaf_plan.leaf, tangent, leaf_plan.contacts[:1])[0]
 
 
 def _shared(run: Run, leaf_plan: LeafPlan, seen: Sequence[Seen]) -> Square:
@@ -147,12 +171,16 @@ Parts: TypeAlias = tuple[Callable[..., tuple[Square, Any]], Callable[..., Square
 
 def _direct(run: Run, leaf_plan: LeafPlan, scale: Array | None, records: Records) -> Parts:
     """For a weight whose entries each depend on one entry of the parameter."""
-    leaf, (contact,) = leaf_plan.leaf, leaf_plan.contacts
+    leaf, contact = leaf_plan.leaf, leaf_plan.contacts[0]
     diagonal, lost = run.diagonal(leaf, contact, scale), _lost(run, leaf, [contact])
     diagonal, is_quick = None if diagonal is None else contact.fold(diagonal), contact in run.plan.quick
 
+    direction = (
+        contact.fold(_direction(run, leaf_plan)) if leaf_plan.numbers and leaf_plan.method == "explicit" else None
+    )
+
     def one(record: Recorded) -> tuple[Square, term_sizes.Columns | None]:
-        square, columns = parts_of_one(contact, leaf_plan.method, record, diagonal, lost, is_quick)
+        square, columns = parts_of_one(contact, leaf_plan.method, record, diagonal, lost, is_quick, direction)
         return square if is_quick else square._replace(terms=None), columns
 
     def rest(square: Square, columns: term_sizes.Columns | None) -> Square:

@@ -216,7 +216,11 @@ def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: 
 
 
 def with_offset(
-    upper: _Norms, lower: _Norms, mixed: _Norms, offset: Float[Array, ""], computed_in: DTypeLike
+    upper: _Norms,
+    lower: _Norms,
+    mixed: _Norms,
+    offset: Float[Array, "#batch"] | Float[Array, ""],
+    computed_in: DTypeLike,
 ) -> tuple[_Norms, _Norms]:
     """Bounds on ``|g + o|`` from bounds on ``|g|``, from ``<g, o>`` and ``|o|``.
 

@@ -110,12 +110,18 @@ def _is_sparse(factors: Factors) -> bool:
 def _pull_back(run: Run, leaves: Sequence[int], tables: Mapping[int, Contact]) -> Pull:
     """From what is formed at the contacts of ``leaves`` to their gradients; rows of ``tables`` are passed on."""
     contacts, rest = run.contacts_of(leaves), [i for i in leaves if i not in tables]
-    others = run.contacts_of(rest)
-    pull = run.pull_back.of(others, rest)
+    # Where they share but a number, one by one: otherwise all would be in memory together, with what they are made of.
+    alone = [i for i in rest if run.plan.leaves[i].numbers]
+    rest = [i for i in rest if i not in alone]
+    together = run.contacts_of(rest)
+    pull = run.pull_back.of(together, rest)
 
     def pulled(formed: Sequence[jax.Array]) -> list[jax.Array]:
         at = dict(zip(contacts, formed, strict=True))
-        own = dict(zip(rest, pull([at[c] for c in others]), strict=True)) | {i: at[c] for i, c in tables.items()}
+        own = dict(zip(rest, pull([at[c] for c in together]), strict=True)) | {i: at[c] for i, c in tables.items()}
+        for i in alone:
+            others = run.contacts_of([i])
+            (own[i],) = run.pull_back.inside(others, [at[c] for c in others], i)
         return [own[i] for i in leaves]
 
     return pulled

@@ -53,6 +53,8 @@ class LeafPlan:
     operations: float  # for one example's norm
     bytes: float  # of buffers that an ordinary gradient does not need, for one example
     standardized: Standardized | None = None  # if its filters are normalised on the way to the contact
+    # Those of the contacts, after the first, whose weights are numbers with one cotangent: a penalty in the loss, say.
+    numbers: tuple[Contact, ...] = ()
 
 
 @dataclass
@@ -215,6 +217,11 @@ def methods(contact: Contact, scaled: bool) -> list[str]:
     if contact.factors.one_hot:
         return ["gram", "segments", "explicit"]
     return ["explicit"] if scaled else ["gram", "explicit"]
+
+
+def is_number(contact: Contact) -> bool:
+    """Whether the contact's weight is a single number that is computed from parameters."""
+    return contact.factors is None and not contact.loops and math.prod(contact.weight.shape) == 1
 
 
 def is_direct(contact: Contact) -> bool:

@@ -20,7 +20,7 @@ import jax
 
 from dpopt.common.types import PyTree
 from dpopt.ghost import costs
-from dpopt.ghost.plan import LeafPlan, Plan, is_direct, methods, orientation
+from dpopt.ghost.plan import LeafPlan, Plan, is_direct, is_number, methods, orientation
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import standardized
@@ -94,6 +94,8 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
             method = min(options, key=lambda m: options[m][0] + (m == "explicit") * costs.product(contact) * 1e-6)
             pulled = shifted and method == "explicit"
             return LeafPlan(leaf, (contact,), "pulled_back" if pulled else method, *options[method], standardized=found)
+    if not shifted and (found := _beside_numbers(leaf, contacts, scaled)):
+        return found
     explicit = [costs.norm_cost(c, "explicit", scaled) for c in contacts]
     whole = sum(n for n, _ in explicit), sum(b for _, b in explicit) + costs.leaf_bytes(trace, leaf)
     if len(contacts) > 1 and not scaled and all(orientation(c) is not None for c in contacts):
@@ -101,6 +103,23 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
         if joined[0] < whole[0]:
             return LeafPlan(leaf, tuple(contacts), "shared_gram", *joined)
     return LeafPlan(leaf, tuple(contacts), "pulled_back", *whole)
+
+
+def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> LeafPlan | None:
+    """The plan of a parameter with one direct contact, and others whose weights are numbers with one cotangent.
+
+    Their part of the gradient is that cotangent times the same array for all examples (`leaf_norms._affine`)."""
+    others = [c for c in contacts if not is_number(c)]
+    numbers = tuple(c for c in contacts if is_number(c))
+    if len(others) != 1 or not is_direct(others[0]) or len({c.shares or c for c in numbers}) != 1:
+        return None
+    (contact,) = others
+    scaling = scaled or not cast(Entry, contact.weight.entry).copy
+    options = {m: costs.norm_cost(contact, m, scaling) for m in methods(contact, scaling)}
+    method = min(options, key=lambda m: options[m][0])
+    operations, extra = options[method]
+    along = costs.product(contact)  # the inner product with that array
+    return LeafPlan(leaf, (contact, *numbers), method, operations + along, extra, numbers=numbers)
 
 
 def _standardized_methods(contact: Contact, scaled: bool) -> list[str]:
@@ -157,7 +176,7 @@ def _saved_on_gpu(plan: Plan, leaf: LeafPlan) -> float:
     """Operations saved by keeping the gradients of a parameter that are not kept yet, for one example."""
     if leaf.method not in ("gram", "explicit") or leaf.contacts[0] in plan.kept:
         return 0.0
-    (contact,) = leaf.contacts
+    contact = leaf.contacts[0]
     if contact.primitive is not CONVOLUTION or not contact.is_rounded:
         return 0.0
     formed, product = costs.OPERATIONS_PER_BYTE * costs.formed_bytes(contact), costs.product(contact)
@@ -168,6 +187,6 @@ def _saving(plan: LeafPlan) -> tuple[float, Contact] | None:
     """Operations saved by forming a parameter's gradients for the norms and keeping them for the sum; its contact."""
     if plan.method not in ("gram", "segments"):
         return None
-    (contact,) = plan.contacts
+    contact = plan.contacts[0]
     saving = plan.operations + costs.product(contact) - costs.norm_cost(contact, "explicit", False)[0]
     return (saving, contact) if saving > 0 else None

@@ -29,7 +29,9 @@ DOT, CONVOLUTION, GATHER, DYNAMIC_SLICE = (
 TRANSPOSE, BROADCAST, CAST, ROUND_TO = (
     primitive(name) for name in ("transpose", "broadcast_in_dim", "convert_element_type", "reduce_precision")
 )
-STOP_GRADIENT, SCAN, WHILE, REMAT = (primitive(name) for name in ("stop_gradient", "scan", "while", "remat"))
+STOP_GRADIENT, SCAN, WHILE, REMAT, CUSTOM_JVP = (
+    primitive(name) for name in ("stop_gradient", "scan", "while", "remat", "custom_jvp_call")
+)
 
 # Calls, whose equations are inlined, and the parameter that holds them.
 CALLS = {primitive("jit"): "jaxpr", primitive("closed_call"): "call_jaxpr"}
@@ -48,6 +50,8 @@ ENTRYWISE = _all("""
     neg exp exp2 log log2 log1p expm1 tanh logistic sqrt rsqrt square one_minus_square abs sin cos integer_pow pow sign
     erf add sub mul div max min clamp select_n
 """)
+# The same, including those whose outputs have no gradient.
+BY_ENTRY = ENTRYWISE | CASTS | _all("eq ne lt le gt ge is_finite and or not floor ceil round stop_gradient")
 # XLA fuses them with what uses their results, which it then does not store.
 RECOMPUTED = LAYOUT | _all("""
     neg square one_minus_square abs integer_pow sign add sub mul max min clamp select_n add_jaxvals

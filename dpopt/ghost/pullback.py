@@ -52,6 +52,12 @@ class PullBack:
         values, pull = jax.vjp(self._weights(contacts, leaves), [self.wide[i] for i in leaves])
         return lambda cotangents: pull([g.astype(v.dtype) for g, v in zip(cotangents, values, strict=True)])[0]
 
+    def inside(self, contacts: Sequence[Contact], cotangents: Sequence[jax.Array], leaf: int) -> list[jax.Array]:
+        """The same for one parameter in a loop that hardly ever runs: what it needs is computed there, not stored."""
+        wide = [*self.wide]
+        wide[leaf], cotangents = lax.optimization_barrier((wide[leaf], [*cotangents]))
+        return PullBack(self.trace, wide)(contacts, cotangents, [leaf])
+
     def push(self, leaf: int, tangent: jax.Array, contacts: Sequence[Contact]) -> list[jax.Array]:
         """The other direction: the change of the weights for a change of one parameter."""
         return jax.jvp(self._weights(contacts, [leaf]), ([self.wide[leaf]],), ([tangent],))[1]

@@ -34,6 +34,7 @@ class Run:
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
         self.pull_back = PullBack(self.trace, self.wide)
         self._coefficients: dict[int, Coefficients] = {}
+        self._of_numbers: dict[int, jax.Array] = {}
         self._mixed_gains: dict[tuple[int, tuple[Contact, ...]], list[jax.Array]] = {}
 
     def passes(
@@ -104,8 +105,10 @@ class Run:
         def of_leaf(leaf: int) -> dict[int, jax.Array | None]:
             own, scale = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}, self.scales[leaf]
             if all(is_direct(c) for c in own.values()):
-                diagonals = {i: self.diagonal(leaf, c, scale) for i, c in own.items()}
-                return {i: None if d is None else jnp.abs(d) for i, d in diagonals.items()}
+                return {i: self._diagonal_size(leaf, c, scale) for i, c in own.items()}
+            if numbers := self.plan.leaves[leaf].numbers:
+                most = safe_norm(self.of_numbers(leaf).reshape(-1), axis=0)
+                return {i: most if c in numbers else self._diagonal_size(leaf, c, scale) for i, c in own.items()}
             if self.plan.leaves[leaf].standardized:
                 return {i: self._standardized(leaf).gain(self.coefficients(leaf), scale) for i in own}
             key = leaf, tuple(own.values())
@@ -114,6 +117,19 @@ class Run:
             return dict(zip(own, self._mixed_gains[key], strict=True))
 
         return [of_leaf(leaf) for leaf in leaves]
+
+    def _diagonal_size(self, leaf: int, contact: Contact, scale: jax.Array | None) -> jax.Array | None:
+        diagonal = self.diagonal(leaf, contact, scale)
+        return None if diagonal is None else jnp.abs(diagonal)
+
+    def of_numbers(self, leaf: int) -> jax.Array:
+        """``S d``, for d the gradient of the sum of the numbers that the contacts of `LeafPlan.numbers` read."""
+        if leaf not in self._of_numbers:
+            numbers, scale = self.plan.leaves[leaf].numbers, self.scales[leaf]
+            ones = [jnp.ones(c.weight.shape) for c in numbers]
+            (gradient,) = self.pull_back(numbers, ones, [leaf])
+            self._of_numbers[leaf] = gradient if scale is None else gradient * scale
+        return self._of_numbers[leaf]
 
     def coefficients(self, leaf: int) -> Coefficients:
         """Of a parameter whose filters are normalised; computed once."""

@@ -45,6 +45,8 @@ class Square(NamedTuple):
     missing: jax.Array
     # An upper bound on the squared entries of S, if the method computes one anyway: the search takes a tenth of a step.
     diagonal: jax.Array | None = None
+    # ``<G, direction>``, if it is asked for and the method forms G: from the same numbers as the square.
+    along: jax.Array | None = None
     # ``(sum_t |l_t| |r_t|)^2`` or an upper bound, if the method computes one anyway (quick_sums.py).
     terms: jax.Array | None = None
 

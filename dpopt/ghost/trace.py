@@ -20,7 +20,6 @@ Calls are inlined. In a ``scan``, equations that do not depend on the example mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -34,6 +33,7 @@ from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost import primitives
 from dpopt.ghost.canonical import as_gather, binder, differentiated
 from dpopt.ghost.cotangents import share_taps
+from dpopt.ghost.entries import describe
 from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import may_pull_back_sums
@@ -111,7 +111,7 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]
             with jax.ensure_compile_time_eval():
                 values = binder(eqn)(*(v.constant for v in inputs))
             return [Value.of(var, constant=value) for var, value in zip(eqn.outvars, values, strict=True)]
-        _describe(eqn, inputs, outputs)
+        describe(eqn, inputs, outputs)
         scope.hoist(Op(binder(eqn), primitive, inputs, outputs, eqn.params))
         return outputs
     if weights and primitive is primitives.REMAT:
@@ -146,31 +146,6 @@ def _is_index_arithmetic(inputs: list[Value], outputs: list[Value]) -> bool:
     return all(v.constant is not None for v in inputs) and all(
         v.shape == () and not jnp.issubdtype(v.dtype, jnp.inexact) for v in outputs
     )
-
-
-def _describe(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value]) -> None:
-    """Sets how the outputs of a prologue equation depend on parameters."""
-    primitive = eqn.primitive
-    sources = [v for v in inputs if v.leaves]
-    if primitive is primitives.STOP_GRADIENT or not sources:
-        return
-    source, *others = sources
-    for out in outputs:
-        if not jnp.issubdtype(out.dtype, jnp.floating):
-            continue
-        out.leaves = source.leaves.union(*(v.leaves for v in others))
-        if others or source.entry is None:
-            continue
-        if primitive in primitives.LAYOUT and math.prod(out.shape) <= math.prod(source.shape):
-            order, by_layer = source.entry.order, source.entry.by_layer
-            if primitive is primitives.TRANSPOSE:
-                by_layer = by_layer and eqn.params["permutation"][0] == 0
-                order = order and tuple(order[i] for i in eqn.params["permutation"])
-            elif primitive not in primitives.CASTS:
-                order, by_layer = None, False
-            out.entry = Entry(source.entry.copy, order, by_layer)
-        elif primitive in primitives.ENTRYWISE and out.shape == source.shape:
-            out.entry = Entry(False, *source.entry[1:])
 
 
 def _visit_remat(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], scope: Scope) -> list[Value]:

@@ -1,0 +1,96 @@
+"""How the values that are computed from parameters alone depend on them: entry by entry, or otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from dpopt.ghost import primitives
+from dpopt.ghost.canonical import binder
+from dpopt.ghost.values import Entry, Value, aval
+
+# Here values matter alone: what is looked at is a derivative already.
+_CALLS = primitives.CALLS | {primitives.CUSTOM_JVP: "call_jaxpr"}
+
+
+def describe(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
+    """Sets how the outputs of a prologue equation depend on parameters."""
+    sources = [v for v in inputs if v.leaves]
+    if eqn.primitive is primitives.STOP_GRADIENT or not sources:
+        return
+    for out in outputs:
+        if jnp.issubdtype(out.dtype, jnp.floating):
+            out.leaves = frozenset().union(*(v.leaves for v in sources))
+            out.entry = _entry(eqn, inputs, sources, out)
+
+
+def _entry(eqn: core.JaxprEqn, inputs: Sequence[Value], sources: Sequence[Value], out: Value) -> Entry | None:
+    entry = sources[0].entry
+    if entry is None:
+        return None
+    if eqn.primitive in primitives.LAYOUT and math.prod(out.shape) <= math.prod(sources[0].shape):
+        if len(sources) > 1:
+            return None
+        order, by_layer = entry.order, entry.by_layer
+        if eqn.primitive is primitives.TRANSPOSE:
+            by_layer = by_layer and eqn.params["permutation"][0] == 0
+            order = order and tuple(order[i] for i in eqn.params["permutation"])
+        elif eqn.primitive not in primitives.CASTS:
+            order, by_layer = None, False
+        return Entry(entry.copy, order, by_layer)
+    if out.shape != sources[0].shape or not _are_aligned(sources):
+        return None
+    if eqn.primitive in primitives.ENTRYWISE or (eqn.primitive is primitives.CUSTOM_JVP and _is_entrywise(eqn, inputs)):
+        return Entry(False, *entry[1:])
+    return None
+
+
+def _are_aligned(sources: Sequence[Value]) -> bool:
+    """Whether entries in the same place depend on the same entry of one parameter."""
+    if len(sources) == 1:
+        return True
+    return len({(v.leaves, v.shape, v.entry and v.entry.order) for v in sources}) == 1 and bool(
+        len(sources[0].leaves) == 1 and sources[0].entry and sources[0].entry.order
+    )
+
+
+def _is_entrywise(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
+    """Whether a function with a derivative of its own, and that derivative, map entries one by one."""
+    at = [i for i, v in enumerate(inputs) if v.leaves]
+    args = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
+
+    def derivative(tangents: list[jax.Array], *args: jax.Array) -> Any:
+        def function(*sources: jax.Array) -> list[jax.Array]:
+            given = dict(zip(at, sources, strict=True))
+            return binder(eqn)(*(given.get(i, x) for i, x in enumerate(args)))
+
+        return jax.jvp(function, [args[i] for i in at], tangents)
+
+    jaxpr = jax.make_jaxpr(derivative)([args[i] for i in at], *args).jaxpr
+    moving = [*range(len(at)), *(len(at) + i for i in at)]
+    return _maps_entries(jaxpr, {jaxpr.invars[i] for i in moving}, args[at[0]].shape) is not None
+
+
+def _maps_entries(jaxpr: core.Jaxpr, moving: Iterable[core.Var], shape: tuple[int, ...]) -> set[core.Var] | None:
+    """The variables that depend on the ``moving`` ones, if they all do so entry by entry; else None."""
+    found = set(moving)
+    for eqn in jaxpr.eqns:
+        own = [i for i, v in enumerate(eqn.invars) if not isinstance(v, core.Literal) and v in found]
+        if not own:
+            continue
+        if eqn.primitive in _CALLS:
+            inner = eqn.params[_CALLS[eqn.primitive]].jaxpr
+            inside = _maps_entries(inner, [inner.invars[i] for i in own], shape)
+            if inside is None:
+                return None
+            found |= {v for v, out in zip(eqn.outvars, inner.outvars, strict=True) if out in inside}
+            continue
+        if eqn.primitive not in primitives.BY_ENTRY or any(aval(v).shape != shape for v in eqn.outvars):
+            return None
+        found |= set(eqn.outvars)
+    return found
