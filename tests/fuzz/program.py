@@ -25,6 +25,7 @@ _HEADS: dict[str, Callable] = {
     "square": lambda h, e: jnp.sum((h - e["u"]) ** 2),
     "softmax": lambda h, e: jnp.sum(jax.nn.logsumexp(h + e["u"], axis=1)),
 }
+PENALIZED = 0.05  # the share of programs whose loss has a term of the parameters alone
 _ROWS = ["tame", "tiny", "huge", "spread", "beyond", "cancelling", "nan", "inf", "zero"]
 
 
@@ -68,7 +69,7 @@ def draw(seed: int) -> Program:
         features += [p for p in prologues if p != "plain"]
         uses.append((KINDS[kind][1], list(zip(names, prologues, strict=True))))
     head = str(rng.choice(list(_HEADS)))
-    regularized = rng.random() < 0.05
+    regularized = rng.random() < PENALIZED
     params, computed_in, casts_first = _dtypes(seed, params, features)
 
     def used_as(w, prologue):

@@ -48,6 +48,14 @@ def test_programs_that_once_exceeded(seed, fast):
     assert not outcome.failures and outcome.kind == "ran"
 
 
+# The first two exceeded while the inner product with a penalty was taken of other numbers than the norm.
+@pytest.mark.parametrize("seed", slow_unless([84_021, 84_070], [84_021, 84_070, *range(84_100, 84_120)]))
+def test_no_example_of_a_loss_with_a_penalty_moves_the_sum_further(monkeypatch, seed):
+    monkeypatch.setattr(program, "PENALIZED", 1.0)
+    outcome = check.run(seed, compare=seed % 4 == 0)
+    assert not outcome.failures, f"seed {seed} with a penalty: {outcome.failures}"
+
+
 def test_pages_state_what_was_run():
     """How many programs `fuzz.json` records: of the first ones, and of those with seeds of their own after them."""
     root = pathlib.Path(__file__).parents[2]
