@@ -174,10 +174,8 @@ def _direct(run: Run, leaf_plan: LeafPlan, scale: Array | None, records: Records
     leaf, contact = leaf_plan.leaf, leaf_plan.contacts[0]
     diagonal, lost = run.diagonal(leaf, contact, scale), _lost(run, leaf, [contact])
     diagonal, is_quick = None if diagonal is None else contact.fold(diagonal), contact in run.plan.quick
-
-    direction = (
-        contact.fold(_direction(run, leaf_plan)) if leaf_plan.numbers and leaf_plan.method == "explicit" else None
-    )
+    forms = leaf_plan.numbers and leaf_plan.method == "explicit"
+    direction = contact.fold(_direction(run, leaf_plan)) if forms else None
 
     def one(record: Recorded) -> tuple[Square, term_sizes.Columns | None]:
         square, columns = parts_of_one(contact, leaf_plan.method, record, diagonal, lost, is_quick, direction)

@@ -56,22 +56,31 @@ def estimate(plan: Plan) -> Memory:
     weights = plan.weight_bytes
     kept = kept_bytes(plan.trace)
     taps = {c: _nbytes(c.tap_shape, c.tap_dtype) for c in contacts}
-    records = {c: taps[c] + (0 if c.apply is None else _nbytes(c.input_shape, c.input_dtype)) for c in contacts}
+    records = {c: _recorded_bytes(c) for c in contacts}
     inputs = sum(records[c] - taps[c] for c in contacts)
     own = [c for c in contacts if not c.shares]
     cotangents, looped = (sum(taps[c] for c in some) for some in (own, [c for c in own if c.loops]))
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)
-    # Kept gradients take the place of an input and a cotangent.
-    more = sum(max(0, formed_bytes(c) - records[c]) for c in plan.kept)
     return Memory(
         ordinary=size * kept + 2 * weights,
         streamed=size * (kept + left) + 2 * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,
         # The backward pass frees what differentiation kept as it goes, but a loop keeps the stacks of all its steps.
-        examples=size * (max(kept + looped, inputs + cotangents) + more),
+        examples=size * max(kept + looped, inputs + cotangents) + _more_bytes(plan),
     )
+
+
+def _more_bytes(plan: Plan) -> float:
+    """How much more the kept gradients of a batch take than the inputs and cotangents in whose place they are."""
+    return plan.batch_size * sum(max(0, formed_bytes(c) - _recorded_bytes(c)) for c in plan.kept)
+
+
+def _recorded_bytes(contact: Contact) -> int:
+    """The input and the cotangent of one example."""
+    own = 0 if contact.apply is None else _nbytes(contact.input_shape, contact.input_dtype)
+    return own + _nbytes(contact.tap_shape, contact.tap_dtype)
 
 
 def _nbytes(shape: Sequence[int], dtype: Any) -> int:
@@ -141,7 +150,7 @@ def choose(
     more = [k for k in range(parts, own + 1) if own % k == 0] if may_split and own else [parts]
     way = _recorded(limit, found, plan, more, reason)
     if way is not None and way.plan is not None:
-        way = _keeping_more(limit, plan, more[more.index(way.parts) :], way.reason) or way
+        way = _keeping_more(limit, found, plan, more[more.index(way.parts) :], way.reason) or way
     return way or one_pass or _slower(limit, found, plan, more, single)
 
 
@@ -168,19 +177,18 @@ def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason:
     return None
 
 
-def _keeping_more(limit: float, plan: Plan, parts: list[int], reason: str) -> Way | None:
+def _keeping_more(limit: float, found: Memory, plan: Plan, parts: list[int], reason: str) -> Way | None:
     """On a GPU, the ghost engine with more gradients kept, if that saves more time than smaller parts take.
 
     ``reason`` is given for the first of ``parts``."""
     if jax.default_backend() != "gpu":
         return None
-    records, ways = estimate(plan).examples, []
+    ways = []
     again = OPERATIONS_PER_BYTE * (3 * plan.weight_bytes + _STARTED * forward_work(plan.trace.body)[1])
     for keeping in keeping_more(plan):
-        found = estimate(keeping)
         # They take all of this memory, where the estimate of an ordinary gradient is up to a third too large, and the
         # slices that they are formed from (measured).
-        more = 1.5 * (found.examples - records)
+        more = 2.5 * (_more_bytes(keeping) - _more_bytes(plan))
         fit = next((k for k in parts if found.recorded(k) + more / k <= limit), None)
         if fit is not None:
             saved = plan.batch_size * (plan.ghost_cost - keeping.ghost_cost) - (fit - parts[0]) * again

@@ -174,10 +174,7 @@ def _length(rows: Rows) -> int:
 
 
 def _left_gram(group: Group) -> Float[Array, "T T"]:
-    if group.inner is not None:
-        return group.inner
-    left = group.left
-    return left.inner(left, is_quick=group.is_quick) if isinstance(left, Dense) else left.inner(left)
+    return group.left.inner(group.left, is_quick=group.is_quick) if group.inner is None else group.inner
 
 
 def segments(group: Group) -> Square:
@@ -216,11 +213,7 @@ def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: 
 
 
 def with_offset(
-    upper: _Norms,
-    lower: _Norms,
-    mixed: _Norms,
-    offset: Float[Array, "#batch"] | Float[Array, ""],
-    computed_in: DTypeLike,
+    upper: _Norms, lower: _Norms, mixed: _Norms, offset: _Norms | Float[Array, ""], computed_in: DTypeLike
 ) -> tuple[_Norms, _Norms]:
     """Bounds on ``|g + o|`` from bounds on ``|g|``, from ``<g, o>`` and ``|o|``.
 

@@ -90,10 +90,9 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
         if is_direct(contact) or found:
             scaling = scaled or (found is None and not cast(Entry, contact.weight.entry).copy)
             ways = _standardized_methods(contact, scaled) if found else methods(contact, scaling)
-            options = {m: costs.norm_cost(contact, m, scaling) for m in ways}
-            method = min(options, key=lambda m: options[m][0] + (m == "explicit") * costs.product(contact) * 1e-6)
-            pulled = shifted and method == "explicit"
-            return LeafPlan(leaf, (contact,), "pulled_back" if pulled else method, *options[method], standardized=found)
+            method, operations, extra = _cheapest(contact, ways, scaling)
+            method = "pulled_back" if shifted and method == "explicit" else method
+            return LeafPlan(leaf, (contact,), method, operations, extra, standardized=found)
     if not shifted and (found := _beside_numbers(leaf, contacts, scaled)):
         return found
     explicit = [costs.norm_cost(c, "explicit", scaled) for c in contacts]
@@ -103,6 +102,13 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
         if joined[0] < whole[0]:
             return LeafPlan(leaf, tuple(contacts), "shared_gram", *joined)
     return LeafPlan(leaf, tuple(contacts), "pulled_back", *whole)
+
+
+def _cheapest(contact: Contact, ways: Sequence[str], scaled: bool) -> tuple[str, float, float]:
+    """The method that takes fewest operations, their number, and bytes."""
+    options = {m: costs.norm_cost(contact, m, scaled) for m in ways}
+    method = min(options, key=lambda m: options[m][0] + (m == "explicit") * costs.product(contact) * 1e-6)
+    return method, *options[method]
 
 
 def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> LeafPlan | None:
@@ -115,9 +121,7 @@ def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> Lea
         return None
     (contact,) = others
     scaling = scaled or not cast(Entry, contact.weight.entry).copy
-    options = {m: costs.norm_cost(contact, m, scaling) for m in methods(contact, scaling)}
-    method = min(options, key=lambda m: options[m][0])
-    operations, extra = options[method]
+    method, operations, extra = _cheapest(contact, methods(contact, scaling), scaling)
     along = costs.product(contact)  # the inner product with that array
     return LeafPlan(leaf, (contact, *numbers), method, operations + along, extra, numbers=numbers)
 

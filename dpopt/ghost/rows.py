@@ -89,8 +89,9 @@ class OneHot(NamedTuple):
         """``[T]``: each row's squared norm."""
         return self._valid().astype(jnp.float32)
 
-    def inner(self, other: Rows) -> jax.Array:
-        """``[T, S]``: inner products of all rows with all rows of ``other``."""
+    def inner(self, other: Rows, *, is_quick: bool = False) -> jax.Array:
+        """``[T, S]``: inner products of all rows with all rows of ``other``, which are look-ups: never rounded."""
+        del is_quick
         if isinstance(other, Dense):
             return self.times(wide(other.x).T)
         return ((self.ids[:, None] == other.ids[None, :]) & self._valid()[:, None]).astype(jnp.float32)

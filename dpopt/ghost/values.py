@@ -8,6 +8,7 @@ trace.py builds them from a jaxpr; program.py puts them together.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -166,33 +167,23 @@ class ContactOp:
             if record is not None and self.input_position is not None:
                 record[contact] = values[self.input_position], out if contact in record.outputs else None
             if given is not None:
-                is_rounded = record is not None and contact in record.rounded_taps
-                out = (tap_rounded if is_rounded else tap)(out, given)
+                out = tap(out, given, record is not None and contact in record.rounded_taps)
         env[self.outputs[0]] = out
 
 
-@jax.custom_jvp
-def tap(value: jax.Array, zero: jax.Array) -> jax.Array:
-    """``value + zero`` to differentiation; ``zero`` is always zero and therefore never read."""
-    del zero
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def tap(value: jax.Array, zero: jax.Array, is_rounded: bool = False) -> jax.Array:
+    """``value + zero`` to differentiation; ``zero`` is always zero and therefore never read.
+
+    ``is_rounded``: cotangents are rounded to TF32."""
+    del zero, is_rounded
     return value
 
 
 @tap.defjvp
-def _tap_jvp(primals: list[jax.Array], tangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return primals[0], tangents[0] + tangents[1]
-
-
-@jax.custom_jvp
-def tap_rounded(value: jax.Array, zero: jax.Array) -> jax.Array:
-    """`tap` with cotangents rounded to TF32."""
-    del zero
-    return value
-
-
-@tap_rounded.defjvp
-def _tap_rounded_jvp(primals: list[jax.Array], tangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return primals[0], tf32(tangents[0] + tangents[1])  # the transpose of which rounds, too
+def _tap_jvp(is_rounded: bool, primals: list[jax.Array], tangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    tangent = tangents[0] + tangents[1]
+    return primals[0], tf32(tangent) if is_rounded else tangent  # its transpose rounds, too
 
 
 def read(env: dict[Value, Any], values: Sequence[Value]) -> list[jax.Array]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ghost_check import check, flat_clip, leaf_clip, random_like
+from helpers import slow_unless
 from jax import lax
 
 import dpopt
@@ -76,7 +77,7 @@ def penalized(rng: np.random.Generator, layer: str, mapped: str, varies: bool):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_unless(range(4), range(24)))
 def test_penalties_equal_plain_gradients(seed, layer, x64):
     rng = np.random.default_rng([seed, list(LAYERS).index(layer)])
     mapped, varies = str(rng.choice(list(MAPS))), bool(rng.random() < 0.5)

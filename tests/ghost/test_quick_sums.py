@@ -92,6 +92,7 @@ def none_for_adding(monkeypatch):
 @pytest.fixture
 def no_allowance(none_for_adding, monkeypatch):
     monkeypatch.setattr(quick_sums, "ROUNDING", 0.0)
+    monkeypatch.setattr(squares, "QUICK_ROUNDINGS", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -116,7 +117,7 @@ def test_the_same_on_a_real_one(monkeypatch, dtype, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_without_the_allowance_an_example_would_add_more(gpu, no_allowance, dtype):
-    assert most_added(dtype, POSITIONS[0]) > 1.05
+    assert most_added(dtype, POSITIONS[0]) > 1.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
