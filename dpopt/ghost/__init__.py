@@ -6,6 +6,7 @@ Tracing the loss:
 * values.py        the parts of a traced loss; program.py the program of these parts, which runs with taps
 * trace.py         finds where parameters meet the example, and puts taps there
 * linear.py        the operations through which a sum can be pulled back; cotangents.py contacts that can share a tap
+* entries.py       weights that are mapped entry by entry; multiples.py those multiplied by a number
 * canonical.py     equations rewritten into a form that is fast or that rules cover
 * factored.py      contacts that a rule covers; failures.py the error for a loss that cannot be traced
 * rules/           one function per primitive: its gradient as a sum of outer products of rows (rows.py)
@@ -13,7 +14,7 @@ Tracing the loss:
 Planning:
 
 * plan.py          which norm method for which parameter; planner.py chooses it by cost (costs.py)
-* memory.py        chooses passes and microbatches that fit in memory
+* memory.py        chooses passes and microbatches that fit in memory; kept.py what an ordinary gradient keeps there
 * explain.py       the plan as a table
 
 Running:
@@ -22,6 +23,7 @@ Running:
 * run.py           the passes over one batch; chunks.py a batch in chunks
 * contacts.py      gradients and weighted sums at one contact; pullback.py from the contacts back to the parameters
 * norms.py         per-example squared norms from factors; standardized.py through normalised filters
+* quick_sums.py    products that a GPU computes in TF32
 * squares.py       bounds on what float32 loses of a square; term_sizes.py the sizes of the terms that rounding is
                    proportional to
 * leaf_norms.py    norms per parameter; one_by_one.py those that float32 cannot compute that way

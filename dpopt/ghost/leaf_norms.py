@@ -241,7 +241,7 @@ def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
 
 
 def sizes_of_terms(
-    gains: Sequence[Mapping[int, Array | None]], contacts: Sequence[Contact], formed: Sequence[Array],
+    gains: Sequence[Mapping[int, Array | None]], contacts: Sequence[Contact], formed: Sequence[Any],
     records: Sequence[Recorded], of_array: Callable[[Array], _Size],
     of_factors: Callable[[Factors, Array, Array, Array | None], _Size],
 ) -> list[list[_Size]]:  # fmt: skip
@@ -251,14 +251,15 @@ def sizes_of_terms(
 
     Args:
         gains: from `Run.gains`.
-        formed: the example's gradients at the contacts, formed from ``records``.
+        formed: the example's gradients at the contacts, formed from ``records``; not read where these are look-ups.
         of_array: an upper bound on the norm of an array.
         of_factors: one on the norm of a sum, from factors, x, y and a diagonal, like `term_sizes.square`.
     """
 
     def behind(i: int, gain: Array | None) -> _Size:
         contact, record = contacts[i], records[i]
-        if not is_sum(contact, record):
+        is_look_up = isinstance(record, Seen) and contact.factors is not None and contact.factors.one_hot
+        if not is_look_up and not is_sum(contact, record):
             return of_array(formed[i] if gain is None else gain * jnp.abs(formed[i]))
         factors, record = cast(Factors, contact.factors), cast(Seen, record)
         gain = None if gain is None else factors.fold(jnp.broadcast_to(gain, contact.weight.shape))

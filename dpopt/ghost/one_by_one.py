@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from dpopt.ghost import costs, squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, weighted
 from dpopt.ghost.leaf_norms import sizes_of_terms
-from dpopt.ghost.norms import over_groups
+from dpopt.ghost.norms import mapped
 from dpopt.ghost.primitives import CONVOLUTION, DOT
 from dpopt.ghost.pullback import Pull
 from dpopt.ghost.rows import OneHot
@@ -89,52 +89,54 @@ def _flat(
     return flat, lambda flat: rebuild([x.reshape(shape) for x, shape in zip(flat, shapes, strict=True)])
 
 
-def _tables(run: Run, leaves: Sequence[int], records: Records) -> dict[int, Contact]:
+def _tables(run: Run, leaves: Sequence[int], records: Records) -> dict[int, list[Contact]]:
     """The parameters whose gradients are zero but in the few rows that an example looks up; their contacts.
 
     There the whole gradient is not formed: it would take more memory than an ordinary gradient may have."""
     found = {}
     for leaf in leaves:
         contacts = run.contacts_of([leaf])
-        if len(contacts) == 1 and run.is_table(leaf) and run.offsets[leaf] is None:
-            is_kept = isinstance(records[contacts[0]], Formed)
-            if not is_kept and _is_sparse(cast(Factors, contacts[0].factors)):
-                found[leaf] = contacts[0]
+        if contacts and run.is_table(leaf) and run.offsets[leaf] is None:
+            is_kept = any(isinstance(records[c], Formed) for c in contacts)
+            if not is_kept and len({c.weight for c in contacts}) == 1 and _is_sparse(contacts):
+                found[leaf] = contacts
     return found
 
 
-def _is_sparse(factors: Factors) -> bool:
-    return factors.positions <= factors.shape[2]  # no more look-ups than rows
+def _is_sparse(contacts: Sequence[Contact]) -> bool:
+    """Whether there are no more look-ups than rows."""
+    factors = [cast(Factors, c.factors) for c in contacts]
+    return sum(f.positions for f in factors) <= factors[0].shape[2] and len({f.shape for f in factors}) == 1
 
 
-def _pull_back(run: Run, leaves: Sequence[int], tables: Mapping[int, Contact]) -> Pull:
-    """From what is formed at the contacts of ``leaves`` to their gradients; rows of ``tables`` are passed on."""
-    contacts, rest = run.contacts_of(leaves), [i for i in leaves if i not in tables]
+def _pull_back(run: Run, leaves: Sequence[int], tables: Mapping[int, Sequence[Contact]]) -> Pull:
+    """From what is formed at the contacts of ``leaves`` to their gradients, without those of ``tables``."""
+    contacts, others = run.contacts_of(leaves), [i for i in leaves if i not in tables]
     # Where they share but a number, one by one: otherwise all would be in memory together, with what they are made of.
-    alone = [i for i in rest if run.plan.leaves[i].numbers]
-    rest = [i for i in rest if i not in alone]
+    alone = [i for i in others if run.plan.leaves[i].numbers]
+    rest = [i for i in others if i not in alone]
     together = run.contacts_of(rest)
     pull = run.pull_back.of(together, rest)
 
-    def pulled(formed: Sequence[jax.Array]) -> list[jax.Array]:
+    def pulled(formed: Sequence[Any]) -> list[jax.Array]:
         at = dict(zip(contacts, formed, strict=True))
-        own = dict(zip(rest, pull([at[c] for c in together]), strict=True)) | {i: at[c] for i, c in tables.items()}
+        own = dict(zip(rest, pull([at[c] for c in together]), strict=True))
         for i in alone:
-            others = run.contacts_of([i])
-            (own[i],) = run.pull_back.inside(others, [at[c] for c in others], i)
-        return [own[i] for i in leaves]
+            behind = run.contacts_of([i])
+            (own[i],) = run.pull_back.inside(behind, [at[c] for c in behind], i)
+        return [own[i] for i in others]
 
     return pulled
 
 
 def _norms(
     run: Run, chosen: jax.Array, known: jax.Array, records: Records, leaves: Sequence[int],
-    tables: Mapping[int, Contact], pull_back: Pull,
+    tables: Mapping[int, Sequence[Contact]], pull_back: Pull,
 ) -> jax.Array:  # fmt: skip
     """Norms of ``leaves``, ``[leaves, B]``, like ``known``.
 
     For ``chosen`` examples they are those of the formed gradients, plus the rounding error of their sum."""
-    contacts, looked_up = run.contacts_of(leaves), set(tables.values())
+    contacts, looked_up = run.contacts_of(leaves), {c for own in tables.values() for c in own}
     gains = run.gains(contacts, leaves)
     rounding = np.array([squares.eps(run.wide[i].dtype, run.trace.narrowest) for i in leaves])
     offsets = [run.offset_norm(i) for i in leaves]
@@ -142,15 +144,21 @@ def _norms(
 
     def one(rows: tuple[list[Recorded], jax.Array, jax.Array]) -> jax.Array:
         records, is_chosen, known = rows
-        formed: list[jax.Array] = []
+        formed: list[Any] = []
         large = None  # the last one of those
         for c, r in zip(contacts, records, strict=True):
-            is_large = is_sum(c, r) and c not in looked_up and costs.formed_bytes(c) >= _LARGE
+            if c in looked_up:
+                formed.append(None)
+                continue
+            is_large = is_sum(c, r) and costs.formed_bytes(c) >= _LARGE
             if is_large and large is not None:
                 formed[large], r = lax.optimization_barrier((formed[large], r))
             large = len(formed) if is_large else large
-            formed.append(_merged(c, r) if c in looked_up else _formed(c, r))
-        gradients = [run.affine(i, g) for i, g in zip(leaves, pull_back(formed), strict=True)]
+            formed.append(_formed(c, r))
+        at = dict(zip(contacts, records, strict=True))
+        own = {i: _merged(looking, [at[c] for c in looking]) for i, looking in tables.items()}
+        own |= zip((i for i in leaves if i not in tables), pull_back(formed), strict=True)
+        gradients = [run.affine(i, own[i]) for i in leaves]
 
         products = [[(1.0, [g])] for g in gradients]
         products += sizes_of_terms(gains, contacts, formed, records, lambda x: (1.0, [x]), term_sizes.as_product)
@@ -202,9 +210,10 @@ def _formed(contact: Contact, record: Recorded) -> jax.Array:
     return weighted(contact, jax.tree.map(lambda x: x[None], record), jnp.ones(1))
 
 
-def _merged(contact: Contact, record: Recorded) -> jax.Array:
-    """The rows of one example's gradient that it looks up."""
-    seen = cast(Seen, record)
-    return over_groups(
-        lambda group: cast(OneHot, group.table()).merged(group.right), cast(Factors, contact.factors), seen.x, seen.y
-    )
+def _merged(contacts: Sequence[Contact], records: Sequence[Recorded]) -> jax.Array:
+    """The rows of one example's gradient that it looks up at some contacts of one table."""
+    factors, seen = [cast(Factors, c.factors) for c in contacts], [cast(Seen, r) for r in records]
+    split = [f.split(s.x, s.y) for f, s in zip(factors, seen, strict=True)]
+    ids, rows = (jnp.concatenate(z, axis=1) for z in zip(*split, strict=True))
+    _, groups, size, _ = factors[0].shape
+    return mapped(lambda ids, rows: OneHot(ids, size).merged(rows), groups)(ids, rows)

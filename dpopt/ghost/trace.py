@@ -37,6 +37,7 @@ from dpopt.ghost.entries import describe
 from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import may_pull_back_sums
+from dpopt.ghost.multiples import describe_multiple, moved_out
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
 from dpopt.ghost.values import Entry, Op, Value
 
@@ -112,6 +113,7 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]
                 values = binder(eqn)(*(v.constant for v in inputs))
             return [Value.of(var, constant=value) for var, value in zip(eqn.outvars, values, strict=True)]
         describe(eqn, inputs, outputs)
+        describe_multiple(eqn, inputs, outputs, scope)
         scope.hoist(Op(binder(eqn), primitive, inputs, outputs, eqn.params))
         return outputs
     if weights and primitive is primitives.REMAT:
@@ -122,6 +124,8 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]
         if look_up := as_gather(eqn):
             return _walk(*look_up, inputs, scope)
     if len(weights) == 1 and len(outputs) == 1:
+        if moved_out(eqn, inputs, outputs, weights[0], scope):
+            return outputs
         if contact_op := factored(eqn, inputs, outputs, weights[0], scope):
             scope.ops.append(contact_op)
             return outputs

@@ -43,11 +43,20 @@ class Value:
     leaves: frozenset[int] = frozenset()  # parameters that a prologue value is computed from
     entry: Entry | None = None
     constant: Any = None
+    multiple: Multiple | None = None  # of a prologue value (multiples.py)
 
     @classmethod
     def of(cls, var: core.Var | core.Literal, dynamic: bool = False, constant: Any = None) -> Value:
         """A value with the shape and the type of a jaxpr's variable."""
         return cls(aval(var).shape, aval(var).dtype, dynamic, constant=constant)
+
+
+class Multiple(NamedTuple):
+    """A value that is ``weight`` times ``number``, or divided by it; without a weight, all of its entries are it."""
+
+    weight: Value | None
+    number: Value
+    primitive: core.Primitive  # of the multiplication or division
 
 
 def aval(var: core.Var | core.Literal) -> ShapedArray:

@@ -14,7 +14,7 @@ import dpopt
 
 from . import losses, weights
 from .losses import KINDS, D, T, V
-from .weights import PROLOGUES
+from .weights import MULTIPLES, PROLOGUES
 
 BATCH = 4
 HALVES = ["bfloat16", "float16"]
@@ -26,6 +26,7 @@ _HEADS: dict[str, Callable] = {
     "softmax": lambda h, e: jnp.sum(jax.nn.logsumexp(h + e["u"], axis=1)),
 }
 PENALIZED = 0.05  # the share of programs whose loss has a term of the parameters alone
+MULTIPLIED = 0.05  # the share of weights without a prologue that are multiplied by a number
 _ROWS = ["tame", "tiny", "huge", "spread", "beyond", "cancelling", "nan", "inf", "zero"]
 
 
@@ -67,6 +68,8 @@ def draw(seed: int) -> Program:
                 params[names[-1]] = (rng.normal(size=shape) * 0.5).astype(np.float32)
         prologues = [str(rng.choice(list(PROLOGUES))) if rng.random() < 0.4 else "plain" for _ in names]
         features += [p for p in prologues if p != "plain"]
+        prologues = _multiplied(seed, len(uses), prologues)
+        features += [p for p in prologues if p in MULTIPLES]
         uses.append((KINDS[kind][1], list(zip(names, prologues, strict=True))))
     head = str(rng.choice(list(_HEADS)))
     regularized = rng.random() < PENALIZED
@@ -74,7 +77,7 @@ def draw(seed: int) -> Program:
 
     def used_as(w, prologue):
         w = w.astype(computed_in) if casts_first else w
-        return PROLOGUES[prologue](w).astype(computed_in)
+        return (PROLOGUES | MULTIPLES)[prologue](w).astype(computed_in)
 
     def loss(params, e):
         e = {k: x.astype(computed_in) if jnp.issubdtype(x.dtype, jnp.floating) else x for k, x in e.items()}
@@ -110,6 +113,13 @@ def draw(seed: int) -> Program:
         seed, loss, params, list(batches), list(tame), scale, offset, clip, engine, microbatch,
         rng.random() > 0.02, precise, "float64" in used, sorted(used),
     )  # fmt: skip
+
+
+def _multiplied(seed, layer, prologues):
+    """Some of the weights that have no prologue as multiples of themselves."""
+    rng = np.random.default_rng([seed, 4, layer])  # like `_uneven`
+    chosen = [str(rng.choice(list(MULTIPLES))) if rng.random() < MULTIPLIED else "plain" for _ in prologues]
+    return [own if p == "plain" else p for p, own in zip(prologues, chosen, strict=True)]
 
 
 def _dtypes(seed, params, features):

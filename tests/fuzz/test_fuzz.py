@@ -9,6 +9,8 @@ import pytest
 from emulated_gpu import emulated_gpu
 from helpers import slow_unless
 
+from dpopt.ghost import multiples
+
 from . import check, program
 
 PROGRAMS = int(os.environ.get("DPOPT_FUZZ_PROGRAMS", "100"))
@@ -54,6 +56,14 @@ def test_no_example_of_a_loss_with_a_penalty_moves_the_sum_further(monkeypatch, 
     monkeypatch.setattr(program, "PENALIZED", 1.0)
     outcome = check.run(seed, compare=seed % 4 == 0)
     assert not outcome.failures, f"seed {seed} with a penalty: {outcome.failures}"
+
+
+@pytest.mark.parametrize("seed", slow_unless([87_000, 87_009], range(87_000, 87_040)))
+def test_no_example_of_a_loss_with_multiples_moves_the_sum_further(monkeypatch, seed):
+    monkeypatch.setattr(program, "MULTIPLIED", 1.0)
+    monkeypatch.setattr(multiples, "_saves_memory", lambda *_: True)
+    outcome = check.run(seed, compare=seed % 4 == 0)
+    assert not outcome.failures, f"seed {seed} with multiples of weights: {outcome.failures}"
 
 
 def test_pages_state_what_was_run():

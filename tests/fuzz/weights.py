@@ -115,3 +115,20 @@ PROLOGUES: dict[str, Callable] = {
     "twice": lambda w: w + jnp.sin(w),
 }
 PRECISE = set(PROLOGUES) - {"bfloat16", "float16"}
+
+
+def _by_direction(w):
+    """Divided by ``u w v`` for vectors that count as constant, as in spectral normalisation."""
+    flat = w.reshape(-1, w.shape[-1])
+    v = lax.stop_gradient(jnp.tanh(flat.sum(0)) + 0.1)
+    u = lax.stop_gradient(jnp.tanh(flat @ v) + 0.1)
+    return w / (1 + u @ flat @ v)
+
+
+# A weight times a number that is computed from it.
+MULTIPLES: dict[str, Callable] = {
+    "multiple_norm": lambda w: w * lax.rsqrt(1 + jnp.sum(w**2)),
+    "multiple_largest": lambda w: w * jnp.max(jnp.abs(w)),
+    "multiple_direction": _by_direction,
+    "multiple_twice": lambda w: _by_direction(w) * jnp.sum(jnp.abs(w)),
+}

@@ -4,6 +4,8 @@ A search draws tables, indices that repeat or lie outside, rows of any size that
 oracle adds up rows in NumPy, in float64.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,11 +39,15 @@ def draw(seed):
     return (groups, size, width), ids, np.float32(rows * scale), factors[int(rng.integers(3))], scale
 
 
-def loss_fn(table, example):
-    ids, rows = example
+def loss_fn(table, example, first=0):
+    """Looks up the ``first`` positions and the others separately."""
     read = lambda t, i: t.at[i].get(mode="fill", fill_value=0)  # noqa: E731
-    found = jax.vmap(lambda i: jax.vmap(read)(table, i))(ids)
-    return jnp.sum(found * rows)
+
+    def looked_up(ids, rows):
+        return jnp.sum(jax.vmap(lambda i: jax.vmap(read)(table, i))(ids) * rows)
+
+    ids, rows = example
+    return sum(looked_up(ids[at], rows[at]) for at in (slice(0, first), slice(first, None)) if len(ids[at]))
 
 
 def exact(shape, ids, rows, factor):
@@ -64,9 +70,11 @@ def test_norms_and_sums(seed, monkeypatch):
     clip = float(np.float32(0.3 * size))
     merged = []
     monkeypatch.setattr(one_by_one, "_merged", lambda *of, f=one_by_one._merged: merged.append(of) or f(*of))
+    first = int(np.random.default_rng((seed, 1)).integers(ids.shape[1]))
+    loss = functools.partial(loss_fn, first=first)
     got = jax.jit(
         lambda table, batch: ghost.clipped_sum(
-            loss_fn, table, batch, scale=None if factor is None else jnp.asarray(factor, jnp.float32),
+            loss, table, batch, scale=None if factor is None else jnp.asarray(factor, jnp.float32),
             coefficients=leaf_clip(clip),
         )
     )(jnp.zeros(shape), (jnp.asarray(ids, jnp.int32), jnp.asarray(rows)))  # fmt: skip
@@ -84,10 +92,12 @@ def test_norms_and_sums(seed, monkeypatch):
     np.testing.assert_allclose(np.float64(got.sum) / clip, want / clip, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("first", [0, 40])
 @pytest.mark.parametrize("size, sorts", [(60, False), (200, True)])
-def test_rows_are_merged_only_where_that_takes_less_memory_than_the_gradient(size, sorts):
+def test_rows_are_merged_only_where_that_takes_less_memory_than_the_gradient(size, sorts, first):
     rows, ids = jnp.ones((B, 64, 1, 8)), jnp.zeros((B, 64, 1), jnp.int32)
-    program = jax.make_jaxpr(lambda t, b: ghost.clipped_sum(loss_fn, t, b, coefficients=leaf_clip(1.0)).sum)(
+    loss = functools.partial(loss_fn, first=first)
+    program = jax.make_jaxpr(lambda t, b: ghost.clipped_sum(loss, t, b, coefficients=leaf_clip(1.0)).sum)(
         jnp.zeros((1, size, 8)), (ids, rows)
     )
     loops = [e.params["body_jaxpr"] for e in equations(program.jaxpr) if e.primitive.name == "while"]
