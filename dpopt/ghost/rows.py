@@ -110,10 +110,18 @@ class OneHot(NamedTuple):
         """``[T, p]``: rows with equal indices summed in place of the first of them, zeros elsewhere."""
         kept = jnp.where(self._valid()[:, None], wide(rows), 0)
         positions = jnp.arange(self.ids.shape[0])
-        ids, order = lax.sort((self.ids, positions), num_keys=1)  # stable: equal indices stay in order
+        ids, order = self._in_order()
         is_first = (positions == 0) | (ids != jnp.roll(ids, 1))
         first = jnp.zeros_like(order).at[order].set(order[lax.cummax(jnp.where(is_first, positions, 0))])
         return jnp.zeros_like(kept).at[first].add(kept)
+
+    def _in_order(self) -> tuple[jax.Array, jax.Array]:
+        """The indices in order, equal ones as they were, and their positions; indices out of range come as one."""
+        ids, count = jnp.where(self._valid(), self.ids, self.size), self.ids.shape[0]
+        if (self.size + 1) * count > jnp.iinfo(jnp.int32).max:
+            return lax.sort((ids, jnp.arange(count)), num_keys=1)
+        both = jnp.sort(ids * count + jnp.arange(count))  # a CPU takes less than half the time for one array
+        return both // count, both % count
 
 
 Rows = Dense | OneHot
