@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from dpopt.common.trees import at_once
 from dpopt.engines.norms import safe_norm
-from dpopt.ghost import norms, term_sizes
+from dpopt.ghost import norms, squares, term_sizes
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, inner, is_sum, parts_of_one, with_terms
 from dpopt.ghost.plan import LeafPlan, is_direct, orientation
@@ -45,14 +45,14 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
     }
     found: list[Any] = [(known or {}).get(leaf) for leaf in range(len(run.leaves))]
     own = [p for p in run.plan.leaves if p.method != "pulled_back" and found[p.leaf] is None]
-    squares = {p.leaf: _square(run, p, seen, records) for p in own if p.method != "none"}
-    largest_entries = [(p.leaf, squares[p.leaf].diagonal) for p in own if p.leaf in squares and not p.numbers]
+    squared = {p.leaf: _square(run, p, seen, records) for p in own if p.method != "none"}
+    largest_entries = [(p.leaf, squared[p.leaf].diagonal) for p in own if p.leaf in squared and not p.numbers]
     diagonals = {leaf: jnp.sqrt(jnp.max(d)) for leaf, d in largest_entries if d is not None}
     quick = [p.leaf for p in own if not run.plan.quick.isdisjoint(p.contacts)]
-    terms = {leaf: _scaled(run, leaf, jnp.sqrt(cast(Array, squares[leaf].terms))) for leaf in quick}
+    terms = {leaf: _scaled(run, leaf, jnp.sqrt(cast(Array, squared[leaf].terms))) for leaf in quick}
     for contacts, leaves in run.plan.pulled_back:
-        squares |= zip(leaves, _pulled(run, contacts, leaves, records), strict=True)
-    value, missing = ({leaf: square[i] for leaf, square in sorted(squares.items())} for i in range(2))
+        squared |= zip(leaves, _pulled(run, contacts, leaves, records), strict=True)
+    value, missing = ({leaf: square[i] for leaf, square in sorted(squared.items())} for i in range(2))
     upper, lower = at_once(lambda v, m: jnp.sqrt(v + m), value, missing), at_once(jnp.sqrt, value)
     for leaf_plan in run.plan.leaves:
         leaf = leaf_plan.leaf
@@ -61,7 +61,7 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
         elif leaf_plan.method == "pulled_back":
             found[leaf] = upper[leaf], lower[leaf]
         elif leaf in upper:
-            found[leaf] = _affine(run, leaf_plan, (upper[leaf], lower[leaf]), squares[leaf].along, seen)
+            found[leaf] = _affine(run, leaf_plan, (upper[leaf], lower[leaf]), squared[leaf].along, seen)
     # A loss may compute in fewer bits than its parameters have.
     upper, lower = ([b[i].astype(x.dtype) for b, x in zip(found, run.wide, strict=True)] for i in (0, 1))
     return LeafNorms(upper, lower, records, diagonals, terms)
@@ -127,7 +127,7 @@ def _affine(run: Run, leaf_plan: LeafPlan, roots: Bounds, along: Norms | None, s
     mixed: Any = 0.0
     for c, v in zip(contacts, run.pull_back.push(leaf, direction, contacts), strict=True):
         mixed += jax.vmap(lambda x, y, c=c, v=v: inner(c, v, x, y))(seen[c].x, seen[c].y)
-    return norms.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0), run.trace.narrowest)
+    return squares.with_offset(upper, lower, mixed, safe_norm(offset.reshape(-1), axis=0), run.trace.narrowest)
 
 
 def _beside_numbers(run: Run, leaf_plan: LeafPlan, roots: Bounds, along: Norms | None, seen: SeenAt) -> Bounds:
@@ -141,7 +141,7 @@ def _beside_numbers(run: Run, leaf_plan: LeafPlan, roots: Bounds, along: Norms |
         direction = _direction(run, leaf_plan)
         along = jax.vmap(lambda x, y: inner(contact, direction, x, y))(seen[contact].x, seen[contact].y)
     offset = jnp.abs(y) * safe_norm(fixed.reshape(-1), axis=0)
-    return norms.with_offset(*roots, y * along, offset, run.trace.narrowest)
+    return squares.with_offset(*roots, y * along, offset, run.trace.narrowest)
 
 
 def _direction(run: Run, leaf_plan: LeafPlan) -> Array:
@@ -219,18 +219,38 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
     """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time."""
 
     def one(records: list[Recorded]) -> list[Square]:
-        formed = [c.unfold(form(c, r)) for c, r in zip(contacts, records, strict=True)]
-        gradients = run.pull_back(contacts, formed, leaves)
+        at = dict(zip(contacts, records, strict=True))
+        summed = {own[0]: _together(own, [cast(Seen, at[c]) for c in own]) for own in joined}
+        formed = [None if c in apart else c.unfold(form(c, r)) for c, r in at.items()]
+        summed |= {c: g for c, g in zip(contacts, formed, strict=True) if g is not None}
+        gradients = run.pull_back([*summed], [*summed.values()], leaves)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
         sizes = sizes_of_terms(gains, contacts, formed, records, _root, _root_of_terms)
         totals = [functools.reduce(jnp.hypot, own, jnp.zeros(())) for own in sizes]
         found = [s._replace(value=cancelled(s.value, total, narrow)) for s, total in zip(found, totals, strict=True)]
         return [shifted(square, o, narrow) for square, o in zip(found, offsets, strict=True)]
 
+    joined = _used_alike(contacts, records)
+    apart = {c for own in joined for c in own}  # whose gradients are not formed one by one
     gains, narrow = run.gains(contacts, leaves), run.trace.narrowest
     losses = [_lost(run, i, contacts) for i in leaves]
     offsets = [run.offset_norm(i) for i in leaves]
     return in_chunks(jax.vmap(one), [records[c] for c in contacts], run.plan.batch_size, run.plan.chunk(contacts))
+
+
+def _used_alike(contacts: Sequence[Contact], records: Records) -> list[list[Contact]]:
+    """Groups of contacts that use one weight, such as filters, in the same way."""
+    groups: dict[Any, list[Contact]] = {}
+    for c in contacts:
+        if is_sum(c, records[c]) and c.factors is not None and not c.factors.one_hot:
+            groups.setdefault((c.weight, c.factors.shape), []).append(c)
+    return [own for own in groups.values() if len(own) > 1]
+
+
+def _together(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Array:
+    """The sum of one example's gradients at such contacts."""
+    uses = [(cast(Factors, c.factors), s.x, s.y) for c, s in zip(contacts, seen, strict=True)]
+    return contacts[0].unfold(norms.explicit_together(uses))
 
 
 def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
@@ -251,7 +271,7 @@ def sizes_of_terms(
 
     Args:
         gains: from `Run.gains`.
-        formed: the example's gradients at the contacts, formed from ``records``; not read where these are look-ups.
+        formed: the example's gradients at the contacts, formed from ``records``; not read at look-ups or sums.
         of_array: an upper bound on the norm of an array.
         of_factors: one on the norm of a sum, from factors, x, y and a diagonal, like `term_sizes.square`.
     """

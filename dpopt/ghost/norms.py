@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from dpopt.common.types import PyTree
@@ -194,7 +193,20 @@ def explicit(factors: Factors, x: _Input, y: _Cotangent, is_quick: bool = False)
     # (In float32 it takes as long.)
     if factors.joint is not None and is_narrow(x.dtype) and is_narrow(y.dtype) and jax.default_backend() == "gpu":
         return factors.joint(x, y, functools.partial(summed_products, is_quick=is_quick))
-    return jnp.swapaxes(over_groups(functools.partial(_formed, factors.shape[0], is_quick), factors, x, y), 0, 1)
+    return explicit_together([(factors, x, y)], is_quick)
+
+
+def explicit_together(uses: Sequence[tuple[Factors, _Input, _Cotangent]], is_quick: bool = False) -> _Folded:
+    """The sum of G over uses of one weight whose factors have one shape: a product of the rows of all of them."""
+    factors, split = uses[0][0], [factors.split(x, y) for factors, x, y in uses]
+    left, right = (jnp.concatenate(rows, axis=1) for rows in zip(*split, strict=True))
+    K, N, size, _ = factors.shape
+
+    def one(left: Array, right: Array) -> Array:
+        rows = OneHot(left, size) if factors.one_hot else Dense(left)
+        return _formed(K, is_quick, Group(rows, right, None, None))
+
+    return jnp.swapaxes(mapped(one, N)(left, right), 0, 1)
 
 
 def _formed(offsets: int, is_quick: bool, group: Group) -> Float[Array, "K a p"]:
@@ -210,26 +222,6 @@ def _formed(offsets: int, is_quick: bool, group: Group) -> Float[Array, "K a p"]
 def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: _Cotangent) -> Float[Array, ""]:
     """``<G, direction>`` for one example of a look-up; ``direction`` has the shape of the weight."""
     return jnp.sum(over_groups(lambda group: jnp.sum(wide(group.scaled())), factors, x, y, factors.fold(direction)))
-
-
-def with_offset(
-    upper: _Norms, lower: _Norms, mixed: _Norms, offset: _Norms | Float[Array, ""], computed_in: DTypeLike
-) -> tuple[_Norms, _Norms]:
-    """Bounds on ``|g + o|`` from bounds on ``|g|``, from ``<g, o>`` and ``|o|``.
-
-    Where the two cancel, rounding error is a large share of the result. It counts as missing, so that the norm is
-    computed from a formed gradient where it matters. (Rounding is relative to the largest terms, for which a factor of
-    sixteen suffices; some millions of the products in ``<g, o>`` may have underflowed.)
-    """
-    larger = jnp.maximum(upper, offset)
-    unit = jnp.where((larger > 0) & jnp.isfinite(larger), larger, 1)  # squares of the quotients stay in range
-    high, low, offset = upper / unit, lower / unit, offset / unit
-    cross = 2 * mixed / unit / unit
-    vanished = 2.0**24 * squares.tiny(computed_in) / unit / unit
-    rounding = 16 * squares.eps(upper.dtype, computed_in) * jnp.square(high + offset) + vanished
-    highest = jnp.maximum(jnp.square(high) + cross + jnp.square(offset), 0) + rounding
-    lowest = jnp.maximum(jnp.square(low) + cross + jnp.square(offset) - rounding, 0)
-    return unit * jnp.sqrt(highest), unit * jnp.sqrt(lowest)
 
 
 def standardized_gram(

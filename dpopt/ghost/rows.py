@@ -119,7 +119,8 @@ class OneHot(NamedTuple):
         """The indices in order, equal ones as they were, and their positions; indices out of range come as one."""
         ids, count = jnp.where(self._valid(), self.ids, self.size), self.ids.shape[0]
         if (self.size + 1) * count > jnp.iinfo(jnp.int32).max:
-            return lax.sort((ids, jnp.arange(count)), num_keys=1)
+            ids, order = lax.sort((ids, jnp.arange(count)), num_keys=1)
+            return ids, order
         both = jnp.sort(ids * count + jnp.arange(count))  # a CPU takes less than half the time for one array
         return both // count, both % count
 

@@ -107,6 +107,26 @@ def shifted_norm(norm: jax.Array, offset: jax.Array, eps: jax.Array) -> jax.Arra
     return jnp.maximum(norm, jnp.sqrt(eps / (128 * TOLERANCE)) * (norm + 2 * offset))
 
 
+def with_offset(
+    upper: jax.Array, lower: jax.Array, mixed: jax.Array, offset: jax.Array, computed_in: jax.typing.DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Bounds on ``|g + o|`` from bounds on ``|g|``, from ``<g, o>`` and ``|o|``.
+
+    Where the two cancel, rounding error is a large share of the result. It counts as missing, so that the norm is
+    computed from a formed gradient where it matters. (Rounding is relative to the largest terms, for which a factor of
+    sixteen suffices; some millions of the products in ``<g, o>`` may have underflowed.)
+    """
+    larger = jnp.maximum(upper, offset)
+    unit = jnp.where((larger > 0) & jnp.isfinite(larger), larger, 1)  # squares of the quotients stay in range
+    high, low, offset = upper / unit, lower / unit, offset / unit
+    cross = 2 * mixed / unit / unit
+    vanished = 2.0**24 * tiny(computed_in) / unit / unit
+    rounding = 16 * eps(upper.dtype, computed_in) * jnp.square(high + offset) + vanished
+    highest = jnp.maximum(jnp.square(high) + cross + jnp.square(offset), 0) + rounding
+    lowest = jnp.maximum(jnp.square(low) + cross + jnp.square(offset) - rounding, 0)
+    return unit * jnp.sqrt(highest), unit * jnp.sqrt(lowest)
+
+
 def of_products(
     left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int], is_quick: bool = False
 ) -> Square:

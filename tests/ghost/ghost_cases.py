@@ -516,6 +516,17 @@ def used_twice(a):
     return loss, {"w": a(4, 4), "b": a(4)}, a(B, 3, 4)
 
 
+def filters_shared_by_sizes(a):  # one head for features of several sizes, with groups, a gain, and strided elsewhere
+    def loss(p, x):
+        first, total = p["w"] * p["g"], 0.0
+        for size in (8, 4, 6):
+            h = jnp.tanh(conv(x[:size], first, groups=2))
+            total += half_square(conv(h, p["v"]) + p["b"])
+        return total + half_square(conv(x, first, strides=2, groups=2))
+
+    return loss, {"w": a(3, 2, 6), "g": a(6), "v": a(3, 6, 10), "b": a(10)}, a(B, 8, 4)
+
+
 def sliced(a):
     def loss(p, x):
         layers = [jnp.squeeze(w, 0) for w in jnp.split(p["w"], 3)]
@@ -570,6 +581,6 @@ CASES = [
     weight_standardized_only, weight_standardized_gram, weight_normalized, conv_pixel_gram,
     lora, summed_products, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,
     scanned_layers, scanned_layers_over_time, fori_loop, evolving_weight, unrolled_recurrence, remat,
-    remat_policy, state_handed_back, custom_rules, cond, nested_jit, dropout, frozen_and_unused, used_twice, sliced,
-    masked_weight, regularized, constant_loss, joined_with_data, closed_over,
+    remat_policy, state_handed_back, custom_rules, cond, nested_jit, dropout, frozen_and_unused, used_twice,
+    filters_shared_by_sizes, sliced, masked_weight, regularized, constant_loss, joined_with_data, closed_over,
 ]  # fmt: skip
