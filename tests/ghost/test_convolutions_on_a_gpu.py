@@ -94,7 +94,7 @@ def convolved(x, w):
 def test_half_precision_is_copied_jointly(monkeypatch):
     """In float32 that takes as long."""
     rng, calls = np.random.default_rng(0), []
-    monkeypatch.setattr(norms, "over_groups", lambda *args, **kwargs: calls.append(args) or jnp.zeros((1, 9, 2, 1)))
+    monkeypatch.setattr(norms, "explicit_together", lambda *args: calls.append(args) or jnp.zeros((1, 9, 2, 1)))
     w, x, v = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 3, 2, 1), (4, 1, 8, 8, 2), (4, 1, 8, 8, 1)))
 
     def loss_fn(w, example):
