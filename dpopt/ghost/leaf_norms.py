@@ -239,11 +239,14 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
 
 
 def _used_alike(contacts: Sequence[Contact], records: Records) -> list[list[Contact]]:
-    """Groups of contacts that use one weight, such as filters, in the same way."""
+    """Groups of contacts that use one weight, such as filters, in the same way, so that their factors can be joined."""
     groups: dict[Any, list[Contact]] = {}
     for c in contacts:
         if is_sum(c, records[c]) and c.factors is not None and not c.factors.one_hot:
-            groups.setdefault((c.weight, c.factors.shape), []).append(c)
+            # Of two uses of a square matrix one may transpose it.
+            folding = jax.make_jaxpr(c.fold)(jax.ShapeDtypeStruct(c.weight.shape, c.weight.dtype))
+            if not folding.consts:  # which the text does not show
+                groups.setdefault((c.weight, c.factors.shape, str(folding)), []).append(c)
     return [own for own in groups.values() if len(own) > 1]
 
 

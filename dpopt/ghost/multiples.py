@@ -33,8 +33,8 @@ def describe_multiple(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequ
         for weight, factor in (inputs, inputs[::-1]) if eqn.primitive is MUL else (inputs,):
             if weight.leaves and weight.shape == out.shape and (number := _number(factor, scope)):
                 out.multiple = Multiple(weight, number, eqn.primitive)
-    elif eqn.primitive is BROADCAST and _number(inputs[0], scope):
-        out.multiple = Multiple(None, inputs[0], MUL)
+    elif eqn.primitive is BROADCAST and (number := _number(inputs[0], scope)):
+        out.multiple = Multiple(None, number, MUL)
     elif eqn.primitive in LAYOUT - CASTS and len(inputs) == 1 and (known := inputs[0].multiple) and known.weight:
         rearranged = Value.of(eqn.outvars[0])
         describe(eqn, [known.weight], [rearranged])

@@ -527,6 +527,15 @@ def filters_shared_by_sizes(a):  # one head for features of several sizes, with 
     return loss, {"w": a(3, 2, 6), "g": a(6), "v": a(3, 6, 10), "b": a(10)}, a(B, 8, 4)
 
 
+def square_used_both_ways(a):  # factors of one shape, but of the transposed matrix
+    def loss(p, x):
+        w = p["w"] * p["g"]
+        h = jnp.tanh(jnp.einsum("ti,io->to", x, w))
+        return half_square(jnp.einsum("ti,oi->to", h, w)) + half_square(jnp.einsum("ti,io->to", x[::-1] ** 2, w))
+
+    return loss, {"w": a(6, 6), "g": a(6)}, a(B, 2, 6)
+
+
 def sliced(a):
     def loss(p, x):
         layers = [jnp.squeeze(w, 0) for w in jnp.split(p["w"], 3)]
@@ -582,5 +591,6 @@ CASES = [
     lora, summed_products, lora_frozen, matrix_factorization, attention, lstm, gru_reversed,
     scanned_layers, scanned_layers_over_time, fori_loop, evolving_weight, unrolled_recurrence, remat,
     remat_policy, state_handed_back, custom_rules, cond, nested_jit, dropout, frozen_and_unused, used_twice,
-    filters_shared_by_sizes, sliced, masked_weight, regularized, constant_loss, joined_with_data, closed_over,
+    filters_shared_by_sizes, square_used_both_ways, sliced, masked_weight, regularized,
+    constant_loss, joined_with_data, closed_over,
 ]  # fmt: skip
