@@ -10,7 +10,7 @@ float32 that takes factors, or diagonals, some 1e28 times the clip norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -65,11 +65,34 @@ def form(contact: Contact, record: Recorded, for_sum: bool = False) -> jax.Array
     return norms.explicit(contact.factors, record.x, record.y, is_quick=for_sum and contact.is_rounded)
 
 
+def arrangement(contact: Contact) -> str | None:
+    """A text that two contacts of one weight share only if their factors arrange it alike; None if there is none.
+
+    Of two uses of a square matrix one may transpose it."""
+    folding = jax.make_jaxpr(contact.fold)(jax.ShapeDtypeStruct(contact.weight.shape, contact.weight.dtype))
+    return None if folding.consts else str(folding)  # which the text does not show
+
+
 def is_sum(contact: Contact, record: Recorded) -> bool:
     """Whether one example's gradient is a sum of several terms wherever it is computed.
 
     A gradient that is kept is computed once, and so counts as one term."""
     return isinstance(record, Seen) and contact.factors is not None and contact.factors.positions > 1
+
+
+def used_alike(contacts: Sequence[Contact], records: Records) -> list[list[Contact]]:
+    """Groups of contacts that use one weight, such as filters, in the same way, so that their factors can be joined."""
+    groups: dict[Any, list[Contact]] = {}
+    for c in contacts:
+        if is_sum(c, records[c]) and c.factors is not None and not c.factors.one_hot:
+            groups.setdefault((c.weight, c.factors.shape, arrangement(c) or c), []).append(c)
+    return [own for own in groups.values() if len(own) > 1]
+
+
+def form_together(contacts: Sequence[Contact], seen: Sequence[Seen]) -> jax.Array:
+    """The sum of one example's gradients at such contacts, of the shape of the weight."""
+    uses = [(cast(Factors, c.factors), s.x, s.y) for c, s in zip(contacts, seen, strict=True)]
+    return contacts[0].unfold(norms.explicit_together(uses))
 
 
 def square_of_one(

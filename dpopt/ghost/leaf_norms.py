@@ -14,7 +14,19 @@ from dpopt.common.trees import at_once
 from dpopt.engines.norms import safe_norm
 from dpopt.ghost import norms, squares, term_sizes
 from dpopt.ghost.chunks import in_chunks
-from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, inner, is_sum, parts_of_one, with_terms
+from dpopt.ghost.contacts import (
+    Formed,
+    Recorded,
+    Records,
+    Seen,
+    form,
+    form_together,
+    inner,
+    is_sum,
+    parts_of_one,
+    used_alike,
+    with_terms,
+)
 from dpopt.ghost.plan import LeafPlan, is_direct, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
@@ -220,7 +232,7 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
 
     def one(records: list[Recorded]) -> list[Square]:
         at = dict(zip(contacts, records, strict=True))
-        summed = {own[0]: _together(own, [cast(Seen, at[c]) for c in own]) for own in joined}
+        summed = {own[0]: form_together(own, [cast(Seen, at[c]) for c in own]) for own in joined}
         formed = [None if c in apart else c.unfold(form(c, r)) for c, r in at.items()]
         summed |= {c: g for c, g in zip(contacts, formed, strict=True) if g is not None}
         gradients = run.pull_back([*summed], [*summed.values()], leaves)
@@ -230,30 +242,12 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
         found = [s._replace(value=cancelled(s.value, total, narrow)) for s, total in zip(found, totals, strict=True)]
         return [shifted(square, o, narrow) for square, o in zip(found, offsets, strict=True)]
 
-    joined = _used_alike(contacts, records)
+    joined = used_alike(contacts, records)
     apart = {c for own in joined for c in own}  # whose gradients are not formed one by one
     gains, narrow = run.gains(contacts, leaves), run.trace.narrowest
     losses = [_lost(run, i, contacts) for i in leaves]
     offsets = [run.offset_norm(i) for i in leaves]
     return in_chunks(jax.vmap(one), [records[c] for c in contacts], run.plan.batch_size, run.plan.chunk(contacts))
-
-
-def _used_alike(contacts: Sequence[Contact], records: Records) -> list[list[Contact]]:
-    """Groups of contacts that use one weight, such as filters, in the same way, so that their factors can be joined."""
-    groups: dict[Any, list[Contact]] = {}
-    for c in contacts:
-        if is_sum(c, records[c]) and c.factors is not None and not c.factors.one_hot:
-            # Of two uses of a square matrix one may transpose it.
-            folding = jax.make_jaxpr(c.fold)(jax.ShapeDtypeStruct(c.weight.shape, c.weight.dtype))
-            if not folding.consts:  # which the text does not show
-                groups.setdefault((c.weight, c.factors.shape, str(folding)), []).append(c)
-    return [own for own in groups.values() if len(own) > 1]
-
-
-def _together(contacts: Sequence[Contact], seen: Sequence[Seen]) -> Array:
-    """The sum of one example's gradients at such contacts."""
-    uses = [(cast(Factors, c.factors), s.x, s.y) for c, s in zip(contacts, seen, strict=True)]
-    return contacts[0].unfold(norms.explicit_together(uses))
 
 
 def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:

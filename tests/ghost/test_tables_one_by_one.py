@@ -92,6 +92,27 @@ def test_norms_and_sums(seed, monkeypatch):
     np.testing.assert_allclose(np.float64(got.sum) / clip, want / clip, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_and_columns_of_a_square_table():
+    """Their factors have one shape, but rows and columns must not be merged."""
+    rng, size, scale = np.random.default_rng(0), 20, 1e-25
+    ids, rows = rng.integers(0, size, (B, 3)), np.float32(rng.normal(size=(B, 2, 3, size)) * scale)
+
+    def loss(table, example):
+        ids, (by_row, by_column) = example
+        return jnp.sum(table[ids] * by_row) + jnp.sum(table[:, ids] * by_column.T)
+
+    want = np.zeros((B, size, size))
+    for b, t in np.ndindex(B, 3):
+        want[b, ids[b, t]] += rows[b, 0, t]
+        want[b, :, ids[b, t]] += rows[b, 1, t]
+    norms = np.linalg.norm(want.reshape(B, -1) / scale, axis=1)
+    clip = float(norms.min() * scale / 2)
+    got = ghost.clipped_sum(
+        loss, jnp.zeros((size, size)), (jnp.asarray(ids), jnp.asarray(rows)), coefficients=leaf_clip(clip)
+    )
+    np.testing.assert_allclose(np.float64(got.leaf_norms) / scale, norms, rtol=1e-4)
+
+
 @pytest.mark.parametrize("first", [0, 40])
 @pytest.mark.parametrize("size, sorts", [(60, False), (200, True)])
 def test_rows_are_merged_only_where_that_takes_less_memory_than_the_gradient(size, sorts, first):
