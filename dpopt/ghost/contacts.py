@@ -10,7 +10,7 @@ float32 that takes factors, or diagonals, some 1e28 times the clip norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -65,12 +65,12 @@ def form(contact: Contact, record: Recorded, for_sum: bool = False) -> jax.Array
     return norms.explicit(contact.factors, record.x, record.y, is_quick=for_sum and contact.is_rounded)
 
 
-def arrangement(contact: Contact) -> str | None:
-    """A text that two contacts of one weight share only if their factors arrange it alike; None if there is none.
+def usage(contact: Contact) -> Hashable:
+    """Equal for contacts that use one weight alike, with factors that arrange it in one way.
 
-    Of two uses of a square matrix one may transpose it."""
+    Of two uses of a square matrix one may transpose it, and a square table may be read by rows and by columns."""
     folding = jax.make_jaxpr(contact.fold)(jax.ShapeDtypeStruct(contact.weight.shape, contact.weight.dtype))
-    return None if folding.consts else str(folding)  # which the text does not show
+    return contact.weight, contact if folding.consts else str(folding)  # the text does not show constants
 
 
 def is_sum(contact: Contact, record: Recorded) -> bool:
@@ -82,10 +82,10 @@ def is_sum(contact: Contact, record: Recorded) -> bool:
 
 def used_alike(contacts: Sequence[Contact], records: Records) -> list[list[Contact]]:
     """Groups of contacts that use one weight, such as filters, in the same way, so that their factors can be joined."""
-    groups: dict[Any, list[Contact]] = {}
+    groups: dict[Hashable, list[Contact]] = {}
     for c in contacts:
         if is_sum(c, records[c]) and c.factors is not None and not c.factors.one_hot:
-            groups.setdefault((c.weight, c.factors.shape, arrangement(c) or c), []).append(c)
+            groups.setdefault(usage(c), []).append(c)
     return [own for own in groups.values() if len(own) > 1]
 
 

@@ -19,7 +19,7 @@ from dpopt.engines.norms import norms_together, safe_norm
 from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import costs, squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, arrangement, form, is_sum, weighted
+from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, usage, weighted
 from dpopt.ghost.leaf_norms import sizes_of_terms
 from dpopt.ghost.norms import mapped
 from dpopt.ghost.primitives import CONVOLUTION, DOT
@@ -98,7 +98,7 @@ def _tables(run: Run, leaves: Sequence[int], records: Records) -> dict[int, list
         contacts = run.contacts_of([leaf])
         if contacts and run.is_table(leaf) and run.offsets[leaf] is None:
             is_kept = any(isinstance(records[c], Formed) for c in contacts)
-            if not is_kept and _are_alike(contacts) and _is_sparse(contacts):
+            if not is_kept and len({usage(c) for c in contacts}) == 1 and _is_sparse(contacts):
                 found[leaf] = contacts
     return found
 
@@ -107,12 +107,6 @@ def _is_sparse(contacts: Sequence[Contact]) -> bool:
     """Whether there are no more look-ups than rows."""
     factors = [cast(Factors, c.factors) for c in contacts]
     return sum(f.positions for f in factors) <= factors[0].shape[2]
-
-
-def _are_alike(contacts: Sequence[Contact]) -> bool:
-    """Whether all contacts look up the same rows of the same table: a square one may also be read by columns."""
-    uses = {(c.weight, cast(Factors, c.factors).shape, arrangement(c) or c) for c in contacts}
-    return len(uses) == 1
 
 
 def _pull_back(run: Run, leaves: Sequence[int], tables: Mapping[int, Sequence[Contact]]) -> Pull:

@@ -1,0 +1,110 @@
+"""Several uses of one weight whose factors are joined: a search over ways to use a square matrix, filter or table.
+
+Uses look alike where their factors have one shape, but may arrange the weight differently (`contacts.usage`). Sizes are
+drawn so that norms come from Gram matrices, from gradients formed together, and from the loop for rare examples.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ghost_check import check, flat_clip, leaf_clip, random_like
+from helpers import slow_unless
+from jax import lax
+
+from dpopt import ghost
+
+B, N = 5, 6
+
+
+def matrix(rng, w):
+    """A product with the matrix or its transpose, which einsum writes without transposing anything."""
+    spec = str(rng.choice(["ti,io->to", "ti,oi->to", "io,ti->ot", "oi,ti->ot"]))
+    swapped = spec.startswith(("io", "oi"))
+    return lambda x: jnp.sum(jnp.tanh(jnp.einsum(spec, *((w(), x) if swapped else (x, w())))) ** 2)
+
+
+def filters(rng, w):
+    """A convolution that takes its channels in either order, with steps, holes and feature groups."""
+    order = str(rng.choice(["WIO", "WOI"]))
+    step, hole = (int(i) for i in rng.integers(1, 3, 2))
+
+    def use(x):
+        numbers = ("NWC", order, "NWC")
+        y = lax.conv_general_dilated(x[None], w(), (step,), "SAME", rhs_dilation=(hole,), dimension_numbers=numbers)
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    return use
+
+
+def table(rng, w):
+    """Rows, columns, or single entries of a table."""
+    how, count = str(rng.choice(["rows", "columns", "columns last", "entries"])), int(rng.integers(1, 4))
+    ids, others = rng.integers(0, N, (2, count))
+    weight = rng.normal(size=N)
+
+    def use(x):
+        t, i = w(), (ids + jnp.abs(x[0, 0] * 10).astype(int)) % N
+        found = {
+            "rows": lambda: t[i] * weight, "columns": lambda: t[:, i].T * weight,
+            "columns last": lambda: t.T[i] * weight, "entries": lambda: t[i, others],
+        }[how]()  # fmt: skip
+        return jnp.sum(found * x[0, 1])
+
+    return use
+
+
+KINDS = {"matrix": (matrix, (N, N)), "filters": (filters, (3, N, N)), "table": (table, (N, N))}
+GAINS = {
+    "plain": lambda p: p["w"],
+    "gain": lambda p: p["w"] * p["g"],  # pulled back
+    "low rank": lambda p: p["w"] + p["g"][:, None] * p["h"],
+}
+
+
+def drawn(rng, kind):
+    use, shape = KINDS[kind]
+    gain = GAINS[str(rng.choice(list(GAINS)))]
+    state = int(rng.integers(2**31))
+    spans = [(int(rng.integers(0, 4)), int(rng.integers(6, 9))) for _ in range(rng.integers(2, 5))]
+
+    def loss(p, x):
+        own, once = np.random.default_rng(state), gain(p)
+        total = 0.0
+        for low, high in spans:
+            again = own.random() < 0.3  # the same weight, computed anew
+            total = total + use(own, lambda again=again: gain(p) if again else once)(x[low:high])
+        return total
+
+    params = {"w": rng.normal(size=shape), "g": rng.normal(size=N), "h": rng.normal(size=N)}
+    return loss, jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(B, 9, N)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", slow_unless(range(4), range(60)))
+def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
+    rng = np.random.default_rng([seed, list(KINDS).index(kind)])
+    loss, params, x = drawn(rng, kind)
+    scale = random_like(params, seed) if rng.random() < 0.5 else None
+    with jax.numpy_rank_promotion("allow"):
+        check(loss, params, x, scale=scale, clips=(leaf_clip if rng.random() < 0.5 else flat_clip,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", slow_unless(range(2), range(30)))
+def test_norms_of_rare_examples(seed, kind):
+    """Gradients whose squares float32 cannot hold have their norms computed one by one."""
+    size = 1e-25
+    loss, params, x = drawn(np.random.default_rng([seed, 3, list(KINDS).index(kind)]), kind)
+    with jax.numpy_rank_promotion("allow"):
+        plain = jax.vmap(jax.grad(loss), (None, 0))(params, x)
+        norms = jax.tree.map(lambda g: np.linalg.norm(np.float64(g).reshape(B, -1), axis=1), plain)
+        clip = 1e-3 * size
+        got = jax.jit(
+            lambda p, x: (
+                ghost.clipped_sum(lambda p, x: size * loss(p, x), p, x, coefficients=leaf_clip(clip)).leaf_norms
+            )
+        )(params, x)
+    for name, want in norms.items():
+        clipped = want > 1e-2
+        np.testing.assert_allclose(np.float64(got[name])[clipped] / size, want[clipped], rtol=1e-3)
