@@ -123,11 +123,11 @@ def _several_axes(h, w, e):
     return h * jnp.einsum("td,tdk->k", h, w[0])
 
 
-def _conv1d(stride=1, dilation=1, groups=1):
+def _conv1d(stride=1, dilation=1, groups=1, order="WIO"):
     def function(h, w, e):
         out = lax.conv_general_dilated(
             h[None], w[0], (stride,), "SAME", rhs_dilation=(dilation,), feature_group_count=groups,
-            dimension_numbers=("NWC", "WIO", "NWC"),
+            dimension_numbers=("NWC", order, "NWC"),
         )[0]  # fmt: skip
         return h + jnp.repeat(out, T // out.shape[0], axis=0)
 
@@ -252,3 +252,18 @@ KINDS: dict[str, tuple[list[tuple[int, ...]], Callable[[Any, Any, Any], Any]]] =
     "half_float16": ([SQUARE], _half(jnp.float16)),
 }
 PRECISE = set(KINDS) - {"half_bfloat16", "half_float16"}
+
+# Ways to use a square matrix or filter side by side: their factors have one shape but arrange the weight differently.
+CROSSINGS: dict[tuple[int, ...], list[Callable[[Any, Any, Any], Any]]] = {
+    SQUARE: [
+        lambda h, w, e: h @ w[0],
+        lambda h, w, e: h + jnp.einsum("ti,oi->to", e["x"], w[0]),
+        lambda h, w, e: h + jnp.einsum("oi,ti->ot", w[0], jnp.tanh(h)).T,
+        lambda h, w, e: h + finite(w[0][e["ids"]]) * e["u"],
+        lambda h, w, e: h + finite(w[0].T[e["ids"]]) * e["u"],
+        _columns,
+        lambda h, w, e: h + finite(w[0][e["ids"], e["ids"][::-1]])[:, None] * e["u"],
+        lambda h, w, e: h * w[0],
+    ],
+    (3, D, D): [_conv1d(), _conv1d(order="WOI"), _conv1d(dilation=2, order="WOI"), _conv1d(stride=2)],
+}

@@ -27,6 +27,7 @@ _HEADS: dict[str, Callable] = {
 }
 PENALIZED = 0.05  # the share of programs whose loss has a term of the parameters alone
 MULTIPLIED = 0.05  # the share of weights without a prologue that are multiplied by a number
+CROSSED = 0.05  # the share of programs that use a square matrix or filter in several ways more
 _ROWS = ["tame", "tiny", "huge", "spread", "beyond", "cancelling", "nan", "inf", "zero"]
 
 
@@ -71,6 +72,7 @@ def draw(seed: int) -> Program:
         prologues = _multiplied(seed, len(uses), prologues)
         features += [p for p in prologues if p in MULTIPLES]
         uses.append((KINDS[kind][1], list(zip(names, prologues, strict=True))))
+    uses += _crossings(seed, params, features)
     head = str(rng.choice(list(_HEADS)))
     regularized = rng.random() < PENALIZED
     params, computed_in, casts_first = _dtypes(seed, params, features)
@@ -120,6 +122,22 @@ def _multiplied(seed, layer, prologues):
     rng = np.random.default_rng([seed, 4, layer])  # like `_uneven`
     chosen = [str(rng.choice(list(MULTIPLES))) if rng.random() < MULTIPLIED else "plain" for _ in prologues]
     return [own if p == "plain" else p for p, own in zip(prologues, chosen, strict=True)]
+
+
+def _crossings(seed, params, features):
+    """Uses of one weight of the program, or of one of its own, in two or three ways, as it is or through a prologue."""
+    rng = np.random.default_rng([seed, 5])  # like `_uneven`
+    if rng.random() >= CROSSED:
+        return []
+    name = str(rng.choice([*(k for k, w in params.items() if w.shape in losses.CROSSINGS), "crossed"]))
+    if name == "crossed":
+        shape = list(losses.CROSSINGS)[rng.integers(2)]
+        params[name] = (rng.normal(size=shape) * 0.5).astype(np.float32)
+    ways = losses.CROSSINGS[params[name].shape]
+    chosen = rng.choice(len(ways), size=rng.integers(2, 4), replace=False)
+    prologues = ["plain"] * 2 if rng.random() < 0.5 else [str(p) for p in rng.choice([*PROLOGUES, *MULTIPLES], size=2)]
+    features += ["crossed", *(p for p in prologues if p != "plain")]
+    return [(ways[i], [(name, str(rng.choice(prologues)))]) for i in chosen]
 
 
 def _dtypes(seed, params, features):
