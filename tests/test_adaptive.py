@@ -597,7 +597,8 @@ def test_a_run_that_died_resumes_bit_for_bit_and_counts_get_fresh_noise(tmp_path
     assert len(keys) == 2 and not any(k in olds for k in keys) and keys[0] != keys[1]
 
 
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_eight_devices_count_together(kind):
     found = script(ROOT / "tests" / "programs" / "adaptive_run.py", kind, devices=8)
     one, eight = found["1"], found["8"]

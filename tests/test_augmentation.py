@@ -207,8 +207,15 @@ def blurred(example, key):
     return example[0] + 0.5 * jax.random.normal(key, example[0].shape), example[1]
 
 
-@pytest.mark.parametrize("make", [nnx_model, linen_model])
-@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize(
+    "dropout, make",
+    [
+        (True, nnx_model),
+        (False, linen_model),
+        pytest.param(False, nnx_model, marks=pytest.mark.slow),
+        pytest.param(True, linen_model, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("engine", slow_unless(("ghost",), ["ghost", "vmap"]))
 def test_flax_models_and_their_dropout(make, dropout, engine):
     """Every augmentation has its own draws, of the augmentation and of the model."""

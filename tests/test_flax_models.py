@@ -71,8 +71,15 @@ def test_dropout_differs_between_examples_and_follows_the_example_not_the_row(ma
     assert not np.allclose(gradients(1, numbers), first)
 
 
-@BOTH
-@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+@pytest.mark.parametrize(
+    "engine, make",
+    [
+        ("vmap", nnx_dropped),
+        ("ghost", linen_dropped),
+        pytest.param("vmap", linen_dropped, marks=pytest.mark.slow),
+        pytest.param("ghost", nnx_dropped, marks=pytest.mark.slow),
+    ],
+)
 def test_both_engines_clip_what_dropout_leaves(make, engine):
     loss, params = make()
     batch = (X[:6], Y[:6]), dpopt.example_keys(jax.random.key(3), 0, np.arange(6))

@@ -335,8 +335,15 @@ def test_stacked_gradients_serve_as_a_promise():
         stacked_grads(np.ones((3, 2), int), mask=None)
 
 
-@pytest.mark.parametrize("engine", ["vmap", "ghost"])
-@pytest.mark.parametrize("dtype, groups", [(jnp.float32, 2), (jnp.float64, 1)])
+@pytest.mark.parametrize(
+    "dtype, groups, engine",
+    [
+        (jnp.float32, 2, "vmap"),
+        (jnp.float64, 1, "ghost"),
+        pytest.param(jnp.float32, 2, "ghost", marks=pytest.mark.slow),
+        pytest.param(jnp.float64, 1, "vmap", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "microbatch_size, jitted",
     [(3, True), pytest.param(None, True, marks=pytest.mark.slow), pytest.param(None, False, marks=pytest.mark.slow)],

@@ -91,7 +91,8 @@ def audited_run(digits, mistake, epsilon=1.5):
     return result, planted, planted.scores(params, result.params)
 
 
-@pytest.mark.parametrize("mistake", ["none", "noise forgotten", pytest.param("clip forgotten", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["none", "noise forgotten", "clip forgotten"])
 def test_one_run_on_digits(mistake, digits):
     result, planted, scores = audited_run(digits, mistake)
     report = audit.report(result, audit.one_run_bound(scores, planted.included, delta=DELTA))

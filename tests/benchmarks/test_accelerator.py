@@ -36,6 +36,7 @@ def options(tmp_path, **others) -> argparse.Namespace:
     return argparse.Namespace(**(given | others))
 
 
+@pytest.mark.slow
 def test_every_case_is_recorded_and_one_that_fails_costs_no_other(in_this_process, tmp_path):
     accelerator.run(options(tmp_path))
     content = json.loads((tmp_path / "accelerator.json").read_text())
@@ -73,6 +74,7 @@ def test_what_cannot_be_compared_is_refused(in_this_process, tmp_path, wrong, sa
         accelerator.run(options(tmp_path, **wrong))
 
 
+@pytest.mark.slow
 def test_the_recipe_is_that_of_the_example_and_fits_into_a_file():
     """Keys cannot be written, so examples hold their data."""
     family = large_families._recipe(2, None)

@@ -98,6 +98,7 @@ def test_held_out_and_public_examples_leave_the_private_ones():
     np.testing.assert_array_equal(everything[order[0]], np.asarray(task._train[0])[order[1]])
 
 
+@pytest.mark.slow
 def test_digits_are_learned_in_whole_batches():
     fields = {"task": "digits", "method": "DP-SGD", "options": {"learning_rate": 2.0}, "delta": 1e-4}
     setting = runs.Setting(**fields, noise_multiplier=2.0, steps=40)
@@ -186,6 +187,7 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(imdb_speed, "setting", small)
 
 
+@pytest.mark.slow
 def test_speed_on_imdb_is_recorded_after_all_engines_agree(few_reviews, small_batches, tmp_path):  # noqa: F811
     imdb_speed.main(tmp_path / "tables", steps=4, engine_steps=3, checked_steps=3, where=few_reviews)
     content = json.loads((tmp_path / "tables" / "imdb-speed.json").read_text())

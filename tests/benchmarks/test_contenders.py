@@ -80,6 +80,7 @@ def enter(source, out, **changes):
     own_optimizer.main(argparse.Namespace(**given | changes))
 
 
+@pytest.mark.slow
 def test_it_runs_resumes_and_stands_beside_the_recorded_rows(written, small_suites, tmp_path, capsys):
     recorded = ROOT / "benchmarks" / "results" / "utility-frontier.json"
     before, out = recorded.read_bytes(), tmp_path / "out"

@@ -96,6 +96,7 @@ def test_memory_is_recorded_merged_resumed_and_reported(monkeypatch, tmp_path):
     assert "1.20 to 1.20 times its peak, over 2 model families" in headline
 
 
+@pytest.mark.slow
 def test_speed_times_jax_privacy_at_its_best_microbatch(monkeypatch, tiny, tmp_path):
     pytest.importorskip("jax_privacy")
     once = {"jax_privacy m=1": 3.0, "jax_privacy m=8": 1.0, "jax_privacy m=16": 2.0}

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import slow_unless
 
 import dpopt
 import dpopt.flax
@@ -196,8 +195,15 @@ def test_the_first_two_thirds_of_the_blocks_stay_as_they_were(what, blocks, firs
     assert {path[2] for path in paths if path[0] == "body"} == set(range(first, blocks))
 
 
-@pytest.mark.parametrize("what", ["bias", "lora"])
-@pytest.mark.parametrize("reads", ["last", "every"])
+@pytest.mark.parametrize(
+    "reads, what",
+    [
+        ("last", "bias"),
+        ("every", "lora"),
+        pytest.param("last", "lora", marks=pytest.mark.slow),
+        pytest.param("every", "bias", marks=pytest.mark.slow),
+    ],
+)
 def test_training_the_upper_blocks_on_stored_outputs_trains_the_classifier(what, reads):
     model, (inputs, labels) = deep(what, reads=reads), batch()
     upper = bert.Upper(model)
@@ -220,8 +226,16 @@ def test_training_the_upper_blocks_on_stored_outputs_trains_the_classifier(what,
     np.testing.assert_allclose(upper(*stored), model(*inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("what", ["head", "bias", "lora", "all"])
-@pytest.mark.parametrize("clip", ["flat", "layerwise"])
+@pytest.mark.parametrize(
+    "clip, what",
+    [
+        ("flat", "bias"),
+        ("layerwise", "head"),
+        ("layerwise", "lora"),
+        *(pytest.param("flat", what, marks=pytest.mark.slow) for what in ("head", "lora", "all")),
+        *(pytest.param("layerwise", what, marks=pytest.mark.slow) for what in ("bias", "all")),
+    ],
+)
 def test_clipped_gradients_are_those_formed_one_by_one(what, clip):
     model, examples = classifier(what), batch()
     fill_head(model)
@@ -326,6 +340,7 @@ def test_what_the_heads_cost_is_part_of_the_release(folder):
     assert not any(np.abs(x).max() for x in jax.tree.leaves((free.init(0)["head"], alone.init(0))))
 
 
+@pytest.mark.slow
 def test_the_score_is_that_of_a_new_head(folder):
     """Whatever the head was: the one that is scored is trained on what the encoder gives."""
     made = task.PretrainedReviews(folder, trained="bias", length=6, epsilon=1e4, delta=1e-3)
@@ -347,10 +362,10 @@ def small(contest):
 
 
 CONTESTS = {f"{c.table}, {c.label}": c for c in pretrained.contests()}
-BASE = "MiniLM on IMDB, biases and normalisations, DP-Adam"
 
 
-@pytest.mark.parametrize("name", slow_unless([BASE], list(CONTESTS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTESTS)
 def test_every_row_of_the_suite_runs_at_its_epsilon(folder, name):
     with jax.numpy_rank_promotion("allow"):
         (setting,) = small(CONTESTS[name]).candidates(8.0, validate=True)
@@ -364,6 +379,7 @@ def test_every_row_of_the_suite_runs_at_its_epsilon(folder, name):
     assert record["not_covered_by_epsilon"] == ()
 
 
+@pytest.mark.slow
 def test_only_what_is_trained_moves_and_stays_in_float32(folder):
     made = task.PretrainedReviews(folder, trained="all", length=6, dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(made.init(0))} == {np.dtype("float32")}
@@ -376,6 +392,7 @@ def test_only_what_is_trained_moves_and_stays_in_float32(folder):
     assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_public_reviews_leave_the_private_set(folder):
     made = task.PretrainedReviews(folder, trained="head", length=6, public_share=0.25)
     assert made.num_examples == 36 and made.has_public_data

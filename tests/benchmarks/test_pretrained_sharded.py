@@ -40,6 +40,7 @@ def assert_alike(got, expected):
         assert got[name] == expected[name], name
 
 
+@pytest.mark.slow
 def test_two_devices_train_what_one_does(monkeypatch):
     monkeypatch.setattr(entropy, "draw", entropy.draw)  # restored when this ends
     (got,) = on(2, {"steps": 2, "mesh": "data=1,fsdp=2"})

@@ -48,6 +48,7 @@ def test_a_line_says_seeds_memory_and_what_epsilon_leaves_out():
     assert "| 2.5 |" in tables.papers([new])
 
 
+@pytest.mark.slow
 def test_records_have_the_memory_of_a_run_however_many_run_together(few_ratings, tmp_path):  # noqa: F811
     (record,) = sweeps.sweep([SETTING], [0], out=tmp_path, where=few_ratings)
     assert record["step_bytes"] > 0

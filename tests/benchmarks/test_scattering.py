@@ -140,6 +140,7 @@ def few_digits(tmp_path):
     tasks._make.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_task_learns_and_works_its_features_out_once(few_digits, monkeypatch):
     task = tasks.make("mnist-scattering", {}, few_digits)
     assert task.num_examples == 40 and task.not_covered_by_epsilon == () and not task.has_public_data

@@ -182,6 +182,7 @@ def test_a_contender_with_an_adaptive_clip_costs_what_its_noise_multiplier_says(
     assert all(s.l2_clip_norm == clip for s in adaptive)
 
 
+@pytest.mark.slow
 def test_seeds_together_or_apart_give_the_same_runs(few_ratings, tmp_path):
     apart = sweeps.sweep([SETTING], [0, 1], out=tmp_path / "a", where=few_ratings, together=1)
     together = sweeps.sweep([SETTING], [0, 1], out=tmp_path / "b", where=few_ratings, together=2)
@@ -302,6 +303,7 @@ def test_every_contender_of_the_epochs_has_both_noises_and_the_same_candidates(m
     assert {c.compute.epochs for c in contests} == {1, 3, 10}
 
 
+@pytest.mark.slow
 def test_bands_are_chosen_by_public_numbers_alone(monkeypatch):
     monkeypatch.setattr(epochs, "MOST_BANDS", 4)
     few, many = epochs.Compute(1, 5_000, 250), epochs.Compute(60, 5_000, 5_000)
@@ -323,6 +325,7 @@ def test_a_run_with_correlated_noise_samples_and_pays_by_parts():
     assert all((rows % 4 == t % 4).all() for t, rows in enumerate(drawn))
 
 
+@pytest.mark.slow
 def test_disk_asks_for_the_gradient_further_on():
     options = {"after": {"kind": "kalman", "kappa": 0.8, "momentum": 0.0}, "learning_rate": 0.1}
     assert methods.look_ahead("combination", options) == pytest.approx(0.25)
@@ -353,6 +356,7 @@ def test_paid_tuning_stays_within_its_epsilon_and_resumes(tmp_path):
     assert paid_tuning.sweep(contest, 8.0, range(1), out=tmp_path, where=None)[0]["score"] == 0.25
 
 
+@pytest.mark.slow
 def test_help_names_the_subcommands():
     out = subprocess.run([sys.executable, "-m", "benchmarks", "utility", "--help"], capture_output=True, text=True)
     assert out.returncode == 0

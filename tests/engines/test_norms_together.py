@@ -29,8 +29,16 @@ def arrays(shapes, seed):
     return found
 
 
-@pytest.mark.parametrize("share", [1 / 8, 1])
-@pytest.mark.parametrize("copied", [0, 1_500, 6_000, 2**22])  # no arrays together, the small ones, all
+@pytest.mark.parametrize(
+    "copied, share",  # no arrays together, the small ones, all
+    [
+        (0, 1),
+        (1_500, 1),
+        (6_000, 1 / 8),
+        (2**22, 1),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in [(0, 1 / 8), (1_500, 1 / 8), (6_000, 1), (2**22, 1 / 8)]),
+    ],
+)
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(shapes=SHAPES, seed=st.integers(0, 10_000))
 def test_norms_together_are_those_one_by_one(copied, share, shapes, seed):

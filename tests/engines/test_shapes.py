@@ -10,6 +10,7 @@ import pytest
 PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "shapes_run.py"
 
 
+@pytest.mark.slow
 def test_stated_shapes_are_true():
     pytest.importorskip("beartype", reason="shapes are checked by beartype")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -141,7 +141,7 @@ def test_every_kind_of_contact(case, engine, microbatch_size):
     assert 0.2 < found <= LIMIT
 
 
-@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("diagonal", slow_unless({True}, [False, True]))
 def test_two_passes_on_many_devices(diagonal, monkeypatch):
     """Devices with 64 rows each add up at the contact, all together, unless there is a diagonal."""
     whole = []

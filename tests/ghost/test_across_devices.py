@@ -46,6 +46,7 @@ def convolutions(draw):
     return (2, 3, channels, *size), (groups * draw(st.integers(1, 2)), channels // groups, *window), options
 
 
+@pytest.mark.slow  # thirty convolutions, each compiled several times
 @settings(max_examples=30)
 @given(case=convolutions())
 def test_products_are_the_gradients_of_filters(x64, case):

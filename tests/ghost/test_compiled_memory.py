@@ -48,7 +48,7 @@ def ratio(params, batch):
         return planned(clipped, params, batch) / planned(ordinary, params, batch)
 
 
-@pytest.mark.parametrize("seed", slow_unless({0, 1, 2}, range(12)))
+@pytest.mark.parametrize("seed", slow_unless({0}, range(12)))
 def test_it_is_at_most_a_quarter_more(seed):
     assert ratio(*draw(seed)) <= 1.25
 
@@ -58,6 +58,7 @@ def test_a_sum_of_several_blocks_is_added_up_in_the_memory_of_the_result():
     assert ratio(params, jax.ShapeDtypeStruct((200, 1, 1024), jnp.float32)) <= 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops the barriers between them too early on CPUs")
 def test_rare_examples_hold_one_large_gradient_at_a_time(monkeypatch):
     filters = [jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.float32)] * 8

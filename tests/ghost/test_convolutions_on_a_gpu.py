@@ -51,7 +51,7 @@ def gradients(loss_fn, w, batch):
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["recorded", "kept"])
-@pytest.mark.parametrize("seed", slow_unless(range(6), range(24)))
+@pytest.mark.parametrize("seed", slow_unless(range(3), range(24)))
 def test_random_convolutions(seed, keeps):
     """What vmap computes is added up: by products of windows, or of gradients that are kept."""
     loss_fn, w, batch = random_convolution(np.random.default_rng(seed))
@@ -72,6 +72,7 @@ def test_random_convolutions(seed, keeps):
     np.testing.assert_allclose(found.sum, expected, atol=tolerance * float(jnp.max(jnp.abs(expected))))
 
 
+@pytest.mark.slow  # forty convolutions
 def test_joint_copies_give_the_gradient():
     """Rows of the cotangent and columns of the input are copied instead of windows, where that takes fewer bytes."""
     offered = 0

@@ -27,8 +27,8 @@ _KINDS = {
 
 
 def kinds(share):
-    """A third of the kinds for every run; diagonals, two passes and one pass each take a different third."""
-    quick = [case for case in ghost_cases.CASES if case in _KINDS][share::3]
+    """A sixth of the kinds for every run; diagonals, two passes and one pass each take a different sixth."""
+    quick = [case for case in ghost_cases.CASES if case in _KINDS][share::6]
     return pytest.mark.parametrize("case", slow_unless(quick, ghost_cases.CASES), ids=lambda case: case.__name__)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 from jax import lax
 
 import dpopt
@@ -78,7 +79,7 @@ def test_products_of_windows_are_sums_of_products_of_pixels(dilation, groups, pa
     np.testing.assert_allclose(inner, jnp.einsum("nta,nsa->nts", left, left), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", slow_unless({0, 1, 2, 5, 11, 12, 21, 24}, range(25)))  # one to three axes
 def test_transposed_convolutions_are_factored_by_pixels_of_the_input(seed, x64):
     """Not by windows of the input, most of which are the zeros between its pixels."""
     rng = np.random.default_rng(seed)

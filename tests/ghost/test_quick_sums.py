@@ -18,6 +18,18 @@ POSITIONS = [(1, 1, 1), (1, 3, 2), (3, 2, 2), (20, 3, 3)]  # half the number of 
 DTYPES = [jnp.float32, jnp.bfloat16]
 
 
+def shapes(first):
+    """All sizes of factors, each with one of the types in every run; ``first``: which one the first size has."""
+    return pytest.mark.parametrize(
+        "shape, dtype",
+        [
+            pytest.param(shape, dtype, id=f"{shape}-{dtype.dtype}", marks=[pytest.mark.slow] * ((i + j) % 2 != first))
+            for i, shape in enumerate(POSITIONS)
+            for j, dtype in enumerate(DTYPES)
+        ],
+    )
+
+
 @pytest.fixture
 def gpu():
     with emulated_gpu():
@@ -95,14 +107,12 @@ def no_allowance(none_for_adding, monkeypatch):
     monkeypatch.setattr(squares, "QUICK_ROUNDINGS", 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", POSITIONS, ids=str)
+@shapes(0)
 def test_an_example_adds_at_most_the_clip_norm_although_its_factors_are_rounded(gpu, dtype, shape):
     assert most_added(dtype, shape) <= 1 + 2.0**-13
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", POSITIONS, ids=str)
+@shapes(1)
 def test_rounding_is_allowed_for_without_what_is_allowed_for_additions(gpu, none_for_adding, dtype, shape):
     assert most_added(dtype, shape) <= 1 + 2.0**-13
 
@@ -120,8 +130,7 @@ def test_without_the_allowance_an_example_would_add_more(gpu, no_allowance, dtyp
     assert most_added(dtype, POSITIONS[0]) > 1.1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", POSITIONS, ids=str)
+@shapes(0)
 def test_a_gradient_that_is_kept_may_be_rounded_in_any_way(dtype, shape):
     with emulated_gpu(keeps=True):
         assert most_added(dtype, shape, keeps=True) <= 1 + 2.0**-20
@@ -158,8 +167,14 @@ def rematerialised(w, example):
 FOLLOWED = {"once": loss_in(jnp.float32), "twice": twice, "loop": in_a_loop(jnp.float32), "remat": rematerialised}
 
 
-@pytest.mark.parametrize("passes", ["recorded", "two passes", "one pass"])
-@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.parametrize(
+    "name, passes",
+    [
+        pytest.param(name, passes, marks=[pytest.mark.slow] * ((i + j) % 3 != 0))
+        for i, name in enumerate(FOLLOWED)
+        for j, passes in enumerate(["recorded", "one pass", "two passes"])
+    ],
+)
 def test_bits_that_tf32_does_not_hold_do_not_matter(gpu, name, passes):
     """Both factors are rounded before their norm is taken, so that norm and sum are of the same numbers."""
     w, loss_fn = jnp.zeros((3, 2)), FOLLOWED[name]
@@ -217,6 +232,7 @@ def test_a_number_that_scales_the_gradients_scales_the_allowance(gpu):
     np.testing.assert_allclose(norms(8.0, 8 * CLIP), 8 * norms(1.0, CLIP), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_ordinary_gradients_lose_little_to_the_allowance(gpu):
     rng = np.random.default_rng(0)
     batch = tuple(jnp.asarray(rng.normal(size=(16, 64, n)), jnp.float32) for n in (32, 24))

@@ -129,8 +129,17 @@ def test_offset_and_scale_survive_a_bad_example():
     assert_trees_close(got.sum, want, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("case", [ghost_cases.dense_sequence, ghost_cases.conv2d, ghost_cases.lstm])
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        (ghost_cases.dense_sequence, jnp.float16),
+        pytest.param(ghost_cases.dense_sequence, jnp.bfloat16, marks=pytest.mark.slow),
+        (ghost_cases.conv2d, jnp.bfloat16),
+        pytest.param(ghost_cases.conv2d, jnp.float16, marks=pytest.mark.slow),
+        (ghost_cases.lstm, jnp.float16),
+        pytest.param(ghost_cases.lstm, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_half_precision_parameters(case, dtype):
     """Norms and sums are float32; they agree as well as 8 bits of mantissa in the passes allow."""
     loss_fn, params, batch = case(ghost_cases.Arrays())

@@ -51,6 +51,7 @@ def test_inside_scan_over_microbatches(x64):
     assert_trees_close(total, clip(loss_fn, params, batch).sum, 1e-9)
 
 
+@pytest.mark.slow
 def test_vmap_over_seeds(x64):
     """Each lane is a run of its own; a bad example in one lane does not change the others."""
     loss_fn, params, batch = model(ghost_cases.Arrays())
@@ -74,6 +75,7 @@ def test_sharded_batch(x64):
     assert_trees_close(got.sum, clip(loss_fn, params, batch).sum, 1e-9)
 
 
+@pytest.mark.slow
 def test_donated_parameters():
     loss_fn, params, batch = model(ghost_cases.Arrays())
     want = clip(loss_fn, params, batch).sum
@@ -266,6 +268,7 @@ def test_flax_linen_scanned_layers_with_dropout():
     _compare(lambda p, e: jnp.sum(net.apply(p, e[1], rngs={"dropout": e[0]}) ** 2), params, (keys, x))
 
 
+@pytest.mark.slow
 def test_flax_nnx():
     nnx = pytest.importorskip("flax.nnx")
 
@@ -287,6 +290,7 @@ def test_flax_nnx():
     _compare(loss_fn, params, _tokens(4, 6))
 
 
+@pytest.mark.slow
 def test_equinox():
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(jax.random.key(0), 3)

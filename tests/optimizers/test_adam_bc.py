@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import enable_x64, paid, privacy_four
+from helpers import enable_x64, paid, privacy_four, slow_unless
 
 import dpopt
 from dpopt.common.averages import one_minus_power
@@ -51,7 +51,7 @@ FILES = ("adambc_sigma0", "adambc_sigma1", "adambc_lownoise")
 PRECISIONS = {"x64": (True, 1e-10), "x32": (False, 1e-5)}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", slow_unless({"x64"}, PRECISIONS))
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("reference", ["jax_param", "corr_param"])
 def test_golden_from_per_example_gradients(monkeypatch, name, precision, reference):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from golden_runs import MODELS, find_state, load, replay
+from helpers import slow_unless
 
 import dpopt
 from dpopt.optimizers.baselines.noise_first import dp2_noise_first
@@ -34,6 +35,7 @@ NOISE_FIRST_RUNS = [
     "dp2_rmsprop_ablation2_L_sigma1",
     "dp2_rmsprop_ablation2_S_sigma0",
 ]
+RUNS = DP2_RUNS + EXTRA_QUERY_RUNS + NOISE_FIRST_RUNS
 
 
 def optimizer_of(run):
@@ -73,12 +75,12 @@ def check_golden(monkeypatch, name, dtype, rtol, **options):
 
 
 # The reference programs clip by C / (norm + 1e-15), which is C / norm at this tolerance.
-@pytest.mark.parametrize("name", DP2_RUNS + EXTRA_QUERY_RUNS + NOISE_FIRST_RUNS)
+@pytest.mark.parametrize("name", RUNS)
 def test_golden_x64(monkeypatch, x64, name):
     check_golden(monkeypatch, name, jnp.float64, golden_runs.RTOL64)
 
 
-@pytest.mark.parametrize("name", DP2_RUNS + EXTRA_QUERY_RUNS + NOISE_FIRST_RUNS)
+@pytest.mark.parametrize("name", slow_unless(RUNS[::3], RUNS))
 def test_golden_float32(monkeypatch, name):
     check_golden(monkeypatch, name, jnp.float32, golden_runs.RTOL32)
 
@@ -173,10 +175,16 @@ def ours(monkeypatch, optimizer, grads, z, w):
     return np.array(path)
 
 
-@pytest.mark.parametrize("rule", ["rmsprop", "adagrad", "yogi"])
+KINDS = [(kind, delay) for kind in ("dp2", "corrected", "noise_first") for delay in (3, (2, 4))] + [("extra_query", 3)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "delay"),
-    [(kind, delay) for kind in ("dp2", "corrected", "noise_first") for delay in (3, (2, 4))] + [("extra_query", 3)],
+    ("kind", "delay", "rule"),
+    [
+        pytest.param(kind, delay, rule, marks=[pytest.mark.slow] * ((i + j) % 3 != 0))
+        for i, (kind, delay) in enumerate(KINDS)
+        for j, rule in enumerate(("rmsprop", "adagrad", "yogi"))
+    ],
     ids=str,
 )
 def test_equals_its_equations_over_three_cycles(monkeypatch, x64, kind, rule, delay):

@@ -90,6 +90,9 @@ EVERY = pytest.mark.parametrize("name", NAMED)
 # Properties that do not depend on the Optax rule after the noise: without slow tests one rule stands for the others.
 ALIKE = ("momentum", "adamw", "rmsprop", "adagrad", "yogi")
 STRUCTURES = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in NAMED])
+# One for every way to keep a state and to draw noise.
+KINDS = {"sgd", "dp2", "micro_adam", "redrawn noise", "adaptive clip"}
+FEW = pytest.mark.parametrize("name", slow_unless(KINDS, NAMED))
 TWINS = pytest.mark.parametrize("name", [name for name, r in ROWS.items() if r.twin is not None])
 WITHOUT_PRIVACY = dict(noise_multiplier=0.0, l2_clip_norm=math.inf)
 
@@ -202,7 +205,7 @@ def test_the_check_for_leaks_has_power(monkeypatch):
         assert_identical(*(leaky.update(g, params, params)[1] for g in grads))
 
 
-@STRUCTURES
+@FEW
 @pytest.mark.parametrize("dtype", slow_unless({"bfloat16"}, ["bfloat16", "float64"]))
 def test_it_keeps_shapes_and_dtypes_and_can_be_scanned(name, dtype):
     with enable_x64(dtype == "float64"):
@@ -228,7 +231,7 @@ def test_jitted_and_eager_steps_agree(name="adam"):
     assert_near(train(name, steps=1)[0], eager[0], 1e-5)  # fused arithmetic rounds differently before a division
 
 
-@STRUCTURES
+@FEW
 def test_it_compiles_once(name):
     opt, step = standard(name)
     params = make_params()
@@ -250,7 +253,7 @@ def test_poisoned_examples_count_for_nothing(name):
     assert_near(train(name, batch=poisoned, mask=masked)[0], without)
 
 
-@STRUCTURES
+@FEW
 def test_an_empty_batch_takes_a_noisy_step(name):
     masked = train(name, steps=2, mask=np.zeros(4, bool))
     empty = train(name, steps=2, batch=mlp_batch(0), mask=np.zeros(0, bool))
@@ -260,13 +263,13 @@ def test_an_empty_batch_takes_a_noisy_step(name):
     assert not np.allclose(masked[0]["w"], other[0]["w"])  # noise moved them
 
 
-@STRUCTURES
+@FEW
 def test_typed_and_legacy_keys_give_the_same_steps(name):
     typed, legacy = (train(name, key=make(7))[0] for make in (jax.random.key, jax.random.PRNGKey))
     assert_identical(typed, legacy)
 
 
-@STRUCTURES
+@FEW
 def test_a_promise_and_stacked_gradients_give_the_same_update(name):
     opt, params, batch = ROWS[name].make(**privacy_four()), make_params(), mlp_batch(4)
     promise = dpopt.per_example_grads(loss_fn)(params, batch, mask=None)
@@ -282,7 +285,7 @@ def test_init_depends_on_shapes_only_and_can_be_jitted(name):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(opt.init(params)))
 
 
-@STRUCTURES
+@FEW
 def test_numpy_parameters_train(name):
     numpy_params = jax.tree.map(np.asarray, make_params())
     assert_identical(train(name, params=numpy_params)[0], train(name)[0])

@@ -46,7 +46,7 @@ def adapted():
     return dpopt.flax.nnx_loss(Model(), lambda model, x: jnp.mean(jnp.square(model(x) - 1)), wrt=nnx.LoRAParam)
 
 
-@pytest.mark.parametrize("engine", ["ghost", "vmap"])
+@pytest.mark.parametrize("engine", ["ghost", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_frozen_weights_on_a_mesh_with_explicit_axes(engine):
     loss_fn, params = adapted()
     alone = make_plan().run(loss_fn, params, X, replay=True, engine=engine)

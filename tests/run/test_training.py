@@ -42,6 +42,7 @@ def test_microbatched_masked_and_whole_steps_agree(opt, microbatch_size):
     assert_near(masked_metrics, metrics)
 
 
+@pytest.mark.slow
 def test_the_agreement_check_sees_a_clip_per_microbatch():
     """Wrong on purpose: clips the mean of a microbatch as if it were an example."""
 

@@ -179,7 +179,7 @@ HISTORY = st.lists(
 )  # steps to take, the step at which the process dies, replay
 
 
-@pytest.mark.parametrize("kind", slow_unless({"cyclic, banded", "epochs, independent", "epochs, redrawn"}, KINDS))
+@pytest.mark.parametrize("kind", slow_unless({"cyclic, banded", "epochs, redrawn"}, KINDS))
 @hypothesis.settings(max_examples=6, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(history=HISTORY)
 def test_whatever_happens_to_a_run_everyone_is_paid_for(kind, history):
@@ -364,6 +364,7 @@ def test_who_uses_the_samplers_by_hand_is_accounted_for():
     assert np.isfinite(params).all()
 
 
+@pytest.mark.slow
 def test_choices_keep_what_they_say():
     """Every choice, built as described, has the requested epsilon, and the error computed from dense matrices."""
     settings = dict(num_examples=2_000, expected_batch_size=100, steps=40)

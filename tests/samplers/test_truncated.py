@@ -132,7 +132,8 @@ def random_schemes(count, seed):
         yield TruncatedPoisson(n, q, most), float(rng.uniform(0.7, 4)), int(rng.integers(1, 40))
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 12])
 def test_epsilon_is_that_of_dp_accounting_or_less_by_renyi_and_poissons_at_least(count):
     for scheme, sigma, steps in random_schemes(count, seed=0):
         privacy = Privacy((Query(sigma),))
@@ -432,6 +433,7 @@ def test_a_run_compiles_one_step():
     assert shapes(dpopt.PoissonSampler(64, 8, seed=0, pad_to=4)) > 2  # the check has power
 
 
+@pytest.mark.slow
 def test_a_plan_pays_says_and_stops(tmp_path):
     plan = truncated_plan()
     result = run(plan)
