@@ -26,15 +26,17 @@ SQUARE, INTEGER_POW, REDUCE_SUM = (primitive(name) for name in ("square", "integ
 DOT, CONVOLUTION, GATHER, DYNAMIC_SLICE = (
     primitive(name) for name in ("dot_general", "conv_general_dilated", "gather", "dynamic_slice")
 )
-TRANSPOSE, BROADCAST, CAST, ROUND_TO = (
-    primitive(name) for name in ("transpose", "broadcast_in_dim", "convert_element_type", "reduce_precision")
+TRANSPOSE, RESHAPE, BROADCAST, CAST, ROUND_TO = (
+    primitive(name) for name in ("transpose", "reshape", "broadcast_in_dim", "convert_element_type", "reduce_precision")
 )
-STOP_GRADIENT, SCAN, WHILE, REMAT, CUSTOM_JVP = (
-    primitive(name) for name in ("stop_gradient", "scan", "while", "remat", "custom_jvp_call")
+STOP_GRADIENT, SCAN, WHILE, COND, REMAT, CUSTOM_JVP = (
+    primitive(name) for name in ("stop_gradient", "scan", "while", "cond", "remat", "custom_jvp_call")
 )
 
 # Calls, whose equations are inlined, and the parameter that holds them.
 CALLS = {primitive("jit"): "jaxpr", primitive("closed_call"): "call_jaxpr"}
+# Their derivative is zero everywhere.
+FLAT = _all("stop_gradient floor ceil round sign")
 # Linear in either operand.
 BILINEAR = _all("dot_general conv_general_dilated")
 # Every output entry copies one input entry, and no input entry is copied twice.

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -33,11 +34,13 @@ from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost import primitives
 from dpopt.ghost.canonical import as_gather, binder, differentiated
 from dpopt.ghost.cotangents import share_taps
+from dpopt.ghost.derivatives import differentiated_inputs, differentiated_variables, of_steps
 from dpopt.ghost.entries import describe
 from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import may_pull_back_sums
 from dpopt.ghost.multiples import describe_multiple, moved_out
+from dpopt.ghost.products import remember, taken_apart
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
 from dpopt.ghost.values import Entry, Op, Value
 
@@ -75,14 +78,20 @@ def _sort(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], count: int, trace: Tra
         if jnp.issubdtype(value.dtype, jnp.floating):
             value.leaves = frozenset([i])
             value.entry = Entry(True, tuple(range(len(value.shape))), bool(value.shape))
-    outs = _walk(jaxpr, consts, trace.leaves + trace.example, trace.body)
+    needed = [True] + [False] * (len(jaxpr.outvars) - 1)  # auxiliary outputs are not differentiated
+    outs = _walk(jaxpr, consts, trace.leaves + trace.example, needed, trace.body)
     # A loss that does not depend on the example still has a gradient.
     trace.results = [trace.body.promote(outs[0]) if outs[0].leaves else outs[0], *outs[1:]]
     share_taps(trace.body, trace.results)
 
 
-def _walk(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], args: Sequence[Value], scope: Scope) -> list[Value]:
-    """Adds the equations of a jaxpr to the scope and its prologue, and returns the outputs."""
+def _walk(
+    jaxpr: core.Jaxpr, consts: Sequence[jax.Array], args: Sequence[Value], needed: Sequence[bool], scope: Scope
+) -> list[Value]:
+    """Adds the equations of a jaxpr to the scope and its prologue, and returns the outputs.
+
+    ``needed``: which of them the loss may have a derivative by."""
+    moving = differentiated_variables(jaxpr, needed)
     env = dict(zip(jaxpr.invars, args, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         env[var] = Value.of(var, constant=const)
@@ -91,19 +100,21 @@ def _walk(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], args: Sequence[Value],
         return Value.of(var, constant=var.val) if isinstance(var, core.Literal) else env[var]
 
     for eqn in jaxpr.eqns:
-        outs = _visit(eqn, [read(v) for v in eqn.invars], scope)
+        outs = _visit(eqn, [read(v) for v in eqn.invars], [v in moving for v in eqn.outvars], scope)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]:
-    """Adds one equation to the prologue or the body and returns its outputs."""
+def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scope: Scope) -> list[Value]:
+    """Adds one equation to the prologue or the body and returns its outputs; ``needed`` as for `_walk`."""
     primitive = eqn.primitive
-    weights = [i for i, v in enumerate(inputs) if v.leaves]
-    if weights and primitive in primitives.CALLS:
+    if primitive in primitives.CALLS and any(v.leaves for v in inputs):
         inner = eqn.params[primitives.CALLS[primitive]]
-        return _walk(inner.jaxpr, inner.consts, inputs, scope)
-    outputs = [Value.of(v) for v in eqn.outvars]
+        return _walk(inner.jaxpr, inner.consts, inputs, needed, scope)
+    if any(v.dynamic for v in inputs):
+        moving = differentiated_inputs(eqn, needed)
+        inputs = [v if m else _constant(v, scope) for v, m in zip(inputs, moving, strict=True)]
+    outputs, weights = [Value.of(v) for v in eqn.outvars], [i for i, v in enumerate(inputs) if v.leaves]
     dynamic = any(v.dynamic for v in inputs) or _belongs_to_body(eqn, inputs, outputs, scope)
     for out in outputs:
         out.dynamic = dynamic
@@ -114,16 +125,19 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]
             return [Value.of(var, constant=value) for var, value in zip(eqn.outvars, values, strict=True)]
         describe(eqn, inputs, outputs)
         describe_multiple(eqn, inputs, outputs, scope)
+        remember(eqn, inputs, outputs)
         scope.hoist(Op(binder(eqn), primitive, inputs, outputs, eqn.params))
         return outputs
     if weights and primitive is primitives.REMAT:
-        return _visit_remat(eqn, inputs, outputs, scope)
+        return _visit_remat(eqn, inputs, outputs, needed, scope)
     if weights and primitive is primitives.SCAN:
-        return _visit_scan(eqn, inputs, scope)
+        return _visit_scan(eqn, inputs, needed, scope)
     if weights == [0] and primitive is primitives.DYNAMIC_SLICE:
         if look_up := as_gather(eqn):
-            return _walk(*look_up, inputs, scope)
+            return _walk(*look_up, inputs, needed, scope)
     if len(weights) == 1 and len(outputs) == 1:
+        if parts := taken_apart(eqn, inputs, weights[0]):
+            return _walk(*parts, needed, scope)
         if moved_out(eqn, inputs, outputs, weights[0], scope):
             return outputs
         if contact_op := factored(eqn, inputs, outputs, weights[0], scope):
@@ -152,15 +166,32 @@ def _is_index_arithmetic(inputs: list[Value], outputs: list[Value]) -> bool:
     )
 
 
-def _visit_remat(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], scope: Scope) -> list[Value]:
+def _constant(value: Value, scope: Scope) -> Value:
+    """A value as one that counts as constant, if it is computed from parameters."""
+    if not value.leaves:
+        return value
+    found = Value(value.shape, value.dtype)
+    scope.hoist(Op(lambda x: [lax.stop_gradient(x)], primitives.STOP_GRADIENT, [value], [found]))
+    return found
+
+
+def _in_body(value: Value, is_needed: bool, scope: Scope) -> Value:
+    """A value as the body reads it, with a tap on it if it is a weight that the loss may have a derivative by."""
+    return scope.promote(value) if is_needed and value.leaves else _constant(value, scope)
+
+
+def _visit_remat(
+    eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], needed: Sequence[bool], scope: Scope
+) -> list[Value]:
     inner = Scope(scope, scope.trace)
-    results = _walk(eqn.params["jaxpr"], (), inputs, inner)
-    inner.results = [inner.promote(v) if v.leaves else v for v in results]
+    results = _walk(eqn.params["jaxpr"], (), inputs, needed, inner)
+    inner.results = [_in_body(v, n, inner) for v, n in zip(results, needed, strict=True)]
     scope.ops.append(Remat(inner, [], outputs, {name: eqn.params[name] for name in ("policy", "prevent_cse")}))
     return outputs
 
 
-def _visit_scan(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[Value]:
+def _visit_scan(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scope: Scope) -> list[Value]:
+    needed = of_steps(eqn, needed)
     num_consts, num_carry = scan_arguments(eqn)
     closed, options = eqn.params["jaxpr"], {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     inner = LoopScope(scope, scope.trace, options["length"])
@@ -172,7 +203,7 @@ def _visit_scan(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[V
             unchanged[i] = value
             args.append(value)
         else:
-            starts.append(scope.promote(value) if value.leaves else value)
+            starts.append(_in_body(value, needed[i], scope))
             carries.append(Value.of(var, dynamic=True))
             args.append(carries[-1])
     for stack in inputs[num_consts + num_carry :]:
@@ -180,8 +211,8 @@ def _visit_scan(eqn: core.JaxprEqn, inputs: list[Value], scope: Scope) -> list[V
         step = Value(stack.shape[1:], stack.dtype, stack.dynamic, stack.leaves, entry)
         inner.stacked[step] = stack
         args.append(step)
-    results = _walk(closed.jaxpr, closed.consts, args, inner)
-    inner.results = [inner.promote(v) if v.leaves else v for i, v in enumerate(results) if i not in unchanged]
+    results = _walk(closed.jaxpr, closed.consts, args, needed, inner)
+    inner.results = [_in_body(v, needed[i], inner) for i, v in enumerate(results) if i not in unchanged]
     outs = [Value.of(v, dynamic=True) for v in eqn.outvars]
     produced = [v for i, v in enumerate(outs) if i not in unchanged]
     scope.ops.append(Loop(inner, starts, produced, carries, options))

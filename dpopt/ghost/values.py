@@ -44,6 +44,7 @@ class Value:
     entry: Entry | None = None
     constant: Any = None
     multiple: Multiple | None = None  # of a prologue value (multiples.py)
+    made: Made | None = None  # of a prologue value (products.py)
 
     @classmethod
     def of(cls, var: core.Var | core.Literal, dynamic: bool = False, constant: Any = None) -> Value:
@@ -57,6 +58,14 @@ class Multiple(NamedTuple):
     weight: Value | None
     number: Value
     primitive: core.Primitive  # of the multiplication or division
+
+
+class Made(NamedTuple):
+    """How a value was computed from others."""
+
+    eqn: core.JaxprEqn
+    inputs: Sequence[Value]
+    has_product: bool  # of matrices, on the way from parameters
 
 
 def aval(var: core.Var | core.Literal) -> ShapedArray:

@@ -14,7 +14,7 @@ import dpopt
 
 from . import losses, weights
 from .losses import KINDS, D, T, V
-from .weights import MULTIPLES, PROLOGUES
+from .weights import MULTIPLES, PRODUCTS, PROLOGUES
 
 BATCH = 4
 HALVES = ["bfloat16", "float16"]
@@ -27,6 +27,8 @@ _HEADS: dict[str, Callable] = {
 }
 PENALIZED = 0.05  # the share of programs whose loss has a term of the parameters alone
 MULTIPLIED = 0.05  # the share of weights without a prologue that are multiplied by a number
+MADE_OF_PRODUCTS = 0.05  # and the share of those left that are products of matrices
+STOPPED = 0.05  # the share of layers whose output, besides, is used again as a constant
 CROSSED = 0.05  # the share of programs that use a square matrix or filter in several ways more
 _ROWS = ["tame", "tiny", "huge", "spread", "beyond", "cancelling", "nan", "inf", "zero"]
 
@@ -69,9 +71,10 @@ def draw(seed: int) -> Program:
                 params[names[-1]] = (rng.normal(size=shape) * 0.5).astype(np.float32)
         prologues = [str(rng.choice(list(PROLOGUES))) if rng.random() < 0.4 else "plain" for _ in names]
         features += [p for p in prologues if p != "plain"]
-        prologues = _multiplied(seed, len(uses), prologues)
-        features += [p for p in prologues if p in MULTIPLES]
-        uses.append((KINDS[kind][1], list(zip(names, prologues, strict=True))))
+        prologues = _drawn(seed, [4, len(uses)], prologues, MULTIPLES, MULTIPLIED)
+        prologues = _drawn(seed, [7, len(uses)], prologues, PRODUCTS, MADE_OF_PRODUCTS)
+        features += [p for p in prologues if p in MULTIPLES | PRODUCTS]
+        uses.append((_stopped(seed, len(uses), KINDS[kind][1], features), list(zip(names, prologues, strict=True))))
     uses += _crossings(seed, params, features)
     head = str(rng.choice(list(_HEADS)))
     regularized = rng.random() < PENALIZED
@@ -79,7 +82,7 @@ def draw(seed: int) -> Program:
 
     def used_as(w, prologue):
         w = w.astype(computed_in) if casts_first else w
-        return (PROLOGUES | MULTIPLES)[prologue](w).astype(computed_in)
+        return (PROLOGUES | MULTIPLES | PRODUCTS)[prologue](w).astype(computed_in)
 
     def loss(params, e):
         e = {k: x.astype(computed_in) if jnp.issubdtype(x.dtype, jnp.floating) else x for k, x in e.items()}
@@ -117,11 +120,26 @@ def draw(seed: int) -> Program:
     )  # fmt: skip
 
 
-def _multiplied(seed, layer, prologues):
-    """Some of the weights that have no prologue as multiples of themselves."""
-    rng = np.random.default_rng([seed, 4, layer])  # like `_uneven`
-    chosen = [str(rng.choice(list(MULTIPLES))) if rng.random() < MULTIPLIED else "plain" for _ in prologues]
+def _drawn(seed, stream, prologues, others, share):
+    """Some of the weights that have no prologue with one of ``others``."""
+    rng = np.random.default_rng([seed, *stream])  # like `_uneven`
+    chosen = [str(rng.choice(list(others))) if rng.random() < share else "plain" for _ in prologues]
     return [own if p == "plain" else p for p, own in zip(prologues, chosen, strict=True)]
+
+
+def _stopped(seed, layer, function, features):
+    """A layer, or one whose output is used again behind ``stop_gradient``, as it is or in a loop."""
+    rng = np.random.default_rng([seed, 6, layer])  # like `_uneven`
+    if rng.random() >= STOPPED:
+        return function
+    features.append("stopped")
+
+    def flat(h, w, e):
+        return jax.lax.stop_gradient(function(h, w, e))
+
+    if rng.random() < 0.5:
+        return lambda h, w, e: function(flat(h, w, e), w, e) * flat(h, w, e)
+    return lambda h, w, e: jax.lax.scan(lambda c, _: (c + flat(c, w, e), None), function(h, w, e), length=2)[0]
 
 
 def _crossings(seed, params, features):
@@ -135,7 +153,11 @@ def _crossings(seed, params, features):
         params[name] = (rng.normal(size=shape) * 0.5).astype(np.float32)
     ways = losses.CROSSINGS[params[name].shape]
     chosen = rng.choice(len(ways), size=rng.integers(2, 4), replace=False)
-    prologues = ["plain"] * 2 if rng.random() < 0.5 else [str(p) for p in rng.choice([*PROLOGUES, *MULTIPLES], size=2)]
+    prologues = (
+        ["plain"] * 2
+        if rng.random() < 0.5
+        else [str(p) for p in rng.choice([*PROLOGUES, *MULTIPLES, *PRODUCTS], size=2)]
+    )
     features += ["crossed", *(p for p in prologues if p != "plain")]
     return [(ways[i], [(name, str(rng.choice(prologues)))]) for i in chosen]
 

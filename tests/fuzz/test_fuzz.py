@@ -9,7 +9,7 @@ import pytest
 from emulated_gpu import emulated_gpu
 from helpers import slow_unless
 
-from dpopt.ghost import multiples
+from dpopt.ghost import multiples, products
 
 from . import check, program
 
@@ -41,11 +41,18 @@ def test_no_example_moves_the_sum_further_on_a_gpu(part):
         assert not outcome.failures, f"seed {seed} on an emulated GPU: {outcome.failures}"
 
 
+def _drawn_as_then(monkeypatch):
+    """Without what programs of the same seeds have been given since."""
+    for share in ("MADE_OF_PRODUCTS", "STOPPED", "CROSSED"):
+        monkeypatch.setattr(program, share, 0.0)
+
+
 # Found in long runs: terms that cancel beside a bad example, gradients that are roundings and nothing else, cotangents
 # that were computed twice, products with coefficients that vanished. (10013 fell back: an error while it was traced.)
 @pytest.mark.parametrize("seed", [786, 807, 1680, 1976, 2276, 2301, 5165, 8007, 9421, 10013, 21135])
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_programs_that_once_exceeded(seed, fast):
+def test_programs_that_once_exceeded(monkeypatch, seed, fast):
+    _drawn_as_then(monkeypatch)
     outcome = check.run(seed, fast=fast)
     assert not outcome.failures and outcome.kind == "ran"
 
@@ -53,17 +60,22 @@ def test_programs_that_once_exceeded(seed, fast):
 # The first two exceeded while the inner product with a penalty was taken of other numbers than the norm.
 @pytest.mark.parametrize("seed", slow_unless([84_021, 84_070], [84_021, 84_070, *range(84_100, 84_120)]))
 def test_no_example_of_a_loss_with_a_penalty_moves_the_sum_further(monkeypatch, seed):
+    _drawn_as_then(monkeypatch)
     monkeypatch.setattr(program, "PENALIZED", 1.0)
     outcome = check.run(seed, compare=seed % 4 == 0)
     assert not outcome.failures, f"seed {seed} with a penalty: {outcome.failures}"
 
 
+# Weights that are multiples of parameters or products of them, layers whose output is a constant, too, and weights that
+# are used in several ways.
 @pytest.mark.parametrize("seed", slow_unless([87_000, 87_009], range(87_000, 87_040)))
-def test_no_example_of_a_loss_with_multiples_moves_the_sum_further(monkeypatch, seed):
-    monkeypatch.setattr(program, "MULTIPLIED", 1.0)
+@pytest.mark.parametrize("share", ["MULTIPLIED", "MADE_OF_PRODUCTS", "STOPPED", "CROSSED"])
+def test_no_example_of_a_loss_with_such_weights_moves_the_sum_further(monkeypatch, share, seed):
+    monkeypatch.setattr(program, share, 1.0)
     monkeypatch.setattr(multiples, "_saves_memory", lambda *_: True)
+    monkeypatch.setattr(products, "_MOST_OPERATIONS", float("inf"))
     outcome = check.run(seed, compare=seed % 4 == 0)
-    assert not outcome.failures, f"seed {seed} with multiples of weights: {outcome.failures}"
+    assert not outcome.failures, f"seed {seed} with {share}: {outcome.failures}"
 
 
 def test_pages_state_what_was_run():

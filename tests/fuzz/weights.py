@@ -132,3 +132,22 @@ MULTIPLES: dict[str, Callable] = {
     "multiple_direction": _by_direction,
     "multiple_twice": lambda w: _by_direction(w) * jnp.sum(jnp.abs(w)),
 }
+
+
+def _flat(function):
+    """As a map of matrices, for weights with more axes."""
+
+    def run(w):
+        return w if w.ndim < 2 else function(w.reshape(-1, w.shape[-1])).reshape(w.shape)
+
+    return run
+
+
+# Products of matrices, which may be taken apart.
+PRODUCTS: dict[str, Callable] = {
+    "product": _flat(lambda w: w @ (w.T @ w)),
+    "product_added": _flat(lambda w: w + 0.5 * (w @ (w.T @ w))),
+    "product_gain": _flat(lambda w: (w - w @ (w.T @ w)) * lax.stop_gradient(jnp.linalg.norm(w, axis=0)) * w[0]),
+    "product_turned": _flat(lambda w: -(w.T @ (w @ w.T) / jnp.sum(w**2)).T),
+    "product_rows": _flat(lambda w: w[:, :1] * (w @ w.T @ w)),
+}
