@@ -45,6 +45,11 @@ def _entry(eqn: core.JaxprEqn, inputs: Sequence[Value], sources: Sequence[Value]
         return Entry(entry.copy, order, by_layer)
     if out.shape != sources[0].shape or not _are_aligned(sources):
         return None
+    # What does not depend on parameters is added: a quantised weight whose derivative is that of the weight, say.
+    if len(sources) == 1 and (
+        eqn.primitive is primitives.ADD or (eqn.primitive is primitives.SUB and sources[0] is inputs[0])
+    ):
+        return entry
     if eqn.primitive in primitives.ENTRYWISE or (eqn.primitive is primitives.CUSTOM_JVP and _is_entrywise(eqn, inputs)):
         return Entry(False, *entry[1:])
     return None

@@ -17,6 +17,8 @@ MAPS = {
     "gated": lambda w: w * jax.nn.sigmoid(3 * w),  # one parameter, twice in one entry
     "straight through": lambda w: w + lax.stop_gradient(jnp.round(w) - w),
     "transposed": lambda w: (w.T * 2).T,
+    "shifted": lambda w: w - 0.5,
+    "subtracted": lambda w: 0.5 - w,
 }
 PENALTIES = {
     "squares": lambda ws: 0.05 * sum(jnp.sum(w**2) for w in ws),
@@ -136,7 +138,9 @@ def test_a_penalty_that_cancels_the_gradient_is_not_underestimated():
 def test_weights_that_are_mapped_entry_by_entry_are_direct(name):
     trace = trace_loss(lambda w, x: jnp.sum(jnp.tanh(x @ MAPS[name](w))), jnp.ones((4, 3)), jnp.ones((2, 4)))
     (contact,) = trace.contacts
-    assert contact.weight.entry is not None and contact.weight.entry.copy == (name == "plain")
+    assert contact.weight.entry is not None and contact.weight.entry.copy == (
+        name in ("plain", "straight through", "shifted")
+    )
 
 
 @jax.custom_jvp
