@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
 _MODULES = (
     "convnets", "mobile", "image_tokens", "decoders", "encoders", "experts", "recurrent", "long_convolutions",
     "state_space", "generative", "graphs", "recommenders", "science", "audio", "sets_and_control", "penalties",
-    "shared_weights",
+    "shared_weights", "made_weights",
 )  # fmt: skip
 
 for _name in _MODULES:
