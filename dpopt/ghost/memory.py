@@ -21,7 +21,7 @@ from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import kept_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.planner import keeping_more
-from dpopt.ghost.values import Contact, Entry
+from dpopt.ghost.values import Contact, Entry, is_narrow, wide_dtype
 
 _SMALL_BYTES = 1 << 20  # always allowed, on each device that has a share of the batch
 # Bytes moved in memory in the time that one is sent between devices.
@@ -84,8 +84,9 @@ def _recorded_bytes(contact: Contact) -> int:
 
 
 def _nbytes(shape: Sequence[int], dtype: Any) -> int:
-    """Of an array as it is stored."""
-    return math.prod(shape) * dtype.itemsize
+    """Of an array as it is stored: on a CPU, XLA computes in float32 and keeps that where it is used again."""
+    stored = wide_dtype(dtype) if jax.default_backend() == "cpu" and is_narrow(dtype) else dtype
+    return math.prod(shape) * stored.itemsize
 
 
 def allowed(memory: float | int, ordinary: float) -> float:

@@ -2,6 +2,8 @@
 
 They meet an activation one factor after the other: ``x (W + A B) = x W + (x A) B``. So each factor is a weight of its
 own. As a whole, every example's gradient would be formed, as large as the product, and pulled back to the factors.
+
+Where ``x A`` overflows although ``x (A B)`` does not, the example is left out, like any whose loss is not finite.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
@@ -20,9 +24,7 @@ from dpopt.ghost.values import Made, Value, aval, is_narrow
 
 # How many times the operations of a product with the whole weight the products with its factors may take.
 _MOST_OPERATIONS = 1.25
-Axes = Sequence[int]
-# (x, weight, contracted axes of the weight, those of x) -> their product, with the axes of x before those of the weight
-Contract = Callable[[jax.Array, Value, Axes, Axes], jax.Array]
+Axes: TypeAlias = Sequence[int]
 
 
 def remember(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
@@ -45,65 +47,59 @@ def taken_apart(
     Returns a jaxpr, its constants and its inputs. Input ``position`` of the equation is the weight."""
     if eqn.primitive is not DOT or eqn.params.get("out_sharding") is not None:
         return None
-    weight, x, params = inputs[position], inputs[1 - position], eqn.params
-    contracted, batched = _dimensions(eqn)
+    weight, x, (contracted, batched) = inputs[position], inputs[1 - position], _dimensions(eqn)
     if not weight.made or not weight.made.has_product or any(batched) or x.dtype != weight.dtype:
         return None
-    shared = {name: params[name] for name in ("precision", "preferred_element_type")}
 
-    def product(x: jax.Array, read: Callable[[Value], jax.Array]) -> jax.Array:
-        def contract(x: jax.Array, weight: Value, ours: Axes, theirs: Axes) -> jax.Array:
-            if weight.made and weight.made.has_product and _precision(weight.made.eqn) in (None, shared["precision"]):
-                found = _RULES[weight.made.eqn.primitive](contract, read, x, weight.made, weight, ours, theirs)
-                if found is not None:
-                    return found
-            return lax.dot_general(x, read(weight), ((theirs, ours), ((), ())), **shared)
-
-        out = contract(x, weight, contracted[position], contracted[1 - position])
-        free = len(x.shape) - len(contracted[0])  # axes of x; they come last where the weight is on the left
+    def run(x: jax.Array, read: Callable[[Value], jax.Array]) -> jax.Array:
+        product = _Product(read, eqn.params["precision"], eqn.params["preferred_element_type"])
+        out = product(x, weight, contracted[position], contracted[1 - position])
+        free = x.ndim - len(contracted[0])  # axes of x; they come last where the weight is on the left
         return out if position else lax.transpose(out, (*range(free, out.ndim), *range(free)))
 
-    parts: list[Value] = []
+    parts: dict[Value, None] = {}  # in the order in which they are read
 
     def noted(value: Value) -> jax.Array:
-        parts.append(value)
-        return jax.numpy.zeros(value.shape, value.dtype)
+        parts[value] = None
+        return jnp.zeros(value.shape, value.dtype)
 
-    jax.eval_shape(lambda x: product(x, noted), _shaped(x))
-    parts = list(dict.fromkeys(parts))
-    if parts == [weight]:
+    jax.eval_shape(lambda x: run(x, noted), _shaped(x))
+    if [*parts] == [weight]:
         return None
-    closed = jax.make_jaxpr(lambda x, *given: product(x, dict(zip(parts, given, strict=True)).__getitem__))(
+    closed = jax.make_jaxpr(lambda x, *given: run(x, dict(zip(parts, given, strict=True)).__getitem__))(
         *map(_shaped, (x, *parts))
     )
-    saves = _all_operations(closed.jaxpr) <= _MOST_OPERATIONS * _operations(eqn)
+    saves = _operations(closed.jaxpr.eqns) <= _MOST_OPERATIONS * _operations([eqn])
     return (closed.jaxpr, closed.consts, [x, *parts]) if saves else None
 
 
-def _dimensions(eqn: core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-    """The contracted axes of both factors of a product, and their batch axes."""
-    return eqn.params["dimension_numbers"]
+@dataclass(frozen=True)
+class _Product:
+    """Products of x with a weight, in which free axes of x come before those of the weight."""
+
+    read: Callable[[Value], jax.Array]
+    precision: Any
+    preferred_element_type: Any
+
+    def __call__(self, x: jax.Array, weight: Value, ours: Axes, theirs: Axes) -> jax.Array:
+        """The product over the axes ``ours`` of the weight and ``theirs`` of x."""
+        if weight.made and weight.made.has_product:
+            found = _RULES[weight.made.eqn.primitive](self, x, weight.made, weight.shape, [*ours], [*theirs])
+            if found is not None:
+                return found
+        return lax.dot_general(
+            x, self.read(weight), ((theirs, ours), ((), ())),
+            precision=self.precision, preferred_element_type=self.preferred_element_type,
+        )  # fmt: skip
 
 
-def _precision(eqn: core.JaxprEqn) -> Any:
-    return eqn.params.get("precision")
+_Shape: TypeAlias = tuple[int, ...]
 
 
-def _shaped(value: Value) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-
-def _all_operations(jaxpr: core.Jaxpr) -> int:
-    return sum(_operations(e) for e in jaxpr.eqns if e.primitive is DOT)
-
-
-def _operations(eqn: core.JaxprEqn) -> int:
-    left, right = (aval(v).shape for v in eqn.invars)
-    return math.prod(left) * math.prod(n for i, n in enumerate(right) if i not in _dimensions(eqn)[0][1])
-
-
-def _of_product(contract: Contract, read: Any, x: Any, made: Made, weight: Value, ours: Axes, theirs: Axes) -> Any:
+def _of_product(product: _Product, x: Any, made: Made, shape: _Shape, ours: Axes, theirs: Axes) -> jax.Array | None:
     """First with a factor that has axes in common with x, then with the other: in the order that takes less."""
+    if made.eqn.params["precision"] not in (None, product.precision):
+        return None
     inner, _ = _dimensions(made.eqn)
     free = [[i for i in range(len(v.shape)) if i not in c] for v, c in zip(made.inputs, inner, strict=True)]
     places = [(side, i) for side in (0, 1) for i in free[side]]  # of the weight's axes
@@ -111,53 +107,50 @@ def _of_product(contract: Contract, read: Any, x: Any, made: Made, weight: Value
 
     def beginning_with(one: int, x: jax.Array) -> jax.Array:
         (own, given), (later, behind) = [[*zip(*common[side], strict=True)] or [(), ()] for side in (one, 1 - one)]
-        y = contract(x, made.inputs[one], own, given)
+        y = product(x, made.inputs[one], own, given)
         axes = [("x", t) for t in range(x.ndim) if t not in given]
         axes += [("w", i) for i in range(len(made.inputs[one].shape)) if i not in own]
         of_y = [axes.index(axis) for axis in [*(("w", i) for i in inner[one]), *(("x", t) for t in behind)]]
-        out = contract(y, made.inputs[1 - one], [*inner[1 - one], *later], of_y)
+        out = product(y, made.inputs[1 - one], [*inner[1 - one], *later], of_y)
         left, right = (len(free[side]) - len(common[side]) for side in (0, 1))
         start = out.ndim - left - right
         swapped = (*range(start), *range(start + right, out.ndim), *range(start, start + right))
         return lax.transpose(out, swapped) if one else out
 
     orders = [functools.partial(beginning_with, one) for one in (0, 1) if common[one] or not ours]
-    return min(orders, key=lambda run: _all_operations(jax.make_jaxpr(run)(x).jaxpr))(x)
+    return min(orders, key=lambda run: _operations(jax.make_jaxpr(run)(x).jaxpr.eqns))(x)
 
 
-def _of_sum(contract: Contract, read: Any, x: Any, made: Made, weight: Value, ours: Axes, theirs: Axes) -> Any:
-    if any(v.shape != weight.shape for v in made.inputs):
+def _of_sum(product: _Product, x: Any, made: Made, shape: _Shape, ours: Axes, theirs: Axes) -> jax.Array | None:
+    if any(v.shape != shape for v in made.inputs):
         return None
-    one, other = (contract(x, v, ours, theirs) for v in made.inputs)
+    one, other = (product(x, v, ours, theirs) for v in made.inputs)
     return one - other if made.eqn.primitive is SUB else one + other
 
 
-def _of_multiple(contract: Contract, read: Any, x: Any, made: Made, weight: Value, ours: Axes, theirs: Axes) -> Any:
-    """A weight times a number, or times a vector along axes that are all contracted, or all not."""
+def _of_multiple(product: _Product, x: Any, made: Made, shape: _Shape, ours: Axes, theirs: Axes) -> jax.Array | None:
+    """A weight times a number, or times an array along axes that are all contracted, or all not."""
     apply = lax.mul if made.eqn.primitive is MUL else lax.div
-    inner, factor = made.inputs
-    if apply is lax.mul and _broadcast(inner):
-        inner, factor = factor, inner
+    weight, factor = made.inputs
+    if apply is lax.mul and _broadcast(weight):
+        weight, factor = factor, weight
     source = _broadcast(factor)
-    if source is None or inner.shape != weight.shape:
+    if source is None or weight.shape != shape:
         return None
-    vector, axes = source
-    kept = [(i, axis) for i, axis in enumerate(axes) if vector.shape[i] == weight.shape[axis] != 1]
-    free = [i for i in range(len(weight.shape)) if i not in ours]
-    ours, theirs = list(ours), list(theirs)
+    array, axes = source
+    along = {axis: n for n, axis in zip(array.shape, axes, strict=True) if n == shape[axis] != 1}
+    free = [i for i in range(len(shape)) if i not in ours]
 
-    def along(shape: tuple[int, ...], places: list[int]) -> jax.Array:
-        sizes = [vector.shape[i] for i, _ in kept]
-        return lax.broadcast_in_dim(lax.reshape(read(vector), sizes), shape, places)
+    def spread(over: _Shape, places: Axes) -> jax.Array:
+        return lax.broadcast_in_dim(lax.reshape(product.read(array), [*along.values()]), over, places)
 
-    if all(axis in free for _, axis in kept):
-        out = contract(x, inner, ours, theirs)
-        start = out.ndim - len(free)
-        return apply(out, along(out.shape, [start + free.index(axis) for _, axis in kept]))
-    if all(axis in ours for _, axis in kept):
-        places = [theirs[ours.index(axis)] for _, axis in kept]
+    if along.keys() <= {*free}:
+        out = product(x, weight, ours, theirs)
+        return apply(out, spread(out.shape, [out.ndim - len(free) + free.index(axis) for axis in along]))
+    if along.keys() <= {*ours}:
+        places = [theirs[ours.index(axis)] for axis in along]
         if places == sorted(places):
-            return contract(apply(x, along(x.shape, places)), inner, ours, theirs)
+            return product(apply(x, spread(x.shape, places)), weight, ours, theirs)
     return None
 
 
@@ -170,38 +163,40 @@ def _broadcast(value: Value) -> tuple[Value, Axes] | None:
     return None
 
 
-def _of_negative(contract: Contract, read: Any, x: Any, made: Made, weight: Value, ours: Axes, theirs: Axes) -> Any:
-    return -contract(x, made.inputs[0], ours, theirs)
+def _of_negative(product: _Product, x: Any, made: Made, shape: _Shape, ours: Axes, theirs: Axes) -> jax.Array | None:
+    return -product(x, made.inputs[0], ours, theirs)
 
 
-def _of_transposed(contract: Contract, read: Any, x: Any, made: Made, weight: Value, ours: Axes, theirs: Axes) -> Any:
+def _of_transposed(product: _Product, x: Any, made: Made, shape: _Shape, ours: Axes, theirs: Axes) -> jax.Array | None:
     order = made.eqn.params["permutation"]
-    out = contract(x, made.inputs[0], [order[i] for i in ours], theirs)
+    out = product(x, made.inputs[0], [order[i] for i in ours], theirs)
     wanted = [axis for i, axis in enumerate(order) if i not in ours]  # axes of the input, in their order in the result
     start, given = out.ndim - len(wanted), sorted(wanted)
     return lax.transpose(out, (*range(start), *(start + given.index(axis) for axis in wanted)))
 
 
-def _of_merged(contract: Contract, read: Any, x: Any, made: Made, weight: Value, ours: Axes, theirs: Axes) -> Any:
+def _of_merged(product: _Product, x: Any, made: Made, shape: _Shape, ours: Axes, theirs: Axes) -> jax.Array | None:
     """A weight whose axes are runs of axes of what it was reshaped from."""
-    (inner,) = made.inputs[:1]
-    groups = _groups(inner.shape, weight.shape)
+    (inner,) = made.inputs
+    groups = _groups(inner.shape, shape)
     if groups is None or made.eqn.params["dimensions"] is not None:
         return None
     split = {t: [inner.shape[i] for i in groups[o]] for o, t in zip(ours, theirs, strict=True)}
-    starts, sizes = [], []  # of x, with its contracted axes split
+    starts: list[int] = []
+    sizes: list[int] = []  # of x, with its contracted axes split
     for t, size in enumerate(x.shape):
         starts.append(len(sizes))
         sizes += split.get(t, [size])
     at = [starts[t] + i for o, t in zip(ours, theirs, strict=True) for i in range(len(groups[o]))]
-    out = contract(lax.reshape(x, sizes), inner, [i for o in ours for i in groups[o]], at)
-    free = [i for i in range(len(weight.shape)) if i not in ours]
-    return lax.reshape(out, [n for t, n in enumerate(x.shape) if t not in theirs] + [weight.shape[i] for i in free])
+    out = product(lax.reshape(x, sizes), inner, [i for o in ours for i in groups[o]], at)
+    free = [n for i, n in enumerate(shape) if i not in ours]
+    return lax.reshape(out, [*(n for t, n in enumerate(x.shape) if t not in theirs), *free])
 
 
-def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> list[list[int]] | None:
+def _groups(inner: _Shape, outer: _Shape) -> list[list[int]] | None:
     """For each axis of an array the axes that were merged into it by reshaping, or None if any were split."""
-    found, axes = [], (i for i, n in enumerate(inner) if n != 1)
+    found: list[list[int]] = []
+    axes = (i for i, n in enumerate(inner) if n != 1)
     for size in outer:
         found.append([])
         while math.prod(inner[i] for i in found[-1]) < size:
@@ -211,7 +206,7 @@ def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> list[list[int]] |
     return [[*found[0], *(i for i, n in enumerate(inner) if n == 1)], *found[1:]]
 
 
-_RULES: dict[core.Primitive, Callable[..., Any]] = {
+_RULES: dict[core.Primitive, Callable[..., jax.Array | None]] = {
     DOT: _of_product,
     ADD: _of_sum,
     SUB: _of_sum,
@@ -221,3 +216,22 @@ _RULES: dict[core.Primitive, Callable[..., Any]] = {
     TRANSPOSE: _of_transposed,
     RESHAPE: _of_merged,
 }
+
+
+def _dimensions(eqn: core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """The contracted axes of both factors of a product, and their batch axes."""
+    return eqn.params["dimension_numbers"]
+
+
+def _shaped(value: Value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _operations(eqns: Sequence[core.JaxprEqn]) -> int:
+    """Multiplications in products."""
+    count = 0
+    for eqn in eqns:
+        if eqn.primitive is DOT:
+            (left, right), contracted = (aval(v).shape for v in eqn.invars), _dimensions(eqn)[0][1]
+            count += math.prod(left) * math.prod(n for i, n in enumerate(right) if i not in contracted)
+    return count
