@@ -70,8 +70,8 @@ def main(out: Path, only: str | None, budget_s: float) -> None:
 def _in_new_process(name: str, budget_s: float) -> dict[str, Any]:
     """Measures a model in a process that has run no other.
 
-    What a process allocated before decides whether memory of a few tens of MB is mapped anew for every call: of a model
-    that takes more memory for one gradient than for another, the ratio changed by as much as 1.6."""
+    What a process allocated before decides whether memory of a few tens of MB is mapped anew for every call: ratios of
+    models that take more memory for one gradient than for another depended on which models had run before."""
     new = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=new) as pool:
         return pool.submit(measure, name, ZOO[name], budget_s).result()

@@ -16,12 +16,12 @@ import jax
 from jax.typing import ArrayLike
 
 from dpopt.engines import sums
-from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import kept_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.planner import keeping_more
-from dpopt.ghost.values import Contact, Entry, is_narrow, wide_dtype
+from dpopt.ghost.values import Contact, Entry, is_narrow
 
 _SMALL_BYTES = 1 << 20  # always allowed, on each device that has a share of the batch
 # Bytes moved in memory in the time that one is sent between devices.
@@ -85,8 +85,8 @@ def _recorded_bytes(contact: Contact) -> int:
 
 def _nbytes(shape: Sequence[int], dtype: Any) -> int:
     """Of an array as it is stored: on a CPU, XLA computes in float32 and keeps that where it is used again."""
-    stored = wide_dtype(dtype) if jax.default_backend() == "cpu" and is_narrow(dtype) else dtype
-    return math.prod(shape) * stored.itemsize
+    is_widened = jax.default_backend() == "cpu" and is_narrow(dtype)
+    return nbytes(shape, dtype) if is_widened else math.prod(shape) * dtype.itemsize
 
 
 def allowed(memory: float | int, ordinary: float) -> float:

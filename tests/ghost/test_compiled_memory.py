@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulated_gpu import emulated_gpu
 from ghost_check import flat_clip
 from helpers import slow_unless
 
 from dpopt import ghost
-from dpopt.ghost import one_by_one
+from dpopt.ghost import memory, one_by_one
+from dpopt.ghost.trace import trace_loss
 
 
 def draw(seed):
@@ -77,3 +79,18 @@ def test_rare_examples_hold_one_large_gradient_at_a_time(monkeypatch):
     found = of_program()
     monkeypatch.setattr(one_by_one, "_LARGE", 1 << 40)
     assert found < 0.8 * of_program()
+
+
+def test_records_in_bfloat16_take_float32_on_a_cpu():
+    """Which computes in float32 and keeps that."""
+    half = jnp.bfloat16
+    w, x = jax.ShapeDtypeStruct((8, 5), jnp.float32), jax.ShapeDtypeStruct((3, 8), jnp.float32)
+
+    def recorded():
+        loss = lambda w, x: jnp.sum((x.astype(half) @ w.astype(half)).astype(jnp.float32) ** 2)  # noqa: E731
+        (contact,) = trace_loss(loss, w, x).contacts
+        return memory._recorded_bytes(contact)
+
+    assert recorded() == 4 * 3 * (8 + 5)
+    with emulated_gpu():
+        assert recorded() == 2 * 3 * (8 + 5)

@@ -55,8 +55,8 @@ class Drawn:
         cut = int(self.rng.integers(1, len(shape)))
         mixed = "".join(self.rng.permutation(list(own)))
         both = own[0] if self.rng.random() < 0.2 else ""
-        parts = ["".join({*part, *both, *inner}) for part in (mixed[:cut], mixed[cut:])]
-        sides = ["".join(self.rng.permutation(sorted(part))) for part in parts]
+        parts = mixed[:cut], mixed[cut:]
+        sides = ["".join(self.rng.permutation(sorted({*part, *both, *inner}))) for part in parts]
         one, other = (self.array(tuple(int(sizes[n]) for n in side), depth - 1) for side in sides)
         return lambda p: jnp.einsum(f"{sides[0]},{sides[1]}->{own}", one(p), other(p))
 
