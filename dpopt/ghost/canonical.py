@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from dpopt.ghost.primitives import CONVOLUTION, DOT
+from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.rows import bounded
 from dpopt.ghost.values import aval, is_narrow
 
@@ -210,44 +210,44 @@ def as_gather(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | No
         numbers = lax.GatherDimensionNumbers(offset_dims=axes, collapsed_slice_dims=(), start_index_map=axes)
         return lax.gather(table, at, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
 
-    closed = jax.make_jaxpr(look_up)(*(jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars))
-    return closed.jaxpr, closed.consts
+    return _traced(look_up, eqn)
 
 
 def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """The equation as a function that is differentiated by its inputs in ``moving``."""
-    if eqn.primitive is CONVOLUTION:
-        return convolution(eqn, moving)
-    return weight_last(eqn) if eqn.primitive is DOT and [*moving] == [1] and _may_swap(eqn) else binder(eqn)
+    return convolution(eqn, moving) if eqn.primitive is CONVOLUTION else binder(eqn)
 
 
-def _may_swap(eqn: core.JaxprEqn) -> bool:
-    """Whether both operands of a product are treated alike, and nothing says how its result is laid out."""
-    precision = eqn.params["precision"]
-    return not isinstance(precision, lax.DotAlgorithm) and eqn.params.get("out_sharding") is None
+def weight_last(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
+    """A matrix product as the jaxpr of one with its operands swapped, and its constants.
 
-
-def weight_last(eqn: core.JaxprEqn) -> Callable[..., list[jax.Array]]:
-    """A product with a weight on its left as one with it on its right, transposed.
-
-    Where examples are vectors (``weight @ x``, vmapped), their axis would come last, and every operation that follows
-    would read what it needs across memory, until somebody moves the axis back."""
+    Where a weight is on the left, as in ``weight @ x``, an output has its positions last, and so has its cotangent.
+    Mapped over positions or examples, every operation that follows would read what it needs across memory, until
+    somebody moves the axis back; and norms, which need it back, would copy every cotangent. None if the operands are
+    not treated alike, or something says how the result is laid out."""
     (contracted, batched), out = eqn.params["dimension_numbers"], len(aval(eqn.outvars[0]).shape)
     precision = eqn.params["precision"]
+    if isinstance(precision, lax.DotAlgorithm) or eqn.params.get("out_sharding") is not None:
+        return None
     params = {
         **eqn.params,
         "dimension_numbers": (contracted[::-1], batched[::-1]),
         "precision": precision[::-1] if isinstance(precision, tuple) else precision,
     }
-    run = binder(eqn.replace(invars=eqn.invars[::-1], params=params))
     shared = len(batched[0])
     free = out - shared - (len(aval(eqn.invars[0]).shape) - shared - len(contracted[0]))  # axes of x
     order = (*range(shared), *range(shared + free, out), *range(shared, shared + free))
 
-    def swapped(weight: jax.Array, x: jax.Array) -> list[jax.Array]:
-        return [jnp.transpose(z, order) for z in run(x, weight)]
+    def swapped(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.transpose(eqn.primitive.bind(x, weight, **params), order)
 
-    return swapped
+    return _traced(swapped, eqn)
+
+
+def _traced(function: Callable[..., jax.Array], eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]]:
+    """The jaxpr of a function of an equation's inputs, and its constants."""
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars))
+    return closed.jaxpr, closed.consts
 
 
 def binder(eqn: core.JaxprEqn) -> Callable[..., list[jax.Array]]:

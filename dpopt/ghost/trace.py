@@ -32,7 +32,7 @@ from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines.programs import equations, scan_arguments
 from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost import primitives
-from dpopt.ghost.canonical import as_gather, binder, differentiated
+from dpopt.ghost.canonical import as_gather, binder, differentiated, weight_last
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.derivatives import differentiated_inputs, differentiated_variables, of_steps
 from dpopt.ghost.entries import describe
@@ -135,6 +135,9 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
     if weights == [0] and primitive is primitives.DYNAMIC_SLICE:
         if look_up := as_gather(eqn):
             return _walk(*look_up, inputs, needed, scope)
+    if primitive is primitives.DOT and [v.dynamic for v in inputs] == [False, True]:
+        if swapped := weight_last(eqn):
+            return _walk(*swapped, inputs, needed, scope)
     if len(weights) == 1 and len(outputs) == 1:
         if parts := taken_apart(eqn, inputs, weights[0]):
             return _walk(*parts, needed, scope)

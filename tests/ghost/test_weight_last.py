@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import slow_unless
 from jax import lax
+from jax.extend import core
 
 import dpopt
 from dpopt.engines.programs import equations
@@ -35,10 +36,20 @@ def test_any_product(seed, x64):
         return lax.dot_general(w, x, numbers, precision=precision)
 
     (equation,) = _products(product, w, x)
-    swapped = canonical.differentiated(equation, [1])
+    swapped = core.jaxpr_as_fun(core.ClosedJaxpr(*canonical.weight_last(equation)))
     (found,) = _products(swapped, w, x)
     assert [v.aval.shape for v in found.invars] == [x.shape, w.shape]
     np.testing.assert_allclose(swapped(w, x)[0], product(w, x), rtol=1e-12, atol=1e-12)
+
+
+def test_cotangents_have_their_positions_first():
+    """As norms need them: otherwise every cotangent would be copied twice, and the copy kept beside it."""
+
+    def loss_fn(params, points):
+        return jnp.sum(jax.vmap(lambda x: jnp.tanh(params["w"] @ x))(points))
+
+    plan = dpopt.ghost.plan_clipped_sum(loss_fn, {"w": jnp.ones((3, 2))}, jnp.ones((4, 5, 2)))
+    assert [c.tap_shape for c in plan.trace.contacts] == [(5, 3)]
 
 
 def test_vectors_stay_where_they_are_in_memory():
