@@ -78,8 +78,39 @@ def add(a: Sum, b: Sum) -> Sum:
     """``a + b``, in pairs of floats if ``a`` is."""
     if a.remainder is None:
         return Sum(jax.tree.map(jnp.add, a.value, b.value))
-    pairs = jax.tree.map(_add, *a, *paired(b))
+    rest = jax.tree.map(lambda x: jnp.zeros((), x.dtype), b.value) if b.remainder is None else b.remainder
+    pairs = jax.tree.map(_add_in_place, *a, b.value, rest)
     return Sum(*jax.tree.transpose(jax.tree.structure(a.value), jax.tree.structure((0, 0)), pairs))
+
+
+_PART = 1 << 17  # numbers that are added at a time: they fit a CPU's cache, and keep its cores busy
+
+
+def _add_in_place(
+    a: Float[Array, "*p"], a_rest: Float[Array, "*p"], b: Float[Array, "*p"], b_rest: Float[Array, "*#p"]
+) -> tuple[Float[Array, "*p"], Float[Array, "*p"]]:
+    """`_add`, for larger arrays on a CPU a part at a time, in the memory of ``a`` and ``a_rest``.
+
+    XLA would compute all of one result and then all of the other. Both read ``a`` and ``a_rest``, so neither could
+    take their place: it would copy the pairs of all parameters first."""
+    if jax.default_backend() != "cpu" or jax.device_count() > 1 or a.size <= _PART:
+        return _add(a, a_rest, b, b_rest)
+    operands = [x.reshape(-1) if x.ndim else x for x in (b, b_rest)]
+    count = -(-a.size // _PART)
+    length = -(-a.size // count)
+
+    def part(i: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        start = jnp.minimum(i * length, a.size - length)  # the last part may begin in the one before
+        own = [_slice(x, start, length) if x.ndim else x for x in (*pair, *operands)]
+        added = _add(*own)
+        if a.size % length:
+            is_new = start + jnp.arange(length) >= i * length
+            added = tuple(jnp.where(is_new, x, y) for x, y in zip(added, own, strict=False))
+        added = lax.optimization_barrier(added)  # both are computed before either is written
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(pair, added, strict=True))
+
+    value, remainder = lax.fori_loop(0, count, part, (a.reshape(-1), a_rest.reshape(-1)))
+    return value.reshape(a.shape), remainder.reshape(a.shape)
 
 
 def _add(
@@ -172,24 +203,39 @@ def _length(tree: PyTree) -> int:
 
 
 def _in_groups(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> Sum:
-    """Adds up groups of equal length in a loop, so that each is compiled once."""
-    size = _length(coefficients)
-    count = -(-size // (BLOCKS * ROWS))
-    length = -(-size // count)
+    if _groups(_length(coefficients))[0] == 1:
+        return Sum(one_group(rows, coefficients))
+    zeros = zeros_after(coefficients, jax.eval_shape(one_group, rows, coefficients))
 
-    def group(i: jax.typing.ArrayLike) -> Sum:
+    def step(total: Sum, rows: Any, coefficients: Any) -> Sum:
+        return add(total, Sum(one_group(rows, coefficients)))
+
+    return over_groups(step, Sum(zeros, zeros), rows, coefficients)
+
+
+def over_groups(step: Callable[[Any, Any, Any], Any], start: Any, rows: Any, coefficients: Any) -> Any:
+    """``total = step(total, rows, coefficients)`` for groups of up to three blocks, one after another.
+
+    They have equal lengths, so that ``step`` is compiled once."""
+    size = _length(coefficients)
+    count, length = _groups(size)
+
+    def one(i: jax.typing.ArrayLike, total: Any) -> Any:
         # The last group may have to begin among the rows of the one before, which count as zeros here.
         start = jnp.minimum(i * length, size - length)
         own, c = _slice((rows, coefficients), start, length)
         if size % length:
             is_new = start + jnp.arange(length) >= i * length
             c = jax.tree.map(lambda c: jnp.where(is_new.reshape(-1, *[1] * (c.ndim - 1)), c, 0), c)
-        return paired(Sum(one_group(own, c)))
+        return step(total, own, c)
 
-    if count == 1:
-        return Sum(one_group(rows, coefficients))
-    zeros = zeros_after(coefficients, jax.eval_shape(group, 0))
-    return lax.fori_loop(0, count, lambda i, total: add(total, group(i)), zeros)
+    return lax.fori_loop(0, count, one, start)
+
+
+def _groups(size: int) -> tuple[int, int]:
+    """The number of groups, and their length."""
+    count = -(-size // (BLOCKS * ROWS))
+    return count, -(-size // count)
 
 
 # The sums of blocks that are computed at once may take this memory, or this share of what their rows take.

@@ -6,7 +6,9 @@ Tracing the loss:
 * values.py        the parts of a traced loss; program.py the program of these parts, which runs with taps
 * trace.py         finds where parameters meet the example, and puts taps there
 * linear.py        the operations through which a sum can be pulled back; cotangents.py contacts that can share a tap
-* entries.py       weights that are mapped entry by entry; multiples.py those multiplied by a number
+* entries.py       weights that are mapped entry by entry; multiples.py those multiplied by a number; products.py
+                   those that are products of matrices
+* derivatives.py   which uses of a weight have a derivative
 * canonical.py     equations rewritten into a form that is fast or that rules cover
 * factored.py      contacts that a rule covers; failures.py the error for a loss that cannot be traced
 * rules/           one function per primitive: its gradient as a sum of outer products of rows (rows.py)
@@ -27,7 +29,7 @@ Running:
 * squares.py       bounds on what float32 loses of a square; term_sizes.py the sizes of the terms that rounding is
                    proportional to
 * leaf_norms.py    norms per parameter; one_by_one.py those that float32 cannot compute that way
-* weighted_sum.py  the sum
+* weighted_sum.py  the sum; large_sums.py of a large table or matrix
 * selection.py     examples left out because they are not finite; underflow.py because float32 cannot weight them
 * streamed.py      the clipped sum in one or two passes that record nothing; hooks.py their computations at a contact;
                    hook_vjp.py the differentiation rule of a hook

@@ -115,6 +115,16 @@ class OneHot(NamedTuple):
         first = jnp.zeros_like(order).at[order].set(order[lax.cummax(jnp.where(is_first, positions, 0))])
         return jnp.zeros_like(kept).at[first].add(kept)
 
+    def ranked(self) -> tuple[jax.Array, jax.Array]:
+        """``[T]`` and ``[T]``: for each row the rank of its index among the distinct ones, and the index of each rank.
+
+        Indices out of range share a rank; what belongs to no rank is out of range."""
+        ids, order = self._in_order()
+        steps = jnp.concatenate([jnp.zeros(1, jnp.int32), (ids[1:] != ids[:-1]).astype(jnp.int32)])
+        ranks = jnp.cumsum(steps)
+        places = jnp.full_like(ids, self.size).at[ranks].set(ids)
+        return jnp.zeros_like(ranks).at[order].set(ranks), places
+
     def _in_order(self) -> tuple[jax.Array, jax.Array]:
         """The indices in order, equal ones as they were, and their positions; indices out of range come as one."""
         ids, count = jnp.where(self._valid(), self.ids, self.size), self.ids.shape[0]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from dpopt.engines import sums
 from dpopt.ghost.contacts import Recorded, Records, may_stack, weighted
+from dpopt.ghost.large_sums import large_sum
 from dpopt.ghost.run import Run
 from dpopt.ghost.values import Contact
 
@@ -23,6 +24,18 @@ Added: TypeAlias = Callable[[Contact, int], Array]
 
 def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:
     """``sum_i c_i (S g_i + o)`` for some parameters; ``weights`` are their c, zero for examples that do not count."""
+    found = {leaf: total for leaf, c in weights.items() if (total := large_sum(run, leaf, c, records)) is not None}
+    rest = {leaf: c for leaf, c in weights.items() if leaf not in found}
+    if rest:
+        value, remainder = _together(run, rest, records)
+        pairs = zip(value, [None] * len(rest) if remainder is None else remainder, strict=True)
+        found |= {leaf: sums.Sum(*pair) for leaf, pair in zip(rest, pairs, strict=True)}
+    value, remainder = ([found[leaf][i] for leaf in weights] for i in range(2))
+    return sums.Sum(value, None if None in remainder[:1] else remainder)
+
+
+def _together(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:
+    """`weighted_sum` of parameters whose sums are added up at once, block by block."""
     distinct, groups = grouped(weights)
     contacts = run.contacts_of(weights)
 

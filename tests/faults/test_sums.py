@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import dpopt
 from dpopt.engines import sums
-from dpopt.ghost import memory, streamed
+from dpopt.ghost import large_sums, memory, streamed
 
 CLIP = dpopt.FlatClip(1.0)
 LIMIT = 1 + sums.ROUNDING
@@ -139,6 +139,20 @@ def test_every_kind_of_contact(case, engine, microbatch_size):
     loss, params, batch = CASES[case]
     found = moved(loss, params, batch, engine=engine, microbatch_size=microbatch_size)
     assert 0.2 < found <= LIMIT
+
+
+@pytest.mark.parametrize("case", ["matrix and bias", "table"])
+def test_large_parameters(case, monkeypatch):
+    """Which are added up on their own."""
+    used = []
+    for name in ("_of_rows", "_of_matrix"):
+        run = getattr(large_sums, name)
+        monkeypatch.setattr(large_sums, name, lambda *a, name=name, run=run: used.append(name) or run(*a))
+    monkeypatch.setattr(large_sums, "_LARGE_BYTES", 16)
+    loss, params, batch = CASES[case]
+    params = jnp.zeros((300, 2)) if case == "table" else params
+    assert 0.2 < moved(loss, params, batch, engine="ghost") <= LIMIT
+    assert set(used) == {"_of_rows" if case == "table" else "_of_matrix"}
 
 
 @pytest.mark.parametrize("diagonal", slow_unless({True}, [False, True]))

@@ -1,0 +1,125 @@
+"""Sums of large tables and matrices, of batches of several blocks, against sums in float64 by NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import slow_unless
+
+import dpopt
+from dpopt.engines import sums
+from dpopt.ghost import large_sums
+
+CLIP = 0.7
+
+
+def _table(rng):
+    """Rows looked up once or twice, some of them out of range, of a table that may be transposed."""
+    size, width, times = int(rng.integers(600, 900)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    mode = ["clip", "fill", "drop"][rng.integers(3)]
+    is_turned, is_tied = rng.random(2) < 0.4
+    if is_tied:
+        times, size = 1, size + 300
+
+    def loss_fn(table, example):
+        ids, y = example
+        table = table.T if is_turned else table
+        rows = table.at[ids].get(mode=mode)
+        rows = jnp.where(jnp.isfinite(rows), rows, 0)  # "fill" reads NaN
+        found = jnp.sum(jnp.sin(rows) * y)
+        return found + jnp.sum(table.at[ids[::-1]].get(mode="clip") * y) if is_tied else found
+
+    def batch(size_of_batch):
+        ids = rng.integers(-3, size + 3, (size_of_batch, times)) % (size + 3)  # a negative index would mean the end
+        ids[: len(ids) // 2] = ids[0]  # half of the examples read the same rows
+        return jnp.asarray(ids), jnp.asarray(rng.normal(size=(size_of_batch, times, width)), jnp.float32)
+
+    table = rng.normal(size=(width, size) if is_turned else (size, width))
+    return loss_fn, jnp.asarray(table, jnp.float32), batch
+
+
+def _matrix(rng):
+    """A dense layer on some positions, or in a loop, with its weight on either side."""
+    a, p, positions = (int(n) for n in rng.integers(1, [40, 40, 4]))
+    is_left, is_looped = rng.random(2) < 0.5
+
+    def loss_fn(w, x):
+        if is_looped:
+            return jax.lax.scan(lambda s, row: (s + jnp.sum(jnp.tanh(w @ row if is_left else row @ w)), None), 0.0, x)[
+                0
+            ]
+        return jnp.sum(jnp.tanh(w @ x.T if is_left else x @ w))
+
+    def batch(size):
+        return jnp.asarray(rng.normal(size=(size, positions, a)), jnp.float32)
+
+    return loss_fn, jnp.asarray(rng.normal(size=(p, a) if is_left else (a, p)), jnp.float32), batch
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Which sums took which way; every parameter counts as large."""
+    found = []
+
+    def spied(name):
+        function = getattr(large_sums, name)
+        return lambda *args: found.append(name) or function(*args)
+
+    for name in ("_of_rows", "_of_matrix"):
+        monkeypatch.setattr(large_sums, name, spied(name))
+    monkeypatch.setattr(large_sums, "_LARGE_BYTES", 64)
+    monkeypatch.setattr(sums, "_PART", 7)
+    return found
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(16), range(120)))
+def test_any_sum(seed, used):
+    rng = np.random.default_rng(seed)
+    kind, way = [(_table, "_of_rows"), (_matrix, "_of_matrix")][seed % 2]
+    loss_fn, params, draw = kind(rng)
+    size = int(rng.choice([87, 172, 258, 259, 400, 701]))
+    batch, mask = draw(size), rng.random(size) < 0.9
+    scale = [None, jnp.float32(0.3), jnp.asarray(rng.uniform(0.5, 2, params.shape), jnp.float32)][rng.integers(3)]
+
+    def clipped(params, batch):
+        grads = dpopt.per_example_grads(loss_fn, engine="ghost")(params, batch, mask=mask)
+        found = (grads if scale is None else grads.scale(scale)).clipped_sum(dpopt.FlatClip(CLIP))
+        return found.sum, found.remainder
+
+    value, rest = jax.jit(clipped)(params, batch)
+    assert (rest is None) == (size <= 258)
+    each = np.float64(jax.jit(jax.vmap(jax.grad(loss_fn), (None, 0)))(params, batch))
+    each = (each * (1 if scale is None else np.float64(scale)))[mask]
+    lengths = np.linalg.norm(each.reshape(len(each), -1), axis=1).reshape(-1, *[1] * (each.ndim - 1))
+    expected = np.sum(each * np.minimum(1, CLIP / np.maximum(lengths, 1e-30)), axis=0)
+    np.testing.assert_allclose(np.float64(value) + (0 if rest is None else np.float64(rest)), expected, atol=2e-5)
+    is_whole = params.nbytes > 64 and (scale is None or scale.size == 1 or (kind is _table and len(used) > 0))
+    assert set(used) == ({way} if is_whole else set())
+
+
+@pytest.mark.parametrize("size", [6, 7, 8, 29])
+@pytest.mark.parametrize("has_rest", [False, True])
+def test_pairs_are_added_part_by_part(size, has_rest, used):
+    """To the same bits as all at once."""
+    rng = np.random.default_rng(size)
+    a, a_rest, b, b_rest = (jnp.asarray(rng.normal(size=(size, 2)) * s, jnp.float32) for s in (1, 1e-8, 1, 1e-8))
+    found = jax.jit(sums.add)(sums.Sum(a, a_rest), sums.Sum(b, b_rest if has_rest else None))
+    expected = jax.jit(sums._add)(a, a_rest, b, b_rest if has_rest else jnp.zeros_like(b))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_no_block_takes_memory_of_the_size_of_a_parameter():
+    """A sum, what is added to it next and copies of both took five times the parameter before."""
+    x, y = jnp.ones((512, 1000)), jnp.ones((512, 1000))
+
+    def added_up(x, y):
+        return (
+            dpopt.per_example_grads(lambda w, e: e[0] @ w @ e[1], engine="ghost")(
+                jnp.zeros((1000, 1000)), (x, y), mask=None
+            )
+            .clipped_sum(dpopt.FlatClip(CLIP))
+            .sum
+        )
+
+    weights = 4_000_000
+    assert jax.jit(added_up).lower(x, y).compile().memory_analysis().temp_size_in_bytes < 3 * weights
