@@ -42,13 +42,13 @@ def large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) 
         return None
     if leaf_bytes(run.trace, leaf) <= _LARGE_BYTES or run.offsets[leaf] is not None:
         return None
-    if (scale is not None and scale.size > 1) or not all(_is_copy(k, records) for k in uses):
+    if (scale is not None and scale.size > 1) or not uses or not all(_is_copy(k, records) for k in uses):
         return None
     number, first, factors = run.scalar_scale(leaf), uses[0], cast(Factors, uses[0].factors)
     looked_up = sums.BLOCKS * sums.ROWS * sum(cast(Factors, k.factors).positions for k in uses)
     if run.is_table(leaf) and looked_up <= factors.shape[2] and len({usage(k) for k in uses}) == 1:
         total = _of_rows([(cast(Factors, k.factors), cast(Seen, records[k])) for k in uses], c, number)
-    elif len(uses) == 1 and first.primitive is DOT and factors.shape[:2] == (1, 1):
+    elif len(uses) == 1 and first.primitive is DOT:
         total = _of_matrix(first, cast(Seen, records[first]), c, number)
     else:
         return None
@@ -56,9 +56,12 @@ def large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) 
 
 
 def _is_copy(contact: Contact, records: Records) -> bool:
-    """Whether the contact's weight is a copy of one parameter, and its gradients are sums of outer products."""
-    is_factored = contact.factors is not None and isinstance(records[contact], Seen)
-    return is_factored and is_direct(contact) and cast(Entry, contact.weight.entry).copy
+    """Whether the contact's weight is a copy of one parameter whose gradients are single sums of outer products."""
+    factors, record = contact.factors, records[contact]
+    if factors is None or factors.shape[:2] != (1, 1) or factors.positions == 0 or not isinstance(record, Seen):
+        return False
+    is_real = jnp.issubdtype(record.y.dtype, jnp.floating)
+    return is_real and is_direct(contact) and cast(Entry, contact.weight.entry).copy
 
 
 def _pulled_back(run: Run, leaf: int, contact: Contact, folded: jax.Array) -> jax.Array:

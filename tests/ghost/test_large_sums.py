@@ -1,5 +1,6 @@
 """Sums of large tables and matrices, of batches of several blocks, against sums in float64 by NumPy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +55,36 @@ def _matrix(rng):
         return jnp.asarray(rng.normal(size=(size, positions, a)), jnp.float32)
 
     return loss_fn, jnp.asarray(rng.normal(size=(p, a) if is_left else (a, p)), jnp.float32), batch
+
+
+def test_tables_and_matrices_of_layers(used):
+    """Every layer has its own, which a scan reads: none of them is left out."""
+    rng = np.random.default_rng(0)
+    params = {"table": jnp.asarray(rng.normal(size=(2, 600, 3)), jnp.float32)}
+    params["w"] = jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32)
+    batch = jnp.asarray(rng.integers(0, 600, (300, 2))), jnp.asarray(rng.normal(size=(300, 3)), jnp.float32)
+
+    def loss_fn(params, example):
+        def layer(x, own):
+            return jnp.tanh(x @ own["w"] + own["table"][example[0]].sum(0)), None
+
+        return jnp.sum(jax.lax.scan(layer, example[1], params)[0])
+
+    def clipped(engine):
+        grads = dpopt.per_example_grads(loss_fn, engine=engine)(params, batch, mask=None)
+        return grads.clipped_sum(dpopt.FlatClip(CLIP)).sum
+
+    chex.assert_trees_all_close(clipped("ghost"), clipped("vmap"), atol=2e-5)
+
+
+def test_nothing_is_looked_up(used):
+    table, batch = jnp.ones((600, 2)), (jnp.zeros((300, 0), jnp.int32), jnp.ones(300))
+
+    def loss_fn(table, example):
+        return jnp.sum(table[example[0]]) + example[1]
+
+    found = dpopt.per_example_grads(loss_fn, engine="ghost")(table, batch, mask=None).clipped_sum(dpopt.FlatClip(CLIP))
+    assert not found.sum.any()
 
 
 @pytest.fixture
