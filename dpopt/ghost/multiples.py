@@ -81,6 +81,6 @@ def _saves_memory(weight: Value, x: Value, out: Value) -> bool:
 def _times(multiple: Multiple, product: Value, result: Value, scope: Scope) -> Op:
     apply = lax.mul if multiple.primitive is MUL else lax.div
     return Op(
-        lambda product, number: [apply(product, jnp.broadcast_to(number, product.shape))],
+        lambda product, number: [apply(product, jnp.broadcast_to(number.astype(product.dtype), product.shape))],
         multiple.primitive, [product, scope.promote(multiple.number)], [result],
     )  # fmt: skip

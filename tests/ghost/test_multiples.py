@@ -128,3 +128,23 @@ def test_half_precision_stays_as_it_is_written():
     plan = dpopt.ghost.plan_clipped_sum(loss, params, jnp.ones((4, 8), jnp.float16))
     assert all(c.weight.multiple is None for c in plan.trace.contacts)
     assert not any(c.primitive is None for c in plan.trace.contacts)
+
+
+def test_products_in_more_bits_than_the_weight(x64):
+    """The number is cast like the product that it divides."""
+
+    def loss_fn(p, x):
+        weight = p["w"] / jnp.linalg.norm(p["w"])
+        product = lax.dot_general(x, weight, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float64)
+        return jnp.sum(jnp.tanh(product))
+
+    rng = np.random.default_rng(0)
+    params, batch = {"w": jnp.float32(rng.normal(size=(8, 5)))}, jnp.float32(rng.normal(size=(6, 8)))
+    plan = dpopt.ghost.plan_clipped_sum(loss_fn, params, batch)
+    assert any(c.tap_dtype == jnp.float64 and c.weight.dtype == jnp.float32 for c in plan.trace.contacts)
+
+    def clipped(engine):
+        grads = dpopt.per_example_grads(loss_fn, engine=engine)(params, batch, mask=None)
+        return grads.clipped_sum(dpopt.FlatClip(1.0)).sum["w"]
+
+    np.testing.assert_allclose(clipped("ghost"), clipped("vmap"), rtol=1e-5)
