@@ -114,7 +114,7 @@ def _add_in_place(
 
 
 def _add(
-    a: Float[Array, "*p"], a_rest: Float[Array, "*p"], b: Float[Array, "*p"], b_rest: Float[Array, "*p"]
+    a: Float[Array, "*p"], a_rest: Float[Array, "*p"], b: Float[Array, "*p"], b_rest: Float[Array, "*#p"]
 ) -> tuple[Float[Array, "*p"], Float[Array, "*p"]]:
     total = a + b
     b_seen = total - a

@@ -156,11 +156,11 @@ def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
 def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
     """The same from inputs and cotangents: the contact's primitive, linear in the weight, transposed."""
     if contact.apply is None:
-        return jnp.sum(_weighted(y, c), axis=0)
+        return jnp.sum(weighed(y, c), axis=0)
     if weighs_input(contact, x, y):
-        x = _weighted(x, c, is_quick)
+        x = weighed(x, c, is_quick)
     else:
-        y = _weighted(y, c, is_quick)
+        y = weighed(y, c, is_quick)
     factors = contact.factors
     if factors is not None and _as_product(contact, factors, len(c)):
         left, right = (jnp.squeeze(z, 1) for z in jax.vmap(factors.split)(x, y))  # of the only group
@@ -239,7 +239,7 @@ def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array, tiny: float)
     return (c >= tiny) & (lost < clipped_to * (TOLERANCE / tiny))
 
 
-def _weighted(x: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
+def weighed(x: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
     weighted = x * c.reshape(*c.shape, *[1] * (x.ndim - c.ndim)).astype(wide_dtype(x.dtype))
     return tf32(weighted) if is_quick else weighted
 

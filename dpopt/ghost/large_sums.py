@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from dpopt.common.trees import per_example
 from dpopt.engines import sums
-from dpopt.ghost.contacts import Records, Seen, usage, weighs_input
+from dpopt.ghost.contacts import Records, Seen, usage, weighed, weighs_input
 from dpopt.ghost.costs import leaf_bytes
 from dpopt.ghost.plan import is_direct
 from dpopt.ghost.primitives import DOT
@@ -58,7 +57,7 @@ def large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) 
 def _is_copy(contact: Contact, records: Records) -> bool:
     """Whether the contact's weight is a copy of one parameter whose gradients are single sums of outer products."""
     factors, record = contact.factors, records[contact]
-    if factors is None or factors.shape[:2] != (1, 1) or factors.positions == 0 or not isinstance(record, Seen):
+    if factors is None or factors.shape[:2] != (1, 1) or not isinstance(record, Seen):
         return False
     is_real = jnp.issubdtype(record.y.dtype, jnp.floating)
     return is_real and is_direct(contact) and cast(Entry, contact.weight.entry).copy
@@ -83,8 +82,7 @@ def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Arr
 
         def one_block(rows: _Rows, c: jax.Array) -> jax.Array:
             ranks, y = rows
-            y = y * per_example(c.astype(y.dtype), y)
-            return jnp.zeros((len(places), p), y.dtype).at[ranks.reshape(-1)].add(y.reshape(-1, p))
+            return jnp.zeros((len(places), p), y.dtype).at[ranks.reshape(-1)].add(weighed(y, c).reshape(-1, p))
 
         added = sums.in_blocks(one_block, (ranks.reshape(ids.shape), y), c)
         own = sums.Sum(added if number is None else added * number)
@@ -108,9 +106,7 @@ def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, number: jax.Array | N
     length = -(-long // -(-long // length))  # the last part may begin in the one before
 
     def one_block(rows: _Rows, c: jax.Array) -> jax.Array:
-        factor = rows[1 - of_input]
-        weighted = wide(factor) * per_example(c.astype(wide(factor).dtype), factor)
-        x, y = (weighted, rows[1]) if of_input else (rows[0], weighted)
+        x, y = (weighed(rows[0], c), rows[1]) if of_input else (rows[0], weighed(rows[1], c))
         return summed_products(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
 
     def one_group(rows: _Rows, c: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from jaxtyping import install_import_hook
 
 MODULES = [f"dpopt.engines.{name}" for name in ("blocks", "norms", "stacked", "sums")]
-MODULES += [f"dpopt.ghost.{name}" for name in ("leaf_norms", "norms", "weighted_sum")]
+MODULES += [f"dpopt.ghost.{name}" for name in ("large_sums", "leaf_norms", "norms", "weighted_sum")]
 
 with install_import_hook(MODULES, "beartype.beartype"):
     import jax
