@@ -20,7 +20,7 @@ from dpopt.common.averages import at_step
 from dpopt.common.lazy import dp_accounting
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.composition.relation import Relation as Relation
-from dpopt.engines import sums
+from dpopt.engines import rounding
 
 if TYPE_CHECKING:
     from dpopt.correlated.strategies import Strategy
@@ -117,7 +117,7 @@ class Privacy:
 
 
 def _distance(relation: Relation) -> float:
-    return (2.0 if Relation.of(relation) is Relation.REPLACE_ONE else 1.0) * (1 + sums.ROUNDING)
+    return (2.0 if Relation.of(relation) is Relation.REPLACE_ONE else 1.0) * (1 + rounding.ROUNDING)
 
 
 def check_order(names: Sequence[str]) -> None:

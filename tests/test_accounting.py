@@ -11,10 +11,10 @@ from scipy import optimize, stats
 
 import dpopt
 from dpopt.accounting import calibrate_event, epsilon_of_event
-from dpopt.engines import sums
+from dpopt.engines import rounding
 from dpopt.events import poisson_event
 
-PAID = 1 + sums.ROUNDING  # a sum may exceed its sensitivity by this factor, by rounding; accounting includes it
+PAID = 1 + rounding.ROUNDING  # a sum may exceed its sensitivity by this factor, by rounding; accounting includes it
 IMDB = dict(sampling_prob=64 / 25_000, steps=39_000, delta=1e-5)
 
 

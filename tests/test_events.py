@@ -9,11 +9,11 @@ from helpers import privacy_four
 
 import dpopt
 from dpopt import events
-from dpopt.engines import sums
+from dpopt.engines import rounding
 from dpopt.privacy import Privacy, Query
 from dpopt.sampling import Poisson, WithoutReplacement
 
-PAID = 1 + sums.ROUNDING  # a sum may exceed its sensitivity by this factor, by rounding; accounting includes it
+PAID = 1 + rounding.ROUNDING  # a sum may exceed its sensitivity by this factor, by rounding; accounting includes it
 
 
 def test_the_event_of_a_run():

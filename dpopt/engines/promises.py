@@ -221,7 +221,8 @@ class Rows(abc.ABC):
             total = sums.add(total, sums.Sum(ran.sum, ran.remainder))
             return total, ran._replace(sum=None, remainder=None)
 
-        zero = sums.zero(trees.zeros(self.params), size, blocks.count)
+        zeros, is_streamed = trees.zeros(self.params), plan is not None and plan.streamed
+        zero = (sums.zero if is_streamed else sums.zero_for_parts)(zeros, size, blocks.count)
         total, ran = jax.lax.scan(step, zero, blocks.split(self.batch, mask))
         return blocks.join(ran)._replace(sum=total.value, remainder=total.remainder)
 

@@ -94,7 +94,7 @@ class EngineResult(NamedTuple):
     losses: Float[Array, " batch"] | None
     aux: PyTree  # leaves (B, ...)
     is_finite: Bool[Array, " batch"]
-    remainder: PyTree = None  # the rounding error of the sum, like params; None where it is within `sums.ROUNDING`
+    remainder: PyTree = None  # the rounding error of the sum, like params; None where it is within `rounding.ROUNDING`
 
 
 def finite_rows(grads: PyTree) -> Bool[Array, " batch"]:

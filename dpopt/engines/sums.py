@@ -1,10 +1,6 @@
-"""Sums over examples that one example moves by no more than its own row and `ROUNDING`.
+"""Sums over examples that one example moves by no more than its own row and `rounding.ROUNDING`.
 
-A float32 sum of B rows of norm C, added up one after another, rounds at every step by up to ``u B C`` with
-``u = 2**-24``, and one row more or less can change the sign of every rounding error. Together that is up to
-``u B**2 C``: whole multiples of C at B = 28,666 (Casacuberta et al. 2022). Here at most `ROWS` rows are added up in
-float32, in any order the device chooses, and then three of these blocks one after another. Longer sums are pairs of
-floats, whose rounding is negligible. Neighbouring batches differ in one row of one block.
+Rows are added up block by block, and blocks group by group (rounding.py).
 """
 
 from __future__ import annotations
@@ -20,53 +16,32 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dpopt.common.types import PyTree
-
-ROWS = 86  # in a block: three blocks hold a batch of 256
-BLOCKS = 3  # added up in floats
-
-
-def _lost(rows: int, count: int) -> int:
-    """The rounding error of ``count`` blocks of ``rows`` rows, in units of u C: see `ROUNDING`."""
-    return rows**2 + rows * (count * (count + 1) - 2) + 2 * rows * count
-
-
-_NORM = 1024
-_PAIRS = 188
-ROUNDING = (_lost(ROWS, BLOCKS) + _NORM + _PAIRS) * 2.0**-24
-"""How much further than C one example can move a clipped float32 sum, in units of C: 6.0e-4, covered by every event.
-
-In units of ``u = 2**-24`` this is 9984:
-
-* 7396 for a block of n = 86 rows: the k-th addition in any order (or the k-th step of a matrix product, fused or not)
-  rounds a partial sum of norm at most ``k C`` by at most ``u k C`` in L2. Together that is ``u (n (n + 1) / 2 - 1)``;
-  the neighbour's block, of n - 1 rows, may be rounded the other way: less than ``u n**2``;
-* 860 for adding up three blocks: sums of 2 n and 3 n rows, rounded once each, for both neighbours;
-* 516 for the diagonal after the sum of three blocks, for both neighbours;
-* 1024 for the norm by which the row was clipped;
-* 188 for pairs of floats. M pairs, for a batch of B, lose less than ``3 u**2 B M``: 111 u for 400,000 examples in
-  blocks of 258, 84 u for 200,000 in blocks of 86. (Smaller blocks are more numerous, but lose less each;
-  `_stacked` has no more pairs than this allows.)
-
-This is for rows that have norm C when they enter the sum. A gradient that is itself a sum over positions adds up larger
-terms that cancel: SECURITY.md states what that adds. Float64 sums stay far below all of this.
-"""
+from dpopt.engines import rounding
 
 
 class Sum(NamedTuple):
-    """A sum and its rounding error, pytrees of one structure; no ``remainder`` where it is within `ROUNDING`."""
+    """A sum and its rounding error, pytrees of one structure.
+
+    No ``remainder`` where that is within `rounding.ROUNDING`."""
 
     value: PyTree
     remainder: PyTree = None
 
 
-def zero(like: PyTree, rows: int, count: int) -> Sum:
-    """Zeros like a pytree of arrays, to which ``count`` parts of ``rows`` rows are added one after another.
+def zero(like: PyTree, rows: int, *counts: int) -> Sum:
+    """Zeros like a pytree of arrays, to which parts are added one after another: the last of ``counts``.
 
-    The k-th of K additions rounds a sum of k m rows. For both neighbours that is ``m (K (K + 1) - 2) u C``, plus
-    ``m**2 u C`` for the parts themselves and ``2 m K u C`` for a diagonal. Floats suffice where the total is no more
-    than `BLOCKS` blocks of `ROWS` rows may lose."""
+    A part is a block of ``rows`` rows, or has been added up from blocks as the other ``counts`` say (`rounding.lost`).
+    """
     zeros = jax.tree.map(jnp.zeros_like, like)
-    return Sum(zeros, None if _lost(rows, count) <= _lost(ROWS, BLOCKS) else zeros)
+    return Sum(zeros, None if rounding.floats_suffice(rows, *counts) else zeros)
+
+
+def zero_for_parts(like: PyTree, size: int, count: int) -> Sum:
+    """`zero` for ``count`` parts which are sums `over_examples`, of ``size`` examples each."""
+    of_devices = shares(size)
+    levels = rounding.levels(size // of_devices)
+    return zero(like, size, count) if levels is None else zero(like, *levels, of_devices, count)
 
 
 def paired(total: Sum) -> Sum:
@@ -75,9 +50,10 @@ def paired(total: Sum) -> Sum:
 
 
 def add(a: Sum, b: Sum) -> Sum:
-    """``a + b``, in pairs of floats if ``a`` is."""
-    if a.remainder is None:
+    """``a + b``, in pairs of floats if one of them is."""
+    if a.remainder is None and b.remainder is None:
         return Sum(jax.tree.map(jnp.add, a.value, b.value))
+    a = paired(a)
     rest = jax.tree.map(lambda x: jnp.zeros((), x.dtype), b.value) if b.remainder is None else b.remainder
     pairs = jax.tree.map(_add_in_place, *a, b.value, rest)
     return Sum(*jax.tree.transpose(jax.tree.structure(a.value), jax.tree.structure((0, 0)), pairs))
@@ -150,27 +126,29 @@ def over_examples(
         block = _stacked(size) if may_stack and jax.default_backend() != "cpu" else 0
         return _stacks(one_group, rows, coefficients, block) if block else _in_groups(one_group, rows, coefficients)
     split = jax.tree.map(lambda x: x.reshape(count, size // count, *x.shape[1:]), (rows, coefficients))
-    return fold(jax.vmap(functools.partial(_in_groups, one_group))(*split), size // count)
+    levels = rounding.levels(size // count) or (size // count,)
+    return fold(jax.vmap(functools.partial(_in_groups, one_group))(*split), *levels)
 
 
 def shares(size: int) -> int:
     """The number of equal parts into which a batch on several devices is split, each with its own devices.
 
-    One part per device if floats can add up the parts: across devices that is one reduction. It is also one per device
-    if each has more than `ROWS` rows. Otherwise the fewest parts of at most `ROWS` rows, since the sum of every part is
-    sent to all devices."""
+    One part per device if floats can add up the parts: across devices that is one reduction. Also one if each has more
+    rows than a block. Otherwise the fewest parts of one block each, since the sum of every part is sent
+    to all devices."""
     devices = math.gcd(size, jax.device_count())
-    if size <= ROWS:
+    if size <= rounding.ROWS:
         return 1
-    if size // devices > ROWS or _lost(size // devices, devices) <= _lost(ROWS, BLOCKS):
+    if size // devices > rounding.ROWS or rounding.floats_suffice(size // devices, devices):
         return devices
-    return next(n for n in range(1, devices + 1) if devices % n == 0 and size // n <= ROWS)
+    return next(n for n in range(1, devices + 1) if devices % n == 0 and size // n <= rounding.ROWS)
 
 
 def in_blocks(one_block: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> PyTree:
-    """``one_block(rows, coefficients)``, summed over blocks of at most `ROWS` rows, one after another."""
+    """``one_block(rows, coefficients)``, summed over blocks of at most `rounding.ROWS` rows, one after another."""
     size = _length(coefficients)
-    first = size % ROWS or ROWS
+    length, count = rounding.blocks(size)
+    first = size - (count - 1) * length
 
     def block(start: jax.typing.ArrayLike, count: int) -> PyTree:
         return one_block(*_slice((rows, coefficients), start, count))
@@ -178,24 +156,20 @@ def in_blocks(one_block: Callable[[Any, Any], PyTree], rows: Any, coefficients: 
     def plus(a: PyTree, b: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, a, b)
 
-    if size <= ROWS:
+    if size <= rounding.ROWS:
         return one_block(rows, coefficients)
     # The first block, which may be shorter, is compiled separately: its rows are read in place. The loop comes last, so
     # that it adds up in the result's own memory.
-    count = (size - first) // ROWS
-    return lax.fori_loop(0, count, lambda i, total: plus(total, block(first + i * ROWS, ROWS)), block(0, first))
+    return lax.fori_loop(0, count - 1, lambda i, total: plus(total, block(first + i * length, length)), block(0, first))
 
 
-def fold(parts: Sum, rows: int) -> Sum:
-    """Sums ``parts``, sums of ``rows`` rows each, over the leading axis."""
-    if zero(parts.value, rows, _length(parts)).remainder is None and parts.remainder is None:
+def fold(parts: Sum, rows: int, *counts: int) -> Sum:
+    """Sums ``parts`` over the leading axis. For ``rows`` and ``counts`` see `zero`."""
+    if parts.remainder is None and rounding.floats_suffice(rows, *counts, _length(parts)):
         # The bound holds for any order, so across devices this may be one reduction.
         return Sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), parts.value))
     first, *_ = each = [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(_length(parts))]
-    total = zero(first.value, rows, len(each))
-    for part in each:
-        total = add(total, part)
-    return total
+    return functools.reduce(add, each, paired(Sum(jax.tree.map(jnp.zeros_like, first.value))))
 
 
 def _length(tree: PyTree) -> int:
@@ -203,14 +177,15 @@ def _length(tree: PyTree) -> int:
 
 
 def _in_groups(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> Sum:
-    if _groups(_length(coefficients))[0] == 1:
+    if rounding.groups(_length(coefficients))[0] == 1:
         return Sum(one_group(rows, coefficients))
     zeros = zeros_after(coefficients, jax.eval_shape(one_group, rows, coefficients))
 
     def step(total: Sum, rows: Any, coefficients: Any) -> Sum:
         return add(total, Sum(one_group(rows, coefficients)))
 
-    return over_groups(step, Sum(zeros, zeros), rows, coefficients)
+    pairs = rounding.levels(_length(coefficients)) is None
+    return over_groups(step, Sum(zeros, zeros if pairs else None), rows, coefficients)
 
 
 def over_groups(step: Callable[[Any, Any, Any], Any], start: Any, rows: Any, coefficients: Any) -> Any:
@@ -218,7 +193,7 @@ def over_groups(step: Callable[[Any, Any, Any], Any], start: Any, rows: Any, coe
 
     They have equal lengths, so that ``step`` is compiled once."""
     size = _length(coefficients)
-    count, length = _groups(size)
+    count, length = rounding.groups(size)
 
     def one(i: jax.typing.ArrayLike, total: Any) -> Any:
         # The last group may have to begin among the rows of the one before, which count as zeros here.
@@ -232,12 +207,6 @@ def over_groups(step: Callable[[Any, Any, Any], Any], start: Any, rows: Any, coe
     return lax.fori_loop(0, count, one, start)
 
 
-def _groups(size: int) -> tuple[int, int]:
-    """The number of groups, and their length."""
-    count = -(-size // (BLOCKS * ROWS))
-    return count, -(-size // count)
-
-
 # The sums of blocks that are computed at once may take this memory, or this share of what their rows take.
 _STACK_BYTES = 1 << 26
 _STACK_SHARE = 1 / 8
@@ -246,9 +215,12 @@ _CHAINED = 4  # as many are added to the total one after another
 
 def _stacked(size: int) -> int:
     """The number of rows of a block, all blocks equal; 0 where they would have few, or be too many pairs of floats."""
-    block = max(n for n in range(1, min(size, ROWS) + 1) if size % n == 0)
-    fits = 3 * 2.0**-24 * size * (size // block) <= _PAIRS  # `ROUNDING`
-    return block if block < size and 2 * block >= ROWS and fits else 0
+    block, levels = max(n for n in range(1, min(size, rounding.ROWS) + 1) if size % n == 0), rounding.levels(size)
+    if levels is None:
+        fits = 3 * 2.0**-24 * size * (size // block) <= rounding.PAIRS  # `rounding.ROUNDING`
+    else:  # no more than one block after another, where pairs of floats are rounded in the end
+        fits = size <= rounding.BLOCKS * rounding.ROWS or block**2 + 4 * size <= rounding.lost(*levels)
+    return block if block < size and 2 * block >= rounding.ROWS and fits else 0
 
 
 def _stacks(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any, block: int) -> Sum:
@@ -260,7 +232,7 @@ def _stacks(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: An
     given, wanted = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (rows, result))
     most = count * max(_STACK_BYTES, _STACK_SHARE * given) / max(wanted, 1)
     stack = max(n for n in range(1, count + 1) if count % n == 0 and n <= max(1, most))
-    if size <= BLOCKS * ROWS:  # floats can add them up, in any order
+    if size <= rounding.BLOCKS * rounding.ROWS:  # floats can add them up, in any order
         if stack < count:
             return _in_groups(one_group, rows, coefficients)
         return Sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), blocks(*split)))
@@ -279,9 +251,10 @@ def _stacks(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: An
         return functools.reduce(add, (Sum(jax.tree.map(lambda x, k=k: x[k], several)) for k in range(stack)), total)
 
     if stack == count:
-        return of_stack(0)
-    zeros = zeros_after(coefficients, jax.eval_shape(of_stack, 0))
-    return lax.fori_loop(0, count // stack, plus, zeros)
+        total = of_stack(0)
+    else:
+        total = lax.fori_loop(0, count // stack, plus, zeros_after(coefficients, jax.eval_shape(of_stack, 0)))
+    return total if rounding.levels(size) is None else Sum(total.value)
 
 
 def _pair_sum(x: Float[Array, " blocks *p"]) -> tuple[Float[Array, "*p"], Float[Array, "*p"]]:

@@ -43,7 +43,7 @@ class GhostResult(NamedTuple):
     losses: jax.Array  # [B]
     aux: PyTree  # leaves [B, ...], or None
     ok: jax.Array  # [B] bool: unmasked, with a finite gradient
-    remainder: PyTree  # like sum: its rounding error; None where it is within `dpopt.engines.sums.ROUNDING`
+    remainder: PyTree  # like sum: its rounding error; None where it is within `dpopt.engines.rounding.ROUNDING`
 
 
 def plan_clipped_sum(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpopt.common.trees import per_example
-from dpopt.engines import sums
+from dpopt.engines import rounding, sums
 from dpopt.engines.norms import safe_norm, shrink_to
 from dpopt.ghost import contacts, quick_sums
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
@@ -164,7 +164,7 @@ Hooks = Mapping[Contact, TwoPassHook | ClipHook]
 def _clipped(contact: Contact, hook: ClipHook, rows: _Rows, limit: jax.Array, diagonal: jax.Array | None) -> _Results:
     """Bounds and the clipped sum."""
     x, y, keep = rows
-    if hook.method == "explicit" and contact.factors is not None and len(keep) <= sums.ROWS:
+    if hook.method == "explicit" and contact.factors is not None and len(keep) <= rounding.ROWS:
         return _clipped_as_formed(contact, hook, rows, limit, diagonal)
     bounds = hook.norms(contact, x, y, diagonal)
     upper = bounds[..., 0]

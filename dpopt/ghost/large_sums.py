@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from dpopt.engines import sums
+from dpopt.engines import rounding, sums
 from dpopt.ghost.contacts import Records, Seen, usage, weighed, weighs_input
 from dpopt.ghost.costs import leaf_bytes
 from dpopt.ghost.plan import is_direct
@@ -37,14 +37,14 @@ _LARGE_BYTES = 1 << 20
 def large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) -> sums.Sum | None:
     """``sum_i c_i S g_i`` for one parameter, or None if it is added up like all others."""
     scale, uses = run.scales[leaf], run.contacts_of([leaf])
-    if jax.default_backend() != "cpu" or jax.device_count() > 1 or len(c) <= sums.ROWS:
+    if jax.default_backend() != "cpu" or jax.device_count() > 1 or len(c) <= rounding.ROWS:
         return None
     if leaf_bytes(run.trace, leaf) <= _LARGE_BYTES or run.offsets[leaf] is not None:
         return None
     if (scale is not None and scale.size > 1) or not uses or not all(_is_copy(k, records) for k in uses):
         return None
     number, first, factors = run.scalar_scale(leaf), uses[0], cast(Factors, uses[0].factors)
-    looked_up = sums.BLOCKS * sums.ROWS * sum(cast(Factors, k.factors).positions for k in uses)
+    looked_up = rounding.groups(len(c))[1] * sum(cast(Factors, k.factors).positions for k in uses)
     if run.is_table(leaf) and looked_up <= factors.shape[2] and len({usage(k) for k in uses}) == 1:
         total = _of_rows([(cast(Factors, k.factors), cast(Seen, records[k])) for k in uses], c, number)
     elif len(uses) == 1 and first.primitive is DOT:
@@ -74,7 +74,7 @@ def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Arr
     ids = jnp.concatenate([left[:, 0] for left, _ in split], axis=1)  # [B, T]
     rows = jnp.concatenate([wide(right[:, 0]) for _, right in split], axis=1)  # [B, T, p]
     _, _, size, p = shape = uses[0][0].shape
-    pairs = sums.needs_remainder(len(c))
+    pairs, (groups, _) = sums.needs_remainder(len(c)), rounding.groups(len(c))
 
     def step(total: sums.Sum, rows: _Rows, c: jax.Array) -> sums.Sum:
         ids, y = rows
@@ -86,9 +86,10 @@ def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Arr
 
         added = sums.in_blocks(one_block, (ranks.reshape(ids.shape), y), c)
         own = sums.Sum(added if number is None else added * number)
-        if pairs:
+        if groups > 1:
             own = sums.add(jax.tree.map(lambda x: x.at[places].get(mode="fill", fill_value=0), total), own)
-            own = lax.optimization_barrier(own)  # both are computed before either is written
+            # Both are computed before either is written.
+            own = sums.Sum(*lax.optimization_barrier([x for x in own if x is not None]))
         return jax.tree.map(lambda x, y: x.at[places].set(y, mode="drop"), total, own)
 
     zeros = sums.zeros_after((rows, c), jnp.zeros((size, p), rows.dtype))

@@ -16,7 +16,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from dpopt.engines import sums
+from dpopt.engines import rounding
 from dpopt.ghost.costs import activation_bytes, forming_bytes, forward_work, leaf_bytes, norm_cost
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.program import Trace
@@ -165,7 +165,7 @@ class Plan:
                 if all(is_mapped for _, is_mapped in contact.loops):
                     ways = methods(one, scaling)
                     # One pass has to form the gradient for the sum anyway, so its norm is almost free.
-                    if leaf.leaf in single and self.batch_size <= sums.ROWS and jax.device_count() == 1:
+                    if leaf.leaf in single and self.batch_size <= rounding.ROWS and jax.device_count() == 1:
                         ways = [m for m in ways if m in ("explicit", "rank_one", "segments")]
                     chosen[contact] = min(ways, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
         # Contacts that share a tap are recorded together or not at all.

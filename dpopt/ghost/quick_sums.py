@@ -17,7 +17,7 @@ sum of norms overflows when squared adds nothing.
 
 The processors that multiply TF32 also add up less precisely than float32 does: they round towards zero, and align terms
 before they add them (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores"). If that is four times the error
-(`squares.QUICK_ROUNDINGS` for the products of a norm), 86 rows lose 1.3e-3 C more than `engines.sums.ROUNDING`, for
+(`squares.QUICK_ROUNDINGS` for the products of a norm), 86 rows lose 1.3e-3 C more than `engines.rounding.ROUNDING`, for
 which norms are raised by 2^-9.
 """
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpopt.common.types import PyTree
-from dpopt.engines import sums
+from dpopt.engines import rounding, sums
 from dpopt.engines.blocks import Blocks
 from dpopt.engines.norms import safe_norm
 from dpopt.engines.sums import Sum
@@ -68,9 +68,9 @@ def clipped_sum(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Arra
     if {leaf for c in run.plan.streamed for leaf in c.weight.leaves} <= run.plan.single:
         return _one_pass(run, batch, clip, mask)
     devices = math.gcd(len(mask), jax.device_count())
-    if devices == 1 or len(mask) <= sums.ROWS:
+    if devices == 1 or len(mask) <= rounding.ROWS:
         return _two_passes(run, batch, clip, mask)
-    if len(mask) // devices <= sums.ROWS and _adds_up_exactly(run):
+    if len(mask) // devices <= rounding.ROWS and _adds_up_exactly(run):
         return _two_passes(run, batch, clip, mask, whole=True)
     # Each device has its own share of a sharded batch, and its own sum.
     blocks = Blocks(len(mask), len(mask) // devices)
@@ -158,7 +158,7 @@ class _PerBlock(NamedTuple):
 
 def _two_passes(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Array, whole: bool = False) -> Streamed:
     """Both passes, each over blocks of rows one after another, or over the ``whole`` batch, in one loop."""
-    blocks = Blocks(len(mask), len(mask) if whole else -(-len(mask) // -(-len(mask) // sums.ROWS)))
+    blocks = Blocks(len(mask), len(mask) if whole else -(-len(mask) // -(-len(mask) // rounding.ROWS)))
     batch, mask = blocks.split(batch, mask)
     run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
     single, zeros = run.plan.single, {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}

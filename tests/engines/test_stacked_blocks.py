@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpopt.engines import sums
+from dpopt.engines import rounding, sums
 
 SIZES = [1, 7, 86, 100, 256, 258, 264, 512, 1_000, 1_031, 4_096]
 
@@ -41,7 +41,7 @@ def test_the_sum_is_that_of_one_block_after_another(accelerator, monkeypatch, si
     monkeypatch.setattr(sums, "_STACK_BYTES", bytes)
     monkeypatch.setattr(sums, "_STACK_SHARE", 0.0)
     rng, rows = np.random.default_rng(size), sums._stacked(size) or size
-    spread = 30 if size > sums.BLOCKS * sums.ROWS else 1  # only pairs of floats add up blocks of any size
+    spread = 30 if sums.needs_remainder(size) else 1  # only pairs of floats add up blocks of any size
     scale = np.repeat(2.0 ** rng.integers(0, spread, size // rows), rows)[:, None]
     x, c = rng.integers(-1_000, 1_000, (size, 40)) * scale, rng.integers(0, 4, size)
     stacked, one_by_one = (total(jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32), s) for s in (True, False))
@@ -51,13 +51,16 @@ def test_the_sum_is_that_of_one_block_after_another(accelerator, monkeypatch, si
 
 
 def test_blocks_lose_no_more_than_is_paid_for():
-    """By the formulas of `sums.ROUNDING`, for every size that floats add up, and some that pairs of floats do."""
-    for size in range(1, sums.BLOCKS * sums.ROWS + 1):
-        if rows := sums._stacked(size):
-            assert sums._lost(rows, size // rows) <= sums._lost(sums.ROWS, sums.BLOCKS)
+    """By the formulas of `rounding.ROUNDING`, for every size that floats add up, and some that pairs of floats do."""
+    for size in range(1, 1000):
+        rows, levels = sums._stacked(size), rounding.levels(size)
+        if rows and levels:
+            one_by_one = rounding.lost(rows, size // rows)
+            paired = rows**2 + 2 * size + 2 * size  # a rounding in the end, and a diagonal
+            assert (one_by_one if size <= rounding.BLOCKS * rounding.ROWS else paired) <= rounding.lost(*levels)
     for size in (1_000, 86_000, 200_000, 215_000, 301_000, 400_000, 1 << 20):
         pairs = size // sums._stacked(size) if sums._stacked(size) else 0
-        assert 3 * 2.0**-24 * size * pairs <= sums._PAIRS
+        assert 3 * 2.0**-24 * size * pairs <= rounding.PAIRS
     assert sums._stacked(200_000) and not sums._stacked(301_000)
 
 

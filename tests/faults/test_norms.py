@@ -203,7 +203,7 @@ def test_long_sums_of_squares():
     exact = np.sum(np.square(x, dtype=np.float64))
     np.testing.assert_allclose(jax.jit(sum_squares)(x), exact, rtol=2.0**-16)
     np.testing.assert_allclose(jax.jit(lambda x: safe_norm(x[None], axis=1))(x)[0], exact**0.5, rtol=2.0**-16)
-    # 2^-20 in versions newer than JAX 0.10.0; half of the slack of `sums.ROUNDING` for squares is 2^-14.
+    # 2^-20 in versions newer than JAX 0.10.0; half of the slack of `rounding.ROUNDING` for squares is 2^-14.
     np.testing.assert_allclose(jax.jit(jax.vmap(sum_squares))(x.reshape(1, -1, 32))[0], exact, rtol=2.0**-15)
 
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpopt
-from dpopt.engines import sums
+from dpopt.engines import rounding, sums
 from dpopt.ghost import large_sums, memory, streamed
 
 CLIP = dpopt.FlatClip(1.0)
-LIMIT = 1 + sums.ROUNDING
+LIMIT = 1 + rounding.ROUNDING
 
 
 def rows(levels, k0=12):
@@ -207,7 +207,9 @@ def test_federated_rounds():
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
-@pytest.mark.parametrize(("batch", "microbatch_size"), [(86, None), (87, None), (300, None), (700, 100), (1000, 7)])
+@pytest.mark.parametrize(
+    ("batch", "microbatch_size"), [(86, None), (87, None), (300, None), (512, 128), (640, None), (700, 100), (1000, 7)]
+)
 def test_the_sum_is_the_sum(engine, batch, microbatch_size):
     """Blocks, groups, tails and microbatches against NumPy in float64."""
     rng = np.random.default_rng(batch)
@@ -225,8 +227,8 @@ def test_the_sum_is_the_sum(engine, batch, microbatch_size):
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 def test_the_rows_are_adverse(monkeypatch, microbatch_size):
     """Added up one after another they move the sum by more than C."""
-    monkeypatch.setattr(sums, "ROWS", 2**30)
-    monkeypatch.setattr(sums, "_lost", lambda rows, count: 0)
+    monkeypatch.setattr(rounding, "ROWS", 2**30)
+    monkeypatch.setattr(rounding, "lost", lambda rows, *counts: 0)
     options = dict(engine="ghost", microbatch_size=microbatch_size)
     assert moved(lambda w, e: w @ e, jnp.zeros(8), first_of(rows(2), 8), **options) > 1.5
 
@@ -263,24 +265,65 @@ def test_what_is_lost_reaches_the_noise():
 def test_rounding_is_paid_for():
     opt = dpopt.privatize(l2_clip_norm=0.7, noise_multiplier=1.3, expected_batch_size=4, key=jax.random.key(0))
     assert opt.privacy.step_event().noise_multiplier == pytest.approx(paid(1.3), rel=1e-15)
-    assert sums.ROUNDING == 2.4375 * 2.0**-12
+    assert rounding.ROUNDING == 2.4375 * 2.0**-12
 
 
 def test_floats_are_used_where_the_bound_holds():
     """Neighbours differ in a row of one block, and in every sum of blocks after it; both may be rounded either way."""
-    paid_for = sums.ROUNDING * 2**24 - 1024 - 188
+    paid_for = rounding.ROUNDING * 2**24 - 1024 - 188
     floats = [
         (rows, blocks)
         for rows in range(1, 120)
         for blocks in range(1, 120)
         if sums.zero(jnp.zeros(()), rows, blocks).remainder is None
     ]
-    assert (sums.ROWS, sums.BLOCKS) in floats
+    assert (rounding.ROWS, rounding.BLOCKS) in floats
     for rows, blocks in floats:
         in_a_block = sum(range(2, rows + 1)) + sum(range(2, rows))  # a partial sum of k rows rounds by u k C
         over_blocks = 2 * sum(k * rows for k in range(2, blocks + 1))
         behind_a_diagonal = 2 * blocks * rows
         assert in_a_block + over_blocks + behind_a_diagonal <= paid_for, (rows, blocks)
+
+
+def test_floats_add_up_groups_where_the_bound_holds():
+    """Of a batch, or of each of several parts of one, which are added up after it."""
+    paid_for = rounding.ROUNDING * 2**24 - 1024 - 188
+    for size in range(1, 1300):
+        found = rounding.levels(size)
+        assert sums.needs_remainder(size) == (found is None)
+        for parts in range(1, 20) if found else ():
+            if parts > 1 and sums.zero_for_parts(jnp.zeros(()), size, parts).remainder is not None:
+                continue
+            rows, blocks, groups = found
+            length = -(-size // groups)
+            assert rows <= rounding.ROWS and rows * blocks >= length
+            in_a_block = sum(range(2, rows + 1)) + sum(range(2, rows))
+            behind = [(blocks, rows), (groups, length), (parts, size)]  # sums of this many, of this many rows each
+            over_sums = 2 * sum(k * own for count, own in behind for k in range(2, count + 1))
+            assert in_a_block + over_sums + 2 * parts * size <= paid_for, (size, parts)
+    assert rounding.levels(512) and rounding.levels(640)
+
+
+@pytest.mark.parametrize("size", [87, 172, 259, 300, 512, 640, 648, 700])
+def test_blocks_are_added_up_group_by_group(size):
+    """Blocks of whole numbers are exact; what the sums of them lose is that of NumPy's floats, in the same order."""
+    rng = np.random.default_rng(size)
+    rows, _, groups = rounding.levels(size)
+    length = -(-size // groups)
+    starts = np.minimum(np.arange(groups) * length, size - length)
+    x, c = np.zeros((size, 50), np.float32), np.ones(size, np.float32)
+    total = np.float32(0)
+    for i, start in enumerate(starts):
+        own = slice(max(start, i * length), start + length)
+        ends = np.arange(start + length, start, -rows)[::-1]
+        group = np.float32(0)
+        for first, end in zip([own.start, *ends], ends, strict=False):
+            x[first:end] = rng.integers(1, 100, (end - first, 50)) * np.float32(2.0 ** rng.integers(-30, 1))
+            group = group + x[first:end].sum(0)
+        total = total + group
+    added = jax.jit(lambda x, c: sums.over_examples(lambda x, c: sums.in_blocks(lambda x, c: c @ x, x, c), x, c))
+    np.testing.assert_array_equal(added(x, c).value, total)
+    assert size < 259 or np.any(total != x.astype(np.float64).sum(0)), "these rows are adverse"
 
 
 @given(size=st.integers(1, 1300))
@@ -303,10 +346,10 @@ def test_devices_share_rows_as_the_bound_allows(monkeypatch):
         for size in [*range(1, 1100, 7), 64, 86, 128, 176, 512, 704, 4096]:
             count, common = sums.shares(size), np.gcd(size, devices)
             assert common % count == 0, (size, devices)
-            assert size // count <= sums.ROWS or count == common
+            assert size // count <= rounding.ROWS or count == common
             if count not in (1, common):
                 assert sums.zero(jnp.zeros(()), size // common, common).remainder is not None
-                assert all(size // n > sums.ROWS for n in range(1, count) if common % n == 0)
+                assert all(size // n > rounding.ROWS for n in range(1, count) if common % n == 0)
     assert sums.shares(512) == 8  # two rows on each of 256 devices
 
 
@@ -315,8 +358,8 @@ def test_pages_state_what_is_lost():
     pages = "SECURITY.md", "CHANGELOG.md", "docs/privacy_argument.md", "docs/concepts.md", "dpopt/clipping.py"
     for page in pages:
         text = (root / page).read_text()
-        assert f"{sums.ROUNDING:.1e}".replace("e-0", "e-") in text, page
-    assert f"per block of {sums.ROWS}" in (root / "SECURITY.md").read_text()
+        assert f"{rounding.ROUNDING:.1e}".replace("e-0", "e-") in text, page
+    assert f"per block of {rounding.ROWS}" in (root / "SECURITY.md").read_text()
 
 
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])

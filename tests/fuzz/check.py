@@ -16,7 +16,7 @@ import numpy as np
 
 import dpopt
 from dpopt import ghost
-from dpopt.engines import sums
+from dpopt.engines import rounding, sums
 from dpopt.ghost import large_sums
 
 from .program import BATCH, Program, draw
@@ -102,12 +102,12 @@ def _as_if_large(rows: int, devices: int) -> Iterator[None]:
     """With blocks of a row or two a few examples are several blocks, groups of blocks, and shares of devices.
 
     And a parameter of a few numbers is as large as one that is added up on its own."""
-    real = sums.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count
-    sums.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count = rows, 3, 8, lambda: devices
+    real = rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count
+    rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count = rows, 3, 8, lambda: devices
     try:
         yield
     finally:
-        sums.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count = real
+        rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count = real
 
 
 @contextlib.contextmanager
