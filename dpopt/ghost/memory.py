@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -33,6 +33,7 @@ _IS_TINY = (
     f"all gradients of the batch together take at most {TINY_BYTES >> 10} kB, where both engines run in microseconds, "
     "whatever the table says, and vmap compiles faster"
 )
+_HARDLY_MORE = 1.1
 _IN_FEWER = "in fewer parts it would take more memory than is allowed"
 
 
@@ -63,13 +64,23 @@ def estimate(plan: Plan) -> Memory:
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)
     return Memory(
-        ordinary=size * kept + 2 * weights,
+        # Look-ups come last in the backward pass, which has all other gradients by then.
+        ordinary=size * max([kept, *_looked_up(contacts, taps)]) + 2 * weights,
         streamed=size * (kept + left) + 2 * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,
         # The backward pass frees what differentiation kept as it goes, but a loop keeps the stacks of all its steps.
         examples=size * max(kept + looped, inputs + cotangents) + _more_bytes(plan),
     )
+
+
+def _looked_up(contacts: Sequence[Contact], taps: Mapping[Contact, int]) -> list[int]:
+    """For each table, the bytes of the cotangents of all rows that an example looks up."""
+    found: dict[frozenset[int], int] = {}
+    for c in contacts:
+        if c.factors is not None and c.factors.one_hot and not c.loops:
+            found[c.weight.leaves] = found.get(c.weight.leaves, 0) + taps[c]
+    return [*found.values()]
 
 
 def _more_bytes(plan: Plan) -> float:
@@ -199,14 +210,15 @@ def _keeping_more(limit: float, found: Memory, plan: Plan, parts: list[int], rea
 
 
 def _slower(limit: float, found: Memory, plan: Plan, parts: list[int], single: frozenset[int]) -> Way:
-    """Two passes if they fit, else one in the fewest ``parts`` that do; if neither does, what takes least."""
-    fit = next((k for k in parts if found.recorded(k) <= limit), None)
-    if found.streamed <= limit or (fit is None and found.streamed < found.recorded(parts[-1])):
+    """Two passes if they fit, else one in the fewest ``parts`` that do; if neither does, what takes hardly any more."""
+    least = min(found.streamed, *map(found.recorded, parts))
+    enough, reason = limit, _IN_FEWER
+    if least > limit:  # more parts than needed would take many times as long
+        enough, reason = _HARDLY_MORE * least, "nothing fits the memory allowed; this takes hardly more than the least"
+    fit = next((k for k in parts if found.recorded(k) <= enough), None)
+    if found.streamed <= limit or fit is None:
         return Way(plan.streaming(single), 1, "what it records in one pass would take more memory than is allowed")
-    of_part = plan.of(plan.batch_size // (fit or parts[-1]))
-    if fit is None:
-        return Way(of_part, parts[-1], "nothing fits the memory allowed; this takes least")
-    return Way(of_part, fit, _IN_FEWER)
+    return Way(plan.of(plan.batch_size // fit), fit, reason)
 
 
 def single_parameters(plan: Plan, limits: Sequence[ArrayLike | None], layer_axes: Sequence[int]) -> frozenset[int]:

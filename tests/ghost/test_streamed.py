@@ -314,6 +314,40 @@ def test_the_fewest_parts_are_taken_where_two_passes_do_not_fit(no_batch_is_smal
     assert way.parts == 2 and not way.plan.streamed
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_no_more_parts_are_taken_than_help(seed):
+    """For any estimates: a batch of 512 once went in 512 parts, for 3 % of memory and 100 times the time."""
+    rng = np.random.default_rng(seed)
+    of_examples, streamed, limit = 10 ** rng.uniform(-2, 2, 3)
+    found = memory.Memory(ordinary=1.0, streamed=streamed, vmap=100.0, weights=1.0, examples=of_examples)
+    w, x = jax.ShapeDtypeStruct((4, 4), "float32"), jax.ShapeDtypeStruct((64, 4), "float32")
+    plan = ghost.plan_clipped_sum(lambda w, x: jnp.sum(x @ w), w, x)
+    parts = [1, 2, 4, 8, 16, 32, 64]
+    way = memory._slower(limit, found, plan, parts, frozenset())
+    least = min(streamed, *map(found.recorded, parts))
+    if streamed <= limit:
+        assert way.plan.streamed
+    elif way.plan.streamed:
+        assert streamed <= 1.1 * least and all(found.recorded(k) > limit for k in parts)
+    else:
+        assert found.recorded(way.parts) <= max(limit, 1.1 * least)
+        assert all(found.recorded(k) > max(limit, 1.05 * least) for k in parts if k < way.parts)
+
+
+def test_an_ordinary_gradient_has_the_cotangents_of_all_rows_that_are_looked_up():
+    """So records of them are not what would take more than is allowed: long texts went in two passes."""
+
+    def loss(table, words):
+        return jnp.sum(jnp.mean(table[words], 0) ** 2)
+
+    table, words = jax.ShapeDtypeStruct((20_000, 64), "float32"), jax.ShapeDtypeStruct((512, 60), "int32")
+    found = memory.estimate(ghost.plan_clipped_sum(loss, table, words))
+    own = 512 * 60 * 64 * 4
+    assert own <= found.ordinary - 2 * found.weights < 1.1 * own
+    ordinary = scratch(lambda p, x: jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, x).sum())(p), table, words)
+    assert ordinary > own
+
+
 @pytest.mark.slow
 def test_a_promise_in_two_passes_gives_the_same_sum(no_batch_is_small):
     loss, shapes, _ = layers(remat=True)
