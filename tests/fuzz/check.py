@@ -98,16 +98,19 @@ def _two_passes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_if_large(rows: int, devices: int) -> Iterator[None]:
+def _as_if_large(rows: int, devices: int, in_floats: bool) -> Iterator[None]:
     """With blocks of a row or two a few examples are several blocks, groups of blocks, and shares of devices.
 
-    And a parameter of a few numbers is as large as one that is added up on its own."""
-    real = rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count
+    Floats add up the groups (their sums of so few rows are as good), or pairs of floats do. And a parameter of a few
+    numbers is as large as one that is added up on its own."""
+    real = rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count, rounding.floats_suffice
     rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count = rows, 3, 8, lambda: devices
+    if in_floats:
+        rounding.floats_suffice = lambda rows, *counts: True
     try:
         yield
     finally:
-        rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count = real
+        rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count, rounding.floats_suffice = real
 
 
 @contextlib.contextmanager
@@ -120,7 +123,7 @@ def _conditions(program: Program) -> Iterator[None]:
             stack.enter_context(_two_passes())
         if seed % LARGE == 1:
             drawn = seed // LARGE
-            stack.enter_context(_as_if_large(1 + drawn % 2, [1, 2, BATCH][drawn % 3]))
+            stack.enter_context(_as_if_large(1 + drawn % 2, [1, 2, BATCH][drawn % 3], drawn % 4 < 2))
         yield
 
 
