@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.typing import ArrayLike
 
-from dpopt.engines import sums
+from dpopt.engines import rounding, sums
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import kept_bytes
@@ -63,15 +63,22 @@ def estimate(plan: Plan) -> Memory:
     cotangents, looped = (sum(taps[c] for c in some) for some in (own, [c for c in own if c.loops]))
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)
+    rows, blocks = _of_two_passes(size)
+    more = (blocks > 1) + (not rounding.floats_suffice(rows, blocks)) if jax.device_count() == 1 else 0
     return Memory(
         # Look-ups come last in the backward pass, which has all other gradients by then.
         ordinary=size * max([kept, *_looked_up(contacts, taps)]) + 2 * weights,
-        streamed=size * (kept + left) + 2 * weights,
+        streamed=rows * (kept + left) + (2 + more) * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,
         # The backward pass frees what differentiation kept as it goes, but a loop keeps the stacks of all its steps.
         examples=size * max(kept + looped, inputs + cotangents) + _more_bytes(plan),
     )
+
+
+def _of_two_passes(size: int) -> tuple[int, int]:
+    """The rows of the blocks that two passes process one after another, and their number."""
+    return rounding.blocks(size) if jax.device_count() == 1 else (size, 1)
 
 
 def _looked_up(contacts: Sequence[Contact], taps: Mapping[Contact, int]) -> list[int]:
@@ -179,10 +186,11 @@ def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason:
 
     ``reason`` is given for the first."""
     size = plan.batch_size
-    second_pass, devices = size * plan.ordinary_cost, jax.device_count()
+    devices = jax.device_count()
     # Each part reads the parameters, adds its sum to another, and sends it to other devices.
     moved = 3 + (2 * _SENT if devices > 1 else 0)
     again = devices * moved * OPERATIONS_PER_BYTE * found.weights
+    second_pass = size * plan.ordinary_cost + (_of_two_passes(size)[1] - 1) * again
     for k in parts:
         if found.recorded(k) <= limit and (k == parts[0] or (k - parts[0]) * again <= second_pass):
             return Way(plan.of(size // k), k, reason if k == parts[0] else _IN_FEWER)

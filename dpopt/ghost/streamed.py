@@ -158,7 +158,7 @@ class _PerBlock(NamedTuple):
 
 def _two_passes(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Array, whole: bool = False) -> Streamed:
     """Both passes, each over blocks of rows one after another, or over the ``whole`` batch, in one loop."""
-    blocks = Blocks(len(mask), len(mask) if whole else -(-len(mask) // -(-len(mask) // rounding.ROWS)))
+    blocks = Blocks(len(mask), len(mask) if whole else rounding.blocks(len(mask))[0])
     batch, mask = blocks.split(batch, mask)
     run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
     single, zeros = run.plan.single, {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
