@@ -11,6 +11,7 @@ COMMANDS = {
     "quickstart": ("quickstart", "digits, small CNN, with and without privacy (minutes)"),
     "speed": ("cost.speed", "the clipped gradient against the ordinary one (minutes)"),
     "zoo": ("zoo.command", "a clipped gradient's time and memory on models of all kinds (an hour)"),
+    "large-batches": ("zoo.large_batches", "the same with as many examples as private training takes (minutes)"),
     "noise": ("cost.noise", "a draw of noise against JAX's own normals (a minute)"),
     "memory": ("cost.memory", "its peak memory against the ordinary one's (minutes)"),
     "accelerator": ("cost.accelerator", "a clipped gradient on a GPU or TPU, with large batches (minutes)"),

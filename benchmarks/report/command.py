@@ -18,6 +18,7 @@ MEASURED = {
     "accelerator": ("On a GPU", "cost.accelerator"),
     "memory": ("Memory", "cost.memory"),
     "zoo": ("Models of all kinds", "zoo.summary"),
+    "large-batches": ("Large batches", "zoo.of_large_batches"),
     "opacus": ("Opacus", "cost.opacus_speed"),
     "imdb-speed": ("A full private run on IMDB", "cost.imdb_speed"),
     "tuning": (utility_tables.TUNING_HEADING, "utility.tuning"),

@@ -12,11 +12,12 @@ pytest.importorskip("equinox")
 pytest.importorskip("haiku")
 
 import dpopt
+from benchmarks import records
 from benchmarks.cost import gradients, speed
 from benchmarks.cost.checked import Checked
-from benchmarks.cost.families import Family
+from benchmarks.cost.families import FAMILIES, Family
 from benchmarks.report import command as report
-from benchmarks.zoo import command, entries, measure, summary
+from benchmarks.zoo import command, entries, large_batches, measure, summary
 from benchmarks.zoo.entries import Entry
 from benchmarks.zoo.registry import ZOO
 
@@ -93,6 +94,25 @@ def _unsupported() -> Family:
 
 def _broken() -> Family:
     raise ValueError("no such model")
+
+
+def test_large_batches_are_checked_and_recorded(monkeypatch, tmp_path):
+    monkeypatch.setitem(ZOO, "tiny", Entry("a/b", "jax", _tiny))
+    found = large_batches.measure("tiny", 512, 0.01)
+    assert found["batch_size"] == 512 and found["largest_relative_error"] < 1e-5 and found["warnings"] == []
+    environment = {"device": "a processor", "cores": 2}
+    records.write_json(tmp_path / "large-batches.json", {"environment": environment, "runs": [found]})
+    report.write(tmp_path, tmp_path / "written")
+    page = (tmp_path / "written" / "RESULTS.md").read_text()
+    assert "## Large batches" in page and "| tiny | 512 |" in page
+    monkeypatch.setattr(large_batches, "SLOW_S", 0.0)
+    assert large_batches.measure("tiny", 512, 0.01) is None
+    with pytest.raises(AssertionError, match=r"differs from the plain engine's by 0\.5"):
+        large_batches._error(_tiny(), 1.0, 2, gradients.by_name(_tiny(), "vmap", 1.0)(*_tiny()[1:], None))
+
+
+def test_large_batches_name_models_that_exist():
+    assert set(large_batches.MODELS) <= set(ZOO) | set(FAMILIES)
 
 
 @pytest.mark.slow
