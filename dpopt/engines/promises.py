@@ -221,8 +221,9 @@ class Rows(abc.ABC):
             total = sums.add(total, sums.Sum(ran.sum, ran.remainder))
             return total, ran._replace(sum=None, remainder=None)
 
-        zeros, is_streamed = trees.zeros(self.params), plan is not None and plan.streamed
-        zero = (sums.zero if is_streamed else sums.zero_for_parts)(zeros, size, blocks.count)
+        # Two passes add up their rows in blocks of their own: for them a part counts as a block.
+        zero_for = sums.zero if plan is not None and plan.streamed else sums.zero_for_parts
+        zero = zero_for(trees.zeros(self.params), size, blocks.count)
         total, ran = jax.lax.scan(step, zero, blocks.split(self.batch, mask))
         return blocks.join(ran)._replace(sum=total.value, remainder=total.remainder)
 

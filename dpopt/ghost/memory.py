@@ -190,6 +190,7 @@ def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason:
     # Each part reads the parameters, adds its sum to another, and sends it to other devices.
     moved = 3 + (2 * _SENT if devices > 1 else 0)
     again = devices * moved * OPERATIONS_PER_BYTE * found.weights
+    # So does each block of two passes.
     second_pass = size * plan.ordinary_cost + (_of_two_passes(size)[1] - 1) * again
     for k in parts:
         if found.recorded(k) <= limit and (k == parts[0] or (k - parts[0]) * again <= second_pass):
