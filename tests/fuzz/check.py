@@ -197,7 +197,8 @@ def _compare(program: Program, outcome: Outcome, function: Any, batch: Any, tame
             error = np.linalg.norm(whole - without - expected[row])
             # Where large terms cancel within an example, two programs of the same arithmetic differ by their rounding.
             floor = 1e-4 * sensitivity if "cancelling" in program.features else 0
-            if error > 1e-2 * np.linalg.norm(expected[row]) + 1e-5 * np.sqrt(np.nansum(expected**2)) + floor:
+            is_off = error > 1e-2 * np.linalg.norm(expected[row]) + 1e-5 * np.sqrt(np.nansum(expected**2)) + floor
+            if is_off and not _is_rounded_away(program, function, batch, grads)[row]:
                 outcome.failures.append(f"row {row} contributes something else: off by {error / sensitivity:.3g} C")
 
 
@@ -209,6 +210,24 @@ def _are_exact(grads: Any) -> np.ndarray:
     """``[B]``: of which rows no parameter's gradient is what rounding left of zero."""
     sizes = [np.linalg.norm(np.asarray(g, np.float64).reshape(BATCH, -1), axis=1) for g in grads.values()]
     return np.all([(s == 0) | (s > _NOTHING) for s in sizes], axis=0)
+
+
+def _is_rounded_away(program: Program, function: Any, batch: Any, grads: Any) -> np.ndarray:
+    """``[B]``: of which rows plain gradients are others at parameters that differ by a rounding each.
+
+    Found at seed 87957: a gradient of 1.3e-5 in float64, left of terms of 10, is one of 5e-6 in float32."""
+    rng = np.random.default_rng(0)
+
+    def nearby(x: np.ndarray) -> np.ndarray:
+        return (x * (1 + jnp.finfo(x.dtype).eps * rng.choice([-1, 1], x.shape))).astype(x.dtype)
+
+    params = jax.tree.map(lambda x: nearby(np.asarray(x)), program.params)
+    _, others = function(params, batch, np.ones(BATCH, bool), program.scale, program.offset)
+    found, other = (
+        np.concatenate([np.asarray(g, np.float64).reshape(BATCH, -1) for g in tree.values()], axis=1)
+        for tree in (grads, others)
+    )
+    return np.linalg.norm(found - other, axis=1) > 1e-3 * np.linalg.norm(found, axis=1)
 
 
 def _contributions(program: Program, grads: Any) -> np.ndarray:
