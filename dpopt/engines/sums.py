@@ -52,11 +52,21 @@ def paired(total: Sum) -> Sum:
 def add(a: Sum, b: Sum) -> Sum:
     """``a + b``, in pairs of floats if one of them is."""
     if a.remainder is None and b.remainder is None:
-        return Sum(jax.tree.map(jnp.add, a.value, b.value))
+        return Sum(jax.tree.map(_plus, a.value, b.value))
     a = paired(a)
     rest = jax.tree.map(lambda x: jnp.zeros((), x.dtype), b.value) if b.remainder is None else b.remainder
     pairs = jax.tree.map(_add_in_place, *a, b.value, rest)
     return Sum(*jax.tree.transpose(jax.tree.structure(a.value), jax.tree.structure((0, 0)), pairs))
+
+
+def _plus(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a + b``, for a sum ``b`` of rows.
+
+    Before JAX 0.12 XLA adds a product of a vector and a matrix to ``a`` row by row on a CPU, unless it is read twice.
+    """
+    if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
+        b = jnp.where(jnp.isnan(b), jnp.nan, b)
+    return a + b
 
 
 _PART = 1 << 17  # numbers that are added at a time: they fit a CPU's cache, and keep its cores busy
@@ -154,7 +164,7 @@ def in_blocks(one_block: Callable[[Any, Any], PyTree], rows: Any, coefficients: 
         return one_block(*_slice((rows, coefficients), start, count))
 
     def plus(a: PyTree, b: PyTree) -> PyTree:
-        return jax.tree.map(jnp.add, a, b)
+        return jax.tree.map(_plus, a, b)
 
     if size <= rounding.ROWS:
         return one_block(rows, coefficients)

@@ -326,6 +326,21 @@ def test_blocks_are_added_up_group_by_group(size):
     assert size < 259 or np.any(total != x.astype(np.float64).sum(0)), "these rows are adverse"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_are_added_up_as_wholes(seed):
+    """JAX 0.10 added a product to the sum of the parts before it row by row, which rounds at every row."""
+    rng = np.random.default_rng(seed)
+    x = (rng.integers(1, 100, (8, 64, 50)) * 2.0 ** rng.integers(-20, 1, (8, 1, 1))).astype(np.float32)
+    parts = jax.jit(
+        lambda x, c: jax.lax.scan(lambda t, x: (sums.add(t, sums.Sum(c @ x)), None), sums.Sum(jnp.zeros(50)), x)[0]
+    )
+    total = np.float32(0)
+    for part in x:
+        total = total + part.sum(0)
+    np.testing.assert_array_equal(parts(x, np.ones(64, np.float32)).value, total)
+    assert np.any(total != x.astype(np.float64).sum((0, 1))), "these rows are adverse"
+
+
 @given(size=st.integers(1, 1300))
 @settings(max_examples=30, deadline=None)
 def test_every_row_is_added_once(size):
