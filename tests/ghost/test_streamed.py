@@ -87,11 +87,11 @@ def test_what_is_added_up_is_what_norms_were_taken_of(way, positions):
 def test_two_passes_of_any_batch(seed, x64, monkeypatch):
     """Any model, batch size, mask and diagonal; some parameters are clipped individually, the others together.
 
-    Blocks have up to 86 rows, and the last one is padded; beyond 258 rows sums are pairs of floats. Several devices
-    process their own rows each, or the whole batch together."""
+    Blocks have up to 86 rows, and the last one is padded. Beyond 258 rows their sums are pairs of floats, beyond 708
+    those of the whole batch. Several devices process their own rows each, or the whole batch together."""
     rng = np.random.default_rng(seed)
     loss_fn, params, batch = ghost_cases.CASES[rng.integers(len(ghost_cases.CASES))](ghost_cases.Arrays(seed))
-    size = int(rng.choice([rng.integers(1, 87), rng.integers(87, 259), rng.integers(259, 301)]))
+    size = int(rng.choice([rng.integers(1, 87), rng.integers(87, 259), rng.integers(259, 301), rng.integers(709, 750)]))
     devices = int(rng.choice([1, 2, 4, 8, 64, 256]))
     size = size if rng.random() < 0.2 else max(devices, size - size % devices)
     monkeypatch.setattr(jax, "device_count", lambda: devices)
@@ -441,7 +441,7 @@ def _plain_layerwise(loss, params, batch, mask, clip_norm):
     return jax.tree.map(lambda s, g: jax.tree.map(lambda g: one(g, s), g), SCANNED, grads)
 
 
-@pytest.mark.parametrize("batch_size", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch_size", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (300, 720))])
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 def test_layers_of_a_scan_are_clipped_one_by_one(engine, batch_size):
     loss, params, batch = _layers()
@@ -455,7 +455,7 @@ def test_layers_of_a_scan_are_clipped_one_by_one(engine, batch_size):
         )
     assert_trees_close(got.sum, _plain_layerwise(loss, params, batch, mask, 0.1), rtol=1e-5, atol=1e-6)
     assert got.sensitive.norms.shape == (batch_size,)
-    assert (got.remainder is not None) == (batch_size > 258)
+    assert (got.remainder is not None) == (batch_size == 720)
 
 
 def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
