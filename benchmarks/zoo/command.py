@@ -4,6 +4,7 @@ import argparse
 import concurrent.futures
 import json
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def main(out: Path, only: str | None, budget_s: float) -> None:
     found = {r["model"]: r for r in before["runs"] if before["environment"] == environment}
     for name in track(names, "measuring", console=console):
         try:
-            found[name] = _in_new_process(name, budget_s)
+            found[name] = in_new_process(measure, name, ZOO[name], budget_s)
         except Exception as error:
             found[name] = about(name, ZOO[name]) | {"error": f"{type(error).__name__}: {error}"}
         console.print(*summary.cells(found[name]), sep="  ")
@@ -67,11 +68,11 @@ def main(out: Path, only: str | None, budget_s: float) -> None:
         raise SystemExit(f"{len(failed)} of {len(names)} models failed: {'; '.join(r['model'] for r in failed)}")
 
 
-def _in_new_process(name: str, budget_s: float) -> dict[str, Any]:
+def in_new_process(measure: Callable[..., Any], *args: Any) -> Any:
     """Measures a model in a process that has run no other.
 
     What a process allocated before decides whether memory of a few tens of MB is mapped anew for every call: ratios of
     models that take more memory for one gradient than for another depended on which models had run before."""
     new = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=new) as pool:
-        return pool.submit(measure, name, ZOO[name], budget_s).result()
+        return pool.submit(measure, *args).result()

@@ -1,9 +1,7 @@
 """`python -m benchmarks large-batches`: models with as many examples at a time as private training takes."""
 
 import argparse
-import concurrent.futures
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from benchmarks.cost import gradients, memory, speed, timing
 from benchmarks.cost.checked import call, compiled, relative_error
 from benchmarks.cost.families import FAMILIES, Family
 from benchmarks.zoo import of_large_batches
+from benchmarks.zoo.command import in_new_process
 from benchmarks.zoo.measure import chosen, dpopt_warnings, rounding
 from benchmarks.zoo.registry import ZOO
 
@@ -43,16 +42,26 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(out: Path, only: str | None, budget_s: float) -> None:
-    """Measures every model at every size, each in a process of its own, and writes ``large-batches.json``."""
-    runs, path, new = [], out / "large-batches.json", multiprocessing.get_context("spawn")
-    for name in (n for n in MODELS if only is None or only.lower() in n.lower()):
-        for size in SIZES:
-            with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=new) as pool:
-                found = pool.submit(measure, name, size, budget_s).result()
-            if found is not None:
-                runs.append(found)
-                Console().print(json.dumps(found))
-        environment = records.environment((*records.PACKAGES, "equinox", "dm-haiku"))
+    """Measures every model at every size, each in a process of its own, and writes ``large-batches.json``.
+
+    Earlier results from the same machine and versions are kept unless measured again.
+
+    Raises:
+        SystemExit: if no name matches.
+    """
+    names = [n for n in MODELS if only is None or only.lower() in n.lower()]
+    if not names:
+        raise SystemExit(f"no model matches {only!r}; there are: {'; '.join(MODELS)}")
+    path, environment = out / "large-batches.json", records.environment((*records.PACKAGES, "equinox", "dm-haiku"))
+    before = json.loads(path.read_text()) if path.exists() else {"environment": None, "runs": []}
+    kept = before["runs"] if before["environment"] == environment else []
+    found = {(r["model"], r["batch_size"]): r for r in kept}
+    for key in [(name, size) for name in names for size in SIZES]:
+        run = in_new_process(measure, *key, budget_s)
+        if run is not None:
+            found[key] = run
+            Console().print(json.dumps(run))
+        runs = [found[n, size] for n in MODELS for size in SIZES if (n, size) in found]
         records.write_json(path, {"environment": environment, "runs": runs})
     Console().print(of_large_batches.markdown({"environment": environment, "runs": runs}))
 

@@ -3,6 +3,8 @@
 import statistics
 from typing import Any
 
+from benchmarks.report import markdown as tables
+
 HEAD = ("model", "examples", "ordinary (ms)", "auto: time", "memory", "auto takes")
 
 
@@ -10,8 +12,7 @@ def markdown(content: dict[str, Any]) -> str:
     """The section of RESULTS.md."""
     rows, device = content["runs"], content["environment"]
     sizes = sorted({r["batch_size"] for r in rows})
-    lines = [HEAD, ["---"] * len(HEAD), *([*_cells(row)] for row in rows)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    table = tables.rows(HEAD, [_cells(row) for row in rows])
     medians = "; ".join(f"{size:,} examples: {_median(rows, size)}" for size in sizes)
     return (
         f"Models with their own examples repeated, on {device['device']}, {device['cores']} cores. Time and compiled "

@@ -120,7 +120,7 @@ def needs_remainder(size: int) -> bool:
 def over_examples(
     one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any, *, may_stack: bool = False
 ) -> Sum:
-    """``one_group(rows, coefficients)``, a pytree of sums ``sum_i c_i x_i``, computed three blocks at a time.
+    """``one_group(rows, coefficients)``, a pytree of sums ``sum_i c_i x_i``, computed a group of blocks at a time.
 
     ``one_group`` adds up its rows with `in_blocks`. On several devices a sharded batch is split into `shares`.
 

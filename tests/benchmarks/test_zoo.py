@@ -105,6 +105,8 @@ def test_large_batches_are_checked_and_recorded(monkeypatch, tmp_path):
     report.write(tmp_path, tmp_path / "written")
     page = (tmp_path / "written" / "RESULTS.md").read_text()
     assert "## Large batches" in page and "| tiny | 512 |" in page
+    with pytest.raises(SystemExit, match="no model matches"):
+        large_batches.main(tmp_path, "elephant", 0.01)
     monkeypatch.setattr(large_batches, "SLOW_S", 0.0)
     assert large_batches.measure("tiny", 512, 0.01) is None
     with pytest.raises(AssertionError, match=r"differs from the plain engine's by 0\.5"):

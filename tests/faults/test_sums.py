@@ -285,23 +285,29 @@ def test_floats_are_used_where_the_bound_holds():
         assert in_a_block + over_blocks + behind_a_diagonal <= paid_for, (rows, blocks)
 
 
-def test_floats_add_up_groups_where_the_bound_holds():
-    """Of a batch, or of each of several parts of one, which are added up after it."""
-    paid_for = rounding.ROUNDING * 2**24 - 1024 - 188
+@pytest.mark.parametrize("devices", [1, 2, 8, 64])
+def test_floats_add_up_groups_where_the_bound_holds(devices, monkeypatch):
+    """Of a batch, or of each of several parts of one, which are added up after it, and of each device's share."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    paid_for, in_floats = rounding.ROUNDING * 2**24 - 1024 - 188, 0
     for size in [*range(1, 700), *range(700, 1300, 50)]:
-        found = rounding.levels(size)
-        assert sums.needs_remainder(size) == (found is None)
-        for parts in range(1, 20) if found else ():
-            if parts > 1 and sums.zero_for_parts(jnp.zeros(()), size, parts).remainder is not None:
+        share = size // sums.shares(size)
+        if devices == 1:
+            assert sums.needs_remainder(size) == (rounding.levels(size) is None)
+        for parts in range(1, 20):
+            if sums.zero_for_parts(jnp.zeros(()), size, parts).remainder is not None:
                 continue
-            rows, blocks, groups = found
-            length = -(-size // groups)
+            rows, blocks, groups = rounding.levels(share)
+            length = -(-share // groups)
             assert rows <= rounding.ROWS and rows * blocks >= length
             in_a_block = sum(range(2, rows + 1)) + sum(range(2, rows))
-            behind = [(blocks, rows), (groups, length), (parts, size)]  # sums of this many, of this many rows each
+            # Sums of this many, of this many rows each.
+            behind = [(blocks, rows), (groups, length), (size // share, share), (parts, size)]
             over_sums = 2 * sum(k * own for count, own in behind for k in range(2, count + 1))
             assert in_a_block + over_sums + 2 * parts * size <= paid_for, (size, parts)
-    assert rounding.levels(512) and rounding.levels(640)
+            in_floats += parts > 1
+    assert in_floats > 100
+    assert rounding.lost(*rounding.levels(512)) == 4096 + 256 + 2304 + 1024, "the example of `ROUNDING`"
 
 
 @pytest.mark.parametrize("size", [87, 172, 259, 300, 512, 640, 648, 700])
@@ -375,6 +381,8 @@ def test_pages_state_what_is_lost():
         text = (root / page).read_text()
         assert f"{rounding.ROUNDING:.1e}".replace("e-0", "e-") in text, page
     assert f"per block of {rounding.ROWS}" in (root / "SECURITY.md").read_text()
+    most = next(n for n in range(1, 2000) if rounding.levels(n + 1) is None)
+    assert f"Sums of up to {most} examples" in (root / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])
