@@ -1,5 +1,6 @@
 """Oracles in plain float64 NumPy loops, small models, and the settings that tests share."""
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from dpopt import ghost
+from dpopt.ghost import costs
 
 try:
     from jax import enable_x64
@@ -136,6 +138,14 @@ def unit_gradients(batch, **leaves):
 def slow_unless(quick, values):
     """For ``parametrize``: ``values``, of which those in ``quick`` run in every run, the others with ``-m slow``."""
     return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+@contextlib.contextmanager
+def all_pairs():
+    """Norms with a diagonal come from products of pairs of rows wherever they can."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "pairs_cost", lambda *sizes: (0.0, 0.0))
+        yield
 
 
 @functools.partial(jax.jit, static_argnames=("loss", "way"))

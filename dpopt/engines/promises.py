@@ -222,7 +222,8 @@ class Rows(abc.ABC):
             return total, ran._replace(sum=None, remainder=None)
 
         # Two passes add up their rows in blocks of their own: for them a part counts as a block.
-        zero_for = sums.zero if plan is not None and plan.streamed else sums.zero_for_parts
+        two_passes = plan is not None and plan.streamed and not plan.is_one_pass
+        zero_for = sums.zero if two_passes else sums.zero_for_parts
         zero = zero_for(trees.zeros(self.params), size, blocks.count)
         total, ran = jax.lax.scan(step, zero, blocks.split(self.batch, mask))
         return blocks.join(ran)._replace(sum=total.value, remainder=total.remainder)

@@ -73,8 +73,10 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
     if method == "rank_one":
         reads = OPERATIONS_PER_BYTE * width * N * (K * a + p)
         return reads + (2 * K * N * a * p if scaled and not factors.one_hot else 0), 0
+    if method == "pairs":
+        return pairs_cost(N, T, K * a, p, width)
     if method == "segments":
-        return N * T * OPERATIONS_PER_BYTE * (8 * width * p + _SORT * math.log2(T + 1)), N * T * (width * p + 16)
+        return segments_cost(N, T, p, width)
     square = N * T * T * width
     if factors.inner is not None:
         pixels = N * factors.rows**2
@@ -83,6 +85,19 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
     inner = 0 if factors.one_hot else K * a
     views = view_bytes(factors, contact.weight.dtype)
     return 2 * N * T * T * (inner + p) + 3 * OPERATIONS_PER_BYTE * square, 2 * square + views
+
+
+def segments_cost(groups: int, rows: int, p: int, width: int) -> tuple[float, float]:
+    """(operations, extra bytes) of adding up the rows of one index before they are squared."""
+    operations = OPERATIONS_PER_BYTE * (8 * width * p + _SORT * math.log2(rows + 1))
+    return groups * rows * operations, groups * rows * (width * p + 16)
+
+
+def pairs_cost(groups: int, rows: int, a: int, p: int, width: int) -> tuple[float, float]:
+    """(operations, extra bytes) of a squared norm with a diagonal by products of all pairs of rows."""
+    pairs = groups * rows * (rows + 1) // 2
+    written = width * pairs * (a + 2 * p)
+    return 2 * pairs * a * p + OPERATIONS_PER_BYTE * written, written
 
 
 def shared_cost(contacts: Sequence[Contact], transposed: Sequence[bool]) -> tuple[float, float]:

@@ -74,10 +74,12 @@ class Explanation:
     def _taken(self) -> str:
         if self.way.plan is None:
             return "vmap"
+        parts = self.way.parts
         if not self.way.plan.streamed:
-            return "ghost" if self.way.parts == 1 else f"ghost in {self.way.parts} parts"
-        used = {leaf.leaf for leaf in self.plan.leaves if leaf.contacts}
-        return "ghost in one pass" if used <= self.way.plan.single else "ghost in two passes, for the norms and the sum"
+            return "ghost" if parts == 1 else f"ghost in {parts} parts"
+        if not self.way.plan.is_one_pass:
+            return "ghost in two passes, for the norms and the sum"
+        return "ghost in one pass" if parts == 1 else f"ghost in one pass over each of {parts} parts"
 
     def __repr__(self) -> str:
         # Not the table: `explain` has already printed it when a notebook shows its value.

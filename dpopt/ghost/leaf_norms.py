@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from dpopt.common.trees import at_once
 from dpopt.engines.norms import safe_norm
-from dpopt.ghost import norms, squares, term_sizes
+from dpopt.ghost import norms, shared, squares, term_sizes
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import (
     Formed,
@@ -59,7 +59,7 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
     own = [p for p in run.plan.leaves if p.method != "pulled_back" and found[p.leaf] is None]
     squared = {p.leaf: _square(run, p, seen, records) for p in own if p.method != "none"}
     largest_entries = [(p.leaf, squared[p.leaf].diagonal) for p in own if p.leaf in squared and not p.numbers]
-    diagonals = {leaf: jnp.sqrt(jnp.max(d)) for leaf, d in largest_entries if d is not None}
+    diagonals = {leaf: _scaled(run, leaf, jnp.sqrt(jnp.max(d))) for leaf, d in largest_entries if d is not None}
     quick = [p.leaf for p in own if not run.plan.quick.isdisjoint(p.contacts)]
     terms = {leaf: _scaled(run, leaf, jnp.sqrt(cast(Array, squared[leaf].terms))) for leaf in quick}
     for contacts, leaves in run.plan.pulled_back:
@@ -96,9 +96,9 @@ def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
 def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records) -> Square:
     """The squared norms of ``S g`` for one parameter, or of g where S is a number. (Its square may be out of range.)"""
     leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
-    if method == "shared_gram":
-        return _shared(run, leaf_plan, [seen[c] for c in contacts])
     diagonal = None if run.scalar_scale(leaf) is not None else run.scales[leaf]
+    if method.startswith("shared_"):
+        return _shared(run, leaf_plan, diagonal, [seen[c] for c in contacts])
     if leaf_plan.standardized is None:
         one, rest, inputs = _direct(run, leaf_plan, diagonal, records)
     else:
@@ -163,15 +163,18 @@ def _direction(run: Run, leaf_plan: LeafPlan) -> Array:
     return run.pull_back.push(leaf_plan.leaf, tangent, leaf_plan.contacts[:1])[0]
 
 
-def _shared(run: Run, leaf_plan: LeafPlan, seen: Sequence[Seen]) -> Square:
+def _shared(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: Sequence[Seen]) -> Square:
     """The squared norms of a matrix that several contacts use."""
-    contacts = leaf_plan.contacts
+    contacts, method = leaf_plan.contacts, leaf_plan.method.removeprefix("shared_")
     turned = [orientation(c) != orientation(contacts[0]) for c in contacts]
     factors = [cast(Factors, c.factors) for c in contacts]
+    scale = run.diagonal(leaf_plan.leaf, contacts[0], scale)
+    scale = None if scale is None else jnp.squeeze(contacts[0].fold(scale), (0, 1))
 
     def one(seen: list[tuple[Array, Array]]) -> Square:
         xs, ys = zip(*seen, strict=True)
-        return norms.shared_gram(list(zip(factors, turned, xs, ys, strict=True)))._replace(terms=None)
+        uses = list(zip(factors, turned, xs, ys, strict=True))
+        return shared.square(method, uses, scale)._replace(terms=None)
 
     chunk = run.plan.fitting(leaf_plan.bytes)
     return in_chunks(jax.vmap(one), [(s.x, s.y) for s in seen], run.plan.batch_size, chunk)

@@ -137,13 +137,13 @@ def choose(
     Raises:
       CannotFollow: layers should be clipped one by one, but no scan reads them one by one.
     """
+    size, parts = plan.batch_size, plan.parts if may_split else 1
     single = single_parameters(plan, limits, layer_axes)
     if any(layer_axes):
         missing = [plan.paths[i] for i, axes in enumerate(layer_axes) if axes and i not in single]
         if missing:
             raise CannotFollow("layers", f"{missing[0]} is not a weight that a scan reads layer by layer, each once")
-        return Way(plan.streaming(single), 1, "layers that are clipped one by one are clipped as their gradients come")
-    size, parts = plan.batch_size, plan.parts if may_split else 1
+        return _streamed(plan, parts, single, "layers that are clipped one by one are clipped as their gradients come")
     wants_vmap = may_vmap and plan.prefers_vmap
     is_fastest = wants_vmap or plan.ghost_cost <= plan.vmap_cost
     fastest = "it should be the fastest" if is_fastest else f"it should be within {MARGIN - 1:.0%} of the fastest"
@@ -152,10 +152,9 @@ def choose(
     if (plan.all_formed_bytes if wants_vmap else recorded) <= devices * _SMALL_BYTES:  # no estimate is needed
         reason = _IS_TINY if wants_vmap and plan.is_tiny else f"{fastest}, {_IS_SMALL}"
         return Way(None, 1, reason) if wants_vmap else Way(plan.of(size // parts), parts, reason)
-    used = {leaf.leaf for leaf in plan.leaves if leaf.contacts}
     one_pass = None
-    if used <= single:  # nothing is recorded, and nothing is computed twice
-        one_pass = Way(plan.streaming(single), 1, "every parameter is clipped by its own norm, as its gradient comes")
+    if plan.streaming(single).is_one_pass:  # nothing is recorded, and nothing is computed twice
+        one_pass = _streamed(plan, parts, single, "every parameter is clipped by its own norm, as its gradient comes")
         if wants_vmap or not _records_are_faster(plan):
             return one_pass
     found = estimate(plan)
@@ -171,6 +170,14 @@ def choose(
     if way is not None and way.plan is not None:
         way = _keeping_more(limit, found, plan, more[more.index(way.parts) :], way.reason) or way
     return way or one_pass or _slower(limit, found, plan, more, single)
+
+
+def _streamed(plan: Plan, parts: int, single: frozenset[int], reason: str) -> Way:
+    """One pass over each of ``parts``, or two over the whole batch, which they process in blocks of their own."""
+    whole = plan.streaming(single)
+    if not whole.is_one_pass or jax.device_count() > 1:
+        return Way(whole, 1, reason)
+    return Way(whole.of(plan.batch_size // parts), parts, reason)
 
 
 def _records_are_faster(plan: Plan) -> bool:

@@ -1,8 +1,9 @@
 """Squared norms of per-example gradients from their factors, without the gradients where possible.
 
-With ``G = sum_t l_t (x) r_t`` (rules/) there are four exact methods, of which the planner picks one:
+With ``G = sum_t l_t (x) r_t`` (rules/) there are five exact methods, of which the planner picks one:
 
-* ``rank_one``  T = 1:  ``|G|^2 = |l|^2 |r|^2``; with a diagonal S, ``(l^2) @ (S^2) . (r^2)``: one matmul.
+* ``rank_one``  T = 1:  ``|G|^2 = |l|^2 |r|^2``; with a diagonal S, as ``pairs``.
+* ``pairs``     few T and a diagonal S: ``sum_ts (l_t l_s) @ (S^2) . (r_t r_s)``: one matmul of ``T (T + 1) / 2`` rows.
 * ``gram``      ``|G|^2 = <l l', r r'>``, both T x T: ``T^2 (a + p)`` operations and no weight-sized buffer.
 * ``segments``  one-hot ``l`` (embeddings): add up the rows with equal index, then square.
 * ``explicit``  form G (``T a p`` operations, as many as the weighted sum, which can then reuse it).
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float, Shaped
 
 from dpopt.common.types import PyTree
 from dpopt.ghost import squares
-from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, join, summed_products, wide
+from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, summed_products, wide
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square
 from dpopt.ghost.standardized import Coefficients, PerFilter
@@ -91,7 +92,7 @@ def square(
     """``|S * G|^2`` for one example; ``scale`` is S, folded; ``is_quick``: by products in the default precision."""
 
     def one(group: Group) -> Square:
-        return _METHODS[method](group._replace(is_quick=is_quick))
+        return METHODS[method](group._replace(is_quick=is_quick))
 
     return jax.tree.map(jnp.sum, over_groups(one, factors, x, y, scale, grams=method == "gram"))
 
@@ -104,15 +105,31 @@ def rank_one(group: Group) -> Square:
     if group.table() is not None:
         (valid,) = cast(OneHot, group.table()).squares()
         return Square(valid * jnp.sum(right_squares), jnp.asarray(p * smallest))
+    if group.scale is not None:
+        return pairs(group)
     left_squares = jnp.square(wide(cast(Dense, group.left).x[0]))  # [K a]
-    a, whole, onto = left_squares.size, jnp.sum(left_squares), jnp.sum(right_squares)
-    lost = (p * smallest) * whole + (a * smallest) * onto + 4 * smallest
-    if group.scale is None:
-        return Square(whole * onto, lost, terms=whole * onto + lost)
-    mixed, columns = _mixed(left_squares, group.diagonal())
-    most = jnp.max(columns)
-    missing = most * lost + smallest * whole * onto + (a + 1) * smallest * onto + p * smallest
-    return Square(jnp.sum(mixed * right_squares), missing, most)
+    whole, onto = jnp.sum(left_squares), jnp.sum(right_squares)
+    lost = (p * smallest) * whole + (left_squares.size * smallest) * onto + 4 * smallest
+    return Square(whole * onto, lost, terms=whole * onto + lost)
+
+
+def pairs(group: Group) -> Square:
+    """For few T and a diagonal."""
+    left, right = wide(cast(Dense, group.left).x), wide(group.right)
+    (T, a), p, smallest = left.shape, right.shape[1], squares.tiny(right.dtype)
+    # Each pair once, those of a row with itself first.
+    lefts, rights = (jnp.concatenate([x[: T - d] * x[d:] for d in range(T)]) for x in (left, right))
+    mixed, columns = _mixed(lefts, group.diagonal())
+    products = jnp.sum(mixed * rights, axis=1)
+    own, most = products[:T], jnp.max(columns)
+    # The sum of |l_t l_s| over all pairs and entries is at most T times this, and likewise on the right.
+    whole, onto = (T * jnp.sum(z[:T]) for z in (lefts, rights))
+    lost = (p * smallest) * whole + (a * smallest) * onto + 4 * T * T * smallest
+    missing = most * lost + smallest * whole * onto + (a + 1) * smallest * onto + T * T * p * smallest
+    if T == 1:
+        return Square(jnp.sum(own), missing, most)
+    value = jnp.sum(own) + 2 * jnp.sum(products[T:])
+    return Square(squares.cancelled(value, jnp.sum(jnp.sqrt(own)), group.right.dtype), missing, most)
 
 
 # How many terms to add up one after another, as a product of a row with a matrix does.
@@ -120,10 +137,9 @@ _BLOCK = 1024
 
 
 @jax.custom_batching.custom_vmap
-def _mixed(row: Float[Array, " a"], diagonal: Float[Array, "a p"]) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
-    """``row @ diagonal^2`` (elementwise square) for a non-negative row, and the column sums of ``diagonal^2``."""
-    (mixed,) = _in_blocks(row[None], diagonal)
-    return mixed, jnp.sum(jnp.square(wide(diagonal)), axis=0)
+def _mixed(rows: Float[Array, "n a"], diagonal: Float[Array, "a p"]) -> tuple[Float[Array, "n p"], Float[Array, " p"]]:
+    """``rows @ diagonal^2`` (elementwise square), and the column sums of ``diagonal^2``."""
+    return _in_blocks(rows, diagonal), jnp.sum(jnp.square(wide(diagonal)), axis=0)
 
 
 @_mixed.def_vmap
@@ -131,12 +147,12 @@ def _(size: int, are_mapped: Sequence[bool], rows: Array, diagonal: Array) -> tu
     if are_mapped[1]:
         rows = rows if are_mapped[0] else jnp.broadcast_to(rows, (size, *rows.shape))
         return jax.vmap(_mixed.fun)(rows, diagonal), (True, True)
-    ones = jnp.ones((1, rows.shape[1]), rows.dtype)
+    flat, ones = rows.reshape(-1, rows.shape[2]), jnp.ones((1, rows.shape[2]), rows.dtype)
     if jax.device_count() > 1:  # a row more would be sent, with all others, to the devices that have one less
-        return (_in_blocks(rows, diagonal), _in_blocks(ones, diagonal)[0]), (True, False)
+        return (_in_blocks(flat, diagonal).reshape(*rows.shape[:2], -1), _in_blocks(ones, diagonal)[0]), (True, False)
     # A diagonal shared by all examples is read once: the additional row adds up its columns.
-    out = _in_blocks(jnp.concatenate([rows, ones]), diagonal)
-    return (out[:-1], out[-1]), (True, False)
+    out = _in_blocks(jnp.concatenate([flat, ones]), diagonal)
+    return (out[:-1].reshape(*rows.shape[:2], -1), out[-1]), (True, False)
 
 
 def _in_blocks(rows: Float[Array, "rows a"], diagonal: Float[Array, "a p"]) -> Float[Array, "rows p"]:
@@ -159,8 +175,10 @@ def gram(group: Group) -> Square:
     """``<l l', r r'>``; a diagonal is supported only for one-hot ``l``, where it multiplies the rows of ``r``."""
     right = Dense(group.right if group.table() is None else group.scaled())
     inner, outer = _left_gram(group), right.inner(right, is_quick=group.is_quick)
-    sizes = right.x.shape[0], _length(group.left), right.x.shape[1]
-    return squares.of_products(_diagonal(inner), _diagonal(outer), jnp.sum(inner * outer), sizes, group.is_quick)
+    sizes = right.x.shape[0], length(group.left), right.x.shape[1]
+    return squares.of_products(
+        _diagonal(inner), _diagonal(outer), jnp.sum(inner * outer), sizes, group.right.dtype, group.is_quick
+    )
 
 
 def _diagonal(square: Float[Array, "T T"]) -> Float[Array, " T"]:
@@ -168,8 +186,9 @@ def _diagonal(square: Float[Array, "T T"]) -> Float[Array, " T"]:
     return square.reshape(-1)[:: len(square) + 1]
 
 
-def _length(rows: Rows) -> int:
-    return 1 if isinstance(rows, OneHot) else rows.x.shape[1]  # an inner product of one-hot rows has one term
+def length(rows: Rows) -> int:
+    """How many terms an inner product with one of the rows has."""
+    return 1 if isinstance(rows, OneHot) else rows.x.shape[1]
 
 
 def _left_gram(group: Group) -> Float[Array, "T T"]:
@@ -185,7 +204,9 @@ def segments(group: Group) -> Square:
     )
 
 
-_METHODS: dict[str, Callable[[Group], Square]] = {"rank_one": rank_one, "gram": gram, "segments": segments}
+METHODS: dict[str, Callable[[Group], Square]] = {
+    "rank_one": rank_one, "pairs": pairs, "gram": gram, "segments": segments
+}  # fmt: skip
 
 
 def explicit(factors: Factors, x: _Input, y: _Cotangent, is_quick: bool = False) -> _Folded:
@@ -242,9 +263,9 @@ def standardized_gram(
         p, q = c.pulled(along, total)
         first, second = c.sums
         terms = [2 * c.slope * p * total, 2 * c.slope * q * along, p * p * size, 2 * p * q * first, q * q * second]
-        sizes = right.shape[0], _length(group.left), right.shape[1]
+        sizes = right.shape[0], length(group.left), right.shape[1]
         value = jnp.sum(inner * outer) + sum(jnp.sum(t) for t in terms)
-        found = squares.of_products(_diagonal(inner), _diagonal(outer), value, sizes)
+        found = squares.of_products(_diagonal(inner), _diagonal(outer), value, sizes, group.right.dtype)
         # The terms may cancel in part, so the rounding error of their sum counts as well.
         of_terms = cast(jax.Array, sum(jnp.sum(jnp.abs(t)) for t in terms))
         return found._replace(value=squares.cancelled(found.value, jnp.sqrt(of_terms), group.right.dtype))
@@ -263,27 +284,3 @@ def standardized_explicit(formed: _Folded, deviation: _Folded, scale: _Folded | 
     found = squares.of_entries(cast(jax.Array, sum(parts)))
     total = cast(jax.Array, sum(jnp.sqrt(squares.sum_squares(part)) for part in parts))
     return found._replace(value=squares.cancelled(found.value, total, formed.dtype))
-
-
-def shared_gram(uses: Sequence[tuple[Factors, bool, Array, Array]]) -> Square:
-    """``|sum_k G_k|^2`` for several uses of one matrix (tied weights), cross terms included.
-
-    Each use is ``(factors, whether it is transposed relative to the parameter, x, y)``. Uses of one kind are joined
-    along T, so that an unrolled recurrent network has one Gram matrix instead of one for each pair of steps.
-    """
-    kinds: dict[tuple[type, type], list[tuple[Rows, Rows]]] = {}
-    for factors, transposed, x, y in uses:
-        # A plain matrix has one group; otherwise `squeeze` raises.
-        left, right = (jnp.squeeze(z, 0) for z in factors.split(x, y))
-        pair = (OneHot(left, factors.shape[2]) if factors.one_hot else Dense(left), Dense(right))
-        pair = pair[::-1] if transposed else pair
-        kinds.setdefault((type(pair[0]), type(pair[1])), []).append(pair)
-    joined = [(join([a for a, _ in pairs]), join([b for _, b in pairs])) for pairs in kinds.values()]
-    total = jnp.zeros(())
-    for i, pair in enumerate(joined):
-        for j, other in enumerate(joined[: i + 1]):
-            term = jnp.sum(pair[0].inner(other[0]) * pair[1].inner(other[1]))
-            total += term if i == j else 2 * term
-    lefts, rights = (jnp.concatenate([pair[side].squares() for pair in joined]) for side in (0, 1))
-    left_length, right_length = (max(_length(pair[side]) for pair in joined) for side in (0, 1))
-    return squares.of_products(lefts, rights, total, (len(lefts), left_length, right_length))

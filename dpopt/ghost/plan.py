@@ -37,6 +37,8 @@ _SMALL_CHUNK_BYTES = 1 << 20
 _STREAMED_CHUNK_BYTES = 1 << 26
 # Dtypes of factors that TF32 represents, or rounds without leaving its range.
 _ROUNDED = {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
+# Of so many rows, all pairs may be multiplied for a norm with a diagonal: the program grows with their number.
+FEW = 16
 # A batch whose forward pass computes less is not split: it fits the caches, and the allocator reuses the memory.
 _WHOLE_BYTES = 1 << 25
 # Bytes moved in the time that it takes to start one operation.
@@ -49,7 +51,7 @@ class LeafPlan:
 
     leaf: int
     contacts: tuple[Contact, ...]
-    method: str  # none, rank_one, gram, segments, shared_gram, explicit or pulled_back
+    method: str  # none, one of norms.py, shared_ and one for several contacts (shared.py), explicit or pulled_back
     operations: float  # for one example's norm
     bytes: float  # of buffers that an ordinary gradient does not need, for one example
     standardized: Standardized | None = None  # if its filters are normalised on the way to the contact
@@ -180,6 +182,11 @@ class Plan:
         return self.fitting(norm_cost(one, self.streamed[contact], scaling)[1])
 
     @property
+    def is_one_pass(self) -> bool:
+        """Whether all parameters are clipped in the first pass, so that there is no second."""
+        return {leaf.leaf for leaf in self.leaves if leaf.contacts} <= self.single
+
+    @property
     def all_formed_bytes(self) -> int:
         """Bytes of the plain per-example gradients of the batch."""
         return self.batch_size * self.weight_bytes
@@ -216,7 +223,9 @@ def methods(contact: Contact, scaled: bool) -> list[str]:
         return ["rank_one"]
     if contact.factors.one_hot:
         return ["gram", "segments", "explicit"]
-    return ["explicit"] if scaled else ["gram", "explicit"]
+    if scaled:
+        return ["pairs", "explicit"] if contact.factors.positions <= FEW else ["explicit"]
+    return ["gram", "explicit"]
 
 
 def is_number(contact: Contact) -> bool:

@@ -20,9 +20,10 @@ import jax
 
 from dpopt.common.types import PyTree
 from dpopt.ghost import costs
-from dpopt.ghost.plan import LeafPlan, Plan, is_direct, is_number, methods, orientation
+from dpopt.ghost.plan import FEW, LeafPlan, Plan, is_direct, is_number, methods, orientation
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
+from dpopt.ghost.rules import Factors
 from dpopt.ghost.standardized import standardized
 from dpopt.ghost.values import Contact, Entry, wide_dtype
 
@@ -97,11 +98,27 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
         return found
     explicit = [costs.norm_cost(c, "explicit", scaled) for c in contacts]
     whole = sum(n for n, _ in explicit), sum(b for _, b in explicit) + costs.leaf_bytes(trace, leaf)
-    if len(contacts) > 1 and not scaled and all(orientation(c) is not None for c in contacts):
-        joined = costs.shared_cost(contacts, [orientation(c) != orientation(contacts[0]) for c in contacts])
-        if joined[0] < whole[0]:
-            return LeafPlan(leaf, tuple(contacts), "shared_gram", *joined)
-    return LeafPlan(leaf, tuple(contacts), "pulled_back", *whole)
+    options = {"pulled_back": whole} | (_shared_methods(contacts, scaled) if len(contacts) > 1 else {})
+    method = min(options, key=lambda m: options[m][0])
+    return LeafPlan(leaf, tuple(contacts), method, *options[method])
+
+
+def _shared_methods(contacts: Sequence[Contact], scaled: bool) -> dict[str, tuple[float, float]]:
+    """The methods of shared.py for a matrix with several contacts, each with its operations and bytes."""
+    turned = [orientation(c) for c in contacts]
+    if None in turned:
+        return {}
+    factors, is_turned = [cast(Factors, c.factors) for c in contacts], [t != turned[0] for t in turned]
+    looked_up, rows = [f.one_hot for f in factors], sum(f.positions for f in factors)
+    a, p, width = *factors[0].shape[2:], wide_dtype(contacts[0].weight.dtype).itemsize
+    found = {}
+    if all(looked_up) and not any(is_turned):
+        found["shared_segments"] = costs.segments_cost(1, rows, p, width)
+    if all(looked_up) or not scaled:
+        found["shared_gram"] = costs.shared_cost(contacts, is_turned)
+    elif not any(looked_up) and rows <= FEW:
+        found["shared_pairs"] = costs.pairs_cost(1, rows, a, p, width)
+    return found
 
 
 def _cheapest(contact: Contact, ways: Sequence[str], scaled: bool) -> tuple[str, float, float]:
@@ -189,7 +206,7 @@ def _saved_on_gpu(plan: Plan, leaf: LeafPlan) -> float:
 
 def _saving(plan: LeafPlan) -> tuple[float, Contact] | None:
     """Operations saved by forming a parameter's gradients for the norms and keeping them for the sum; its contact."""
-    if plan.method not in ("gram", "segments"):
+    if plan.method not in ("gram", "segments", "pairs"):
         return None
     contact = plan.contacts[0]
     saving = plan.operations + costs.product(contact) - costs.norm_cost(contact, "explicit", False)[0]

@@ -128,18 +128,19 @@ def with_offset(
 
 
 def of_products(
-    left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int], is_quick: bool = False
-) -> Square:
+    left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int],
+    computed_in: jax.typing.DTypeLike, is_quick: bool = False,
+) -> Square:  # fmt: skip
     """A sum over ``T x T`` of products of inner products; ``left`` and ``right`` are squared norms of rows, [T].
 
-    ``is_quick``: in TF32."""
+    ``computed_in``: see `cancelled`; ``is_quick``: in TF32."""
     T, a, p = sizes
     smallest = tiny(value.dtype)
     missing = (p * T * smallest) * jnp.sum(left) + (a * T * smallest) * jnp.sum(right) + (T * T + 3) * smallest
     total = jnp.sum(jnp.sqrt(left) * jnp.sqrt(right))  # sum_t |l_t| |r_t|
     # What is missing from the square also bounds what squared norms that underflow take from the total.
     terms = jnp.square(total + jnp.sqrt(missing))
-    return Square(cancelled(value, total, value.dtype, is_quick), missing, terms=terms)
+    return Square(cancelled(value, total, computed_in, is_quick), missing, terms=terms)
 
 
 def cancelled(

@@ -29,7 +29,7 @@ def without_underflowing(
 
     Args:
         known: at contacts without records, the largest entries of the factor that is not weighted, ``[B]``.
-        diagonals: for some parameters with one contact, an upper bound on the entries of S there.
+        diagonals: for some parameters, an upper bound on the entries of S at each of their contacts.
     """
     distinct, groups = grouped(weights)
     found = []
@@ -61,7 +61,7 @@ def _lost(
 
 
 def _largest_entry(run: Run, leaf: int, contact: Contact, known: jax.Array) -> jax.Array:
-    """An upper bound on the entries of S at its only contact; ``known`` comes from squares, which may overflow."""
+    """An upper bound on the entries of S at a contact; ``known`` comes from squares, which may overflow."""
 
     def computed() -> jax.Array:
         (gain,) = run.gains([contact], [leaf])[0].values()

@@ -46,20 +46,23 @@ def loops(function, *args):
     ]
 
 
-def clipped(params, batch, mask=None, **options):
+def clipped(params, batch, mask=None, clip=CLIP, **options):
     grads = dpopt.per_example_grads(loss_fn, has_aux=True, **options)(params, batch, mask=mask)
-    return grads.scale(jax.tree.map(lambda p: p**2 + 0.1, params)).shift(params).clipped_sum(CLIP)
+    grads = grads.scale(jax.tree.map(lambda p: p**2 + 0.1, params))
+    return (grads.shift(params) if clip is CLIP else grads).clipped_sum(clip)
 
 
 @pytest.mark.usefixtures("small_batches_split")
-def test_parts_equal_the_whole(x64):
+@pytest.mark.parametrize("clip", [CLIP, dpopt.LayerwiseClip(0.5)], ids=["recorded", "one pass"])
+def test_parts_equal_the_whole(clip, x64, monkeypatch):
     """Sum, norms, losses, aux, and the flags of padding and of a gradient that is not finite."""
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
     params, (x, target) = inputs()
     batch = x.at[5].set(jnp.nan), target
     mask = jnp.arange(12) != 7
-    assert loops(lambda p, b: clipped(p, b, mask, engine="ghost"), params, batch) == [6]
-    got = jax.jit(lambda p, b: clipped(p, b, mask, engine="ghost"))(params, batch)
-    want = clipped(params, batch, mask, engine="vmap")
+    assert loops(lambda p, b: clipped(p, b, mask, clip, engine="ghost"), params, batch) == [6]
+    got = jax.jit(lambda p, b: clipped(p, b, mask, clip, engine="ghost"))(params, batch)
+    want = clipped(params, batch, mask, clip, engine="vmap")
     finite = np.flatnonzero(np.arange(12) != 5)
     assert_trees_close(got.sum, want.sum, 1e-9)
     pick = lambda r: [x[finite] for x in (r.sensitive.losses, r.sensitive.norms, r.sensitive.aux["prediction"])]  # noqa: E731

@@ -64,6 +64,35 @@ def test_method(case, name, method):
     assert leaves[name].method == method
 
 
+def _uses(looked_up, rows):
+    """A loss that looks up a table in several places and multiplies by a matrix in others, and its arguments."""
+
+    def loss(p, x):
+        read = sum(jnp.sum(jnp.sin(p["w"][x["ids"][:n]])) for n in looked_up)
+        return read + sum(jnp.sum(jnp.sin(x["x"][:n] @ p["w"])) for n in rows)
+
+    batch = {"ids": jnp.zeros((2, 300), int), "x": jnp.zeros((2, 40, 6000))}
+    return loss, {"w": jnp.zeros((6000, 40))}, batch
+
+
+@pytest.mark.parametrize(
+    "looked_up, rows, method, plain",
+    [
+        ((1, 1, 1), (), "shared_gram", "shared_gram"),
+        ((300, 9), (), "shared_segments", "shared_segments"),
+        ((), (3,), "pairs", "gram"),
+        ((), (30,), "explicit", "gram"),
+        ((), (1, 1), "shared_pairs", "shared_gram"),
+        ((), (1, 30), "pulled_back", "shared_gram"),
+        ((1, 1), (1,), "pulled_back", "shared_gram"),
+    ],
+)
+def test_method_under_a_diagonal(looked_up, rows, method, plain):
+    loss, params, batch = _uses(looked_up, rows)
+    for scale, expected in (({"w": jnp.ones((6000, 40))}, method), (None, plain)):
+        assert ghost.plan_clipped_sum(loss, params, batch, scale=scale).leaves[0].method == expected
+
+
 @pytest.mark.parametrize(
     "dilation, groups, padding", [(1, 1, "SAME"), (2, 1, "SAME"), (1, 2, "SAME"), (1, 2, [(2, 0), (0, 1)])]
 )

@@ -442,8 +442,9 @@ def _plain_layerwise(loss, params, batch, mask, clip_norm):
 
 
 @pytest.mark.parametrize("batch_size", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (300, 720))])
-@pytest.mark.parametrize("engine", ["vmap", "ghost"])
-def test_layers_of_a_scan_are_clipped_one_by_one(engine, batch_size):
+@pytest.mark.parametrize("engine, parts", [("vmap", 1), ("ghost", 1), ("ghost", 2)])
+def test_layers_of_a_scan_are_clipped_one_by_one(engine, parts, batch_size, monkeypatch):
+    monkeypatch.setattr(ghost.Plan, "parts", property(lambda self: parts))
     loss, params, batch = _layers()
     batch = jnp.tile(batch, (batch_size // 6, 1))
     mask = jnp.arange(batch_size) != 2
@@ -455,7 +456,7 @@ def test_layers_of_a_scan_are_clipped_one_by_one(engine, batch_size):
         )
     assert_trees_close(got.sum, _plain_layerwise(loss, params, batch, mask, 0.1), rtol=1e-5, atol=1e-6)
     assert got.sensitive.norms.shape == (batch_size,)
-    assert (got.remainder is not None) == (batch_size == 720)
+    assert (got.remainder is not None) == (batch_size == 720 and parts == 1)
 
 
 def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():

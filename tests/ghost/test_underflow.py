@@ -1,10 +1,12 @@
 """Examples so large that products with their clip coefficients underflow: left out, or clipped like any other."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import contributions, enable_x64, slow_unless
+from helpers import all_pairs, contributions, enable_x64, slow_unless
 
 SLACK = 2.0**-11
 TINY = float(np.finfo(np.float32).tiny)
@@ -19,7 +21,7 @@ def _no_programs_kept():
     contributions.clear_cache()  # a process can map only so much memory
 
 
-def _program(rng):
+def _program(rng, pairs):
     """A loss whose gradients are ``x^T y``, a sum of terms that cancel, pulled back to the parameter."""
     positions, width, out = int(rng.choice([1, 6])), int(rng.choice([2, 9])), int(rng.choice([2, 9]))
     pull = float(rng.choice([1.0, 1e12]))
@@ -31,6 +33,7 @@ def _program(rng):
     small = 10.0 ** -rng.uniform(0, 30, (4, 1, 1)) * rng.integers(0, 2, (4, 1, 1))
     x, y = (np.where(small > 0, x * small, x), y) if swapped else (x, np.where(small > 0, y * small, y))
     way = str(rng.choice(["matrix", "broadcast", "two contacts"]))
+    way = "matrix" if pairs else way
 
     def loss(params, example):
         w = params["w"].astype(jnp.float32) * pull
@@ -44,11 +47,12 @@ def _program(rng):
     return loss, {"w": jnp.ones((width, out)) / pull}, batch, pull, small.ravel() > 0
 
 
-@pytest.mark.parametrize("way", ["recorded", "two passes", "one pass"])
+@pytest.mark.parametrize("way", ["recorded", "two passes", "one pass", "recorded, pairs", "two passes, pairs"])
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_no_coefficient_is_too_small_for_its_example(way, seed):
     rng = np.random.default_rng(seed)
-    loss, params, batch, pull, faint = _program(rng)
+    way, _, pairs = way.partition(", ")
+    loss, params, batch, pull, faint = _program(rng, pairs)
     dtype = np.float64 if seed % 4 == 0 else np.float32  # of the parameter: the loss computes in float32 either way
     number = float(rng.choice([1.0, 1e-10, 1e10, 1e25]))
     diagonal = rng.uniform(0.5, 1, params["w"].shape) if rng.random() < 0.5 else np.ones(())
@@ -60,7 +64,8 @@ def test_no_coefficient_is_too_small_for_its_example(way, seed):
         for l2_clip_norm in scaled[example] * TINY * 10.0 ** rng.uniform([-2, -1, 0, 12], [-1, 0, 1, 16]):
             if not 1e-28 < l2_clip_norm < 1e30:
                 continue
-            with jax.numpy_rank_promotion("allow"), enable_x64(dtype == np.float64):
+            by_pairs = all_pairs() if pairs else contextlib.nullcontext()
+            with jax.numpy_rank_promotion("allow"), enable_x64(dtype == np.float64), by_pairs:
                 cast = {k: x if x is None else jax.tree.map(lambda x: x.astype(dtype), x) for k, x in given.items()}
                 both = contributions(loss, batch=batch, way=way, l2_clip_norm=dtype(l2_clip_norm), **cast)
             found, moved = (np.linalg.norm(np.asarray(x, np.float64).reshape(4, -1), axis=1) for x in both)
@@ -68,3 +73,18 @@ def test_no_coefficient_is_too_small_for_its_example(way, seed):
             assert (moved <= l2_clip_norm * (1 + SLACK)).all(), (l2_clip_norm, moved)
             ordinary = ~faint & (scaled / min(number, 1) < 1e34) & (scaled < l2_clip_norm * 1e-12 / TINY)
             assert (found[ordinary] > 0).all(), (l2_clip_norm, found)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_number_enlarges_what_is_lost_like_an_array(rows):
+    """Both multiply a gradient whose products are near the smallest number, after a weight that multiplies it, too."""
+    number, pull = 1e25, 1e12
+    loss = lambda p, e: jnp.sum((e["x"] @ (p["w"] * pull)) * e["y"])  # noqa: E731
+    y = np.array([[0.6, 0.8], [-0.69, -0.72]])[:, None] * np.ones((1, rows, 1))
+    batch = {"x": jnp.ones((2, rows, 1)), "y": jnp.asarray(y, jnp.float32)}
+    for scale in (number, np.full((1, 2), number)):
+        with all_pairs(), jax.numpy_rank_promotion("allow"):
+            both = contributions(
+                loss, {"w": jnp.ones((1, 2)) / pull}, batch, "recorded", 1.0, {"w": jnp.float32(scale)}
+            )
+        assert not np.any(both)
