@@ -62,7 +62,7 @@ def _jax_privacy(family: Family) -> Callable[..., Any]:
 # All of parameters, a batch and no diagonal.
 WAYS: dict[str, Callable[[Family], Callable[..., Any]]] = {
     ORDINARY: gradients.ordinary,
-    FLAT: lambda family: gradients.clipped(family, "auto", False, CLIP_NORM),
+    FLAT: lambda family: gradients.clipped(family, "auto", CLIP_NORM),
     LAYERWISE: _layerwise,
     JAX_PRIVACY: _jax_privacy,
 }

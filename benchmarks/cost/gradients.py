@@ -53,9 +53,14 @@ def ordinary_in_parts(family: Family) -> Callable:
     return jax.jit(run)
 
 
+def clip_function(l2_clip_norm: float, by_layer: bool) -> dpopt.FlatClip | dpopt.LayerwiseClip:
+    return dpopt.LayerwiseClip(l2_clip_norm) if by_layer else dpopt.FlatClip(l2_clip_norm)
+
+
 def clipped(
-    family: Family, engine: str, scaled: bool, l2_clip_norm: float, microbatch_size: int | None = None
-) -> Callable:
+    family: Family, engine: str, l2_clip_norm: float, *, scaled: bool = False, by_layer: bool = False,
+    microbatch_size: int | None = None,
+) -> Callable:  # fmt: skip
     """The clipped sum by one of dpopt's engines."""
 
     def run(params, batch, diagonal):
@@ -63,7 +68,7 @@ def clipped(
         grads = dpopt.per_example_grads(family.loss_fn, **options)(params, batch, mask=None)
         if scaled:
             grads = grads.scale(diagonal)
-        return grads.clipped_sum(dpopt.FlatClip(l2_clip_norm)).sum
+        return grads.clipped_sum(clip_function(l2_clip_norm, by_layer)).sum
 
     return jax.jit(run)
 
@@ -113,19 +118,20 @@ def by_name(family: Family, name: str, l2_clip_norm: float) -> Callable:
     """The way that has this name in the tables.
 
     Names are ``ordinary`` (``in parts``), an engine, ``ghost whole``, ``optax contrib``, or ``jax_privacy m=8``, where
-    ``m=B`` is the whole batch; ``, diagonal`` may follow.
+    ``m=B`` is the whole batch; ``, diagonal`` may follow, after dpopt's engines also ``, by layer``.
     """
-    way, _, scaled = name.partition(", ")
+    way, *options = name.split(", ")
+    scaled, by_layer = "diagonal" in options, "by layer" in options
     if way in ("ordinary", IN_PARTS):
         return (ordinary if way == "ordinary" else ordinary_in_parts)(family)
     if way == WHOLE:
-        return clipped(family, "ghost", bool(scaled), l2_clip_norm, batch_size(family))
+        return clipped(family, "ghost", l2_clip_norm, scaled=scaled, microbatch_size=batch_size(family))
     if way == "optax contrib":
-        return optax_contrib(family, bool(scaled), l2_clip_norm)
+        return optax_contrib(family, scaled, l2_clip_norm)
     if way.startswith("jax_privacy m="):
         size = way.removeprefix("jax_privacy m=")
-        return jax_privacy_clipped(family, bool(scaled), l2_clip_norm, batch_size(family) if size == "B" else int(size))
-    return clipped(family, way, bool(scaled), l2_clip_norm)
+        return jax_privacy_clipped(family, scaled, l2_clip_norm, batch_size(family) if size == "B" else int(size))
+    return clipped(family, way, l2_clip_norm, scaled=scaled, by_layer=by_layer)
 
 
 def microbatch_sizes(family: Family, sizes: tuple[int, ...] = (1, 8, 32)) -> list[int]:

@@ -39,8 +39,8 @@ def measure(family: Family, mesh: Mesh, budget_s: float) -> dict[str, Any]:
     clip = clip_norm(family)
     functions = {
         "ordinary": gradients.ordinary(family),
-        "auto": gradients.clipped(family, "auto", False, clip),
-        "auto, diagonal": gradients.clipped(family, "auto", True, clip),
+        "auto": gradients.clipped(family, "auto", clip),
+        "auto, diagonal": gradients.clipped(family, "auto", clip, scaled=True),
     }
     alone = family.params, family.batch, gradients.diagonal(family)
     places = sharding.replicated(family.params, mesh)

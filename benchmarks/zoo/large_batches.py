@@ -19,6 +19,7 @@ from benchmarks.zoo.measure import chosen, dpopt_warnings, rounding
 from benchmarks.zoo.registry import ZOO
 
 SIZES = 512, 4096
+WAYS = "auto", "auto, diagonal", "auto, by layer"
 SLOW_S = 2.0  # an ordinary gradient that takes longer is not measured
 # Models whose own batch has at least 32 examples: others would take minutes, and what matters there is in zoo.json.
 MODELS = (
@@ -70,42 +71,48 @@ def measure(name: str, size: int, budget_s: float) -> dict[str, Any] | None:
     """One model with its own batch repeated to ``size`` examples; None if that is slow.
 
     Raises:
-        AssertionError: if the clipped sum is not as many times that of the model's own batch, by the plain engine.
+        AssertionError: if a clipped sum is not as many times that of the model's own batch, by the plain engine.
     """
     own = ZOO[name].build() if name in ZOO else FAMILIES[name]()
     clip, times = speed.clip_norm(own), size // gradients.batch_size(own)
     family = own._replace(batch=jax.tree.map(lambda x: jnp.concatenate([x] * times), own.batch))
     args = (family.params, family.batch, gradients.diagonal(family))
     with dpopt_warnings() as messages:
-        ways = {n: gradients.by_name(family, n, clip) for n in ("ordinary", "auto")}
+        ways = {n: gradients.by_name(family, n, clip) for n in ("ordinary", *WAYS)}
         programs = {n: compiled(f, args) for n, f in ways.items()}
         calls = {n: call(f, args) for n, f in ways.items()}
         calls["ordinary"]()
         if timing.seconds_of(calls["ordinary"]) > SLOW_S:
             return None
-        error = _error(own, clip, times, ways["auto"](*args))
+        errors = {n: _error(own, n, clip, times, ways[n](*args)) for n in WAYS}
         seconds = timing.interleaved(calls, budget_s, at_least=timing.FEW)
-        taken = chosen(family)["taken"]
+        taken = {n: chosen(family, **_options(family, n))["taken"] for n in WAYS}
     given = memory.given_bytes(family)
     bytes_ = {n: memory.as_planned(given, planned)["compiled_bytes"] for n, (_, planned) in programs.items()}
     return {
         "model": name,
         "batch_size": size,
         "seconds": seconds,
-        "ratio": seconds["auto"] / seconds["ordinary"],
+        "ratio": {n: seconds[n] / seconds["ordinary"] for n in WAYS},
         "compiled_bytes": bytes_,
-        "memory_ratio": bytes_["auto"] / bytes_["ordinary"],
+        "memory_ratio": {n: bytes_[n] / bytes_["ordinary"] for n in WAYS},
         "taken": taken,
         "warnings": messages,
-        "largest_relative_error": error,
+        "largest_relative_error": errors,
     }
 
 
-def _error(own: Family, clip: float, times: int, found: Any) -> float:
+def _options(family: Family, way: str) -> dict[str, Any]:
+    """What `dpopt.explain` has to know of a way."""
+    scale = gradients.diagonal(family) if "diagonal" in way else None
+    return {"clip": gradients.clip_function(1.0, "by layer" in way), "scale": scale}
+
+
+def _error(own: Family, way: str, clip: float, times: int, found: Any) -> float:
     args = (own.params, own.batch, gradients.diagonal(own))
-    plain = gradients.by_name(own, "vmap", clip)(*args)
+    plain, flat = (gradients.by_name(own, n, clip)(*args) for n in (way.replace("auto", "vmap"), "vmap"))
     error = relative_error(found, jax.tree.map(lambda x: x * times, plain))
-    allowed = max(1e-4, 2 * rounding(own), 2 * relative_error(speed.rounded(own, clip), plain))
+    allowed = max(1e-4, 2 * rounding(own), 2 * relative_error(speed.rounded(own, clip), flat))
     if not error < allowed:
         raise AssertionError(
             f"the clipped sum differs from the plain engine's by {error:.2g}; {allowed:.2g} is allowed"

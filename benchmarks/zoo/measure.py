@@ -32,12 +32,14 @@ def dpopt_warnings() -> Iterator[list[str]]:
     messages += dict.fromkeys(str(w.message) for w in caught if w.category is UserWarning)
 
 
-def chosen(family: Family) -> dict[str, Any]:
-    """The way that ``auto`` takes, and the planner's predictions of time and memory over the ordinary gradient's."""
+def chosen(family: Family, **options: Any) -> dict[str, Any]:
+    """The way that ``auto`` takes, and the planner's predictions of time and memory over the ordinary gradient's.
+
+    ``options`` are those of `dpopt.explain`, such as ``clip``."""
     size = gradients.batch_size(family)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            explanation = dpopt.explain(family.loss_fn, family.params, first(family.batch), batch_size=size)
+            explanation = dpopt.explain(family.loss_fn, family.params, first(family.batch), batch_size=size, **options)
     except dpopt.ghost.CannotFollow as error:
         return {"taken": FELL_BACK, "reason": str(error), "predicted": {}, "predicted_memory": {}}
     plan, bytes_ = explanation.plan, explanation.memory

@@ -5,7 +5,11 @@ from typing import Any
 
 from benchmarks.report import markdown as tables
 
-HEAD = ("model", "examples", "ordinary (ms)", "auto: time", "memory", "auto takes")
+HEAD = (
+    "model", "examples", "ordinary (ms)", "one norm: time", "memory", "diagonal: time", "memory", "by layer: time",
+    "memory", "takes for one norm",
+)  # fmt: skip
+_WAYS = {"auto": "one norm", "auto, diagonal": "under a diagonal", "auto, by layer": "a norm for each parameter"}
 
 
 def markdown(content: dict[str, Any]) -> str:
@@ -13,17 +17,21 @@ def markdown(content: dict[str, Any]) -> str:
     rows, device = content["runs"], content["environment"]
     sizes = sorted({r["batch_size"] for r in rows})
     table = tables.rows(HEAD, [_cells(row) for row in rows])
-    medians = "; ".join(f"{size:,} examples: {_median(rows, size)}" for size in sizes)
+    medians = "; ".join(f"{size:,} examples: {_medians(rows, size)}" for size in sizes)
     return (
-        f"Models with their own examples repeated, on {device['device']}, {device['cores']} cores. Time and compiled "
+        f"Models with their own examples repeated, on {device['device']}, {device['cores']} cores, clipped by one norm, "
+        "by that under a diagonal (as a preconditioner applies), or by a norm for each parameter. Time and compiled "
         f"memory are over the ordinary mean gradient's. Medians: {medians}.\n\n{table}"
     )
 
 
-def _median(rows: list[dict[str, Any]], size: int) -> str:
+def _medians(rows: list[dict[str, Any]], size: int) -> str:
     own = [r for r in rows if r["batch_size"] == size]
-    time, memory = (statistics.median(r[figure] for r in own) for figure in ("ratio", "memory_ratio"))
-    return f"time {time:.2f}, memory {memory:.2f}"
+    found = []
+    for way, title in _WAYS.items():
+        time, memory = (statistics.median(r[figure][way] for r in own) for figure in ("ratio", "memory_ratio"))
+        found.append(f"{title}, time {time:.2f}, memory {memory:.2f}")
+    return ", ".join(found)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -31,7 +39,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["model"],
         f"{row['batch_size']:,}",
         f"{1e3 * row['seconds']['ordinary']:.1f}",
-        f"{row['ratio']:.2f}",
-        f"{row['memory_ratio']:.2f}",
-        row["taken"],
+        *(f"{row[figure][way]:.2f}" for way in _WAYS for figure in ("ratio", "memory_ratio")),
+        row["taken"]["auto"],
     ]

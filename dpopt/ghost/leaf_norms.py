@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from dpopt.common.trees import at_once
@@ -27,17 +28,20 @@ from dpopt.ghost.contacts import (
     used_alike,
     with_terms,
 )
-from dpopt.ghost.plan import LeafPlan, is_direct, orientation
+from dpopt.ghost.leaf_terms import sizes_of_terms
+from dpopt.ghost.plan import LeafPlan, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
-from dpopt.ghost.squares import Square, cancelled, cancelled_before, largest, of_entries, shifted, sum_squares, tiny
+from dpopt.ghost.squares import Square, cancelled, cancelled_before, of_entries, shifted, sum_squares, tiny
 from dpopt.ghost.values import Contact, wide_dtype
 
 Norms: TypeAlias = Float[Array, " batch *layers"]
 # An upper bound on norms, and the same without what squares.py adds.
 Bounds: TypeAlias = tuple[Norms, Norms]
 SeenAt: TypeAlias = Mapping[Contact, Seen]
-_Size = TypeVar("_Size")
+_Tree = TypeVar("_Tree")
+# Norms that take less memory are left to XLA, which computes several at a time.
+_LARGE_BYTES = 1 << 18
 
 
 class LeafNorms(NamedTuple):
@@ -57,13 +61,13 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
     }
     found: list[Any] = [(known or {}).get(leaf) for leaf in range(len(run.leaves))]
     own = [p for p in run.plan.leaves if p.method != "pulled_back" and found[p.leaf] is None]
-    squared = {p.leaf: _square(run, p, seen, records) for p in own if p.method != "none"}
+    squared, last = _squares(run, [p for p in own if p.method != "none"], seen, records)
     largest_entries = [(p.leaf, squared[p.leaf].diagonal) for p in own if p.leaf in squared and not p.numbers]
     diagonals = {leaf: _scaled(run, leaf, jnp.sqrt(jnp.max(d))) for leaf, d in largest_entries if d is not None}
     quick = [p.leaf for p in own if not run.plan.quick.isdisjoint(p.contacts)]
     terms = {leaf: _scaled(run, leaf, jnp.sqrt(cast(Array, squared[leaf].terms))) for leaf in quick}
     for contacts, leaves in run.plan.pulled_back:
-        squared |= zip(leaves, _pulled(run, contacts, leaves, records), strict=True)
+        squared |= zip(leaves, _pulled(run, contacts, leaves, records, last), strict=True)
     value, missing = ({leaf: square[i] for leaf, square in sorted(squared.items())} for i in range(2))
     upper, lower = at_once(lambda v, m: jnp.sqrt(v + m), value, missing), at_once(jnp.sqrt, value)
     for leaf_plan in run.plan.leaves:
@@ -93,10 +97,37 @@ def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
     return Formed(in_chunks(several, seen, run.plan.batch_size, run.plan.chunk([contact])))
 
 
-def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records) -> Square:
-    """The squared norms of ``S g`` for one parameter, or of g where S is a number. (Its square may be out of range.)"""
+def _squares(
+    run: Run, leaf_plans: Sequence[LeafPlan], seen: SeenAt, records: Records
+) -> tuple[dict[int, Square], Array | None]:
+    """`_square` for several parameters, and an array that is computed after those of large ones.
+
+    A CPU forms the gradients, or squares the diagonal, of a large parameter once the norms of the one before it are
+    known. XLA would do that for all of them first, and keep the results for their norms."""
+    found: dict[int, Square] = {}
+    last = None
+    for p in leaf_plans:
+        is_large = jax.default_backend() == "cpu" and run.plan.norm_bytes(p) > _LARGE_BYTES
+        found[p.leaf] = _square(run, p, seen, records, last if is_large else None)
+        last = found[p.leaf].value if is_large else last
+    return found, last
+
+
+def _after(before: Array | None, tree: _Tree) -> _Tree:
+    """The arrays of a pytree, which are only read once ``before`` is computed."""
+    return tree if before is None else lax.optimization_barrier((tree, before))[0]
+
+
+def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records, before: Array | None = None) -> Square:
+    """The squared norms of ``S g`` for one parameter, or of g where S is a number. (Its square may be out of range.)
+
+    ``before``: what is computed first."""
     leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
     diagonal = None if run.scalar_scale(leaf) is not None else run.scales[leaf]
+    if before is not None:  # inputs, which parameters may share, are left as they are
+        diagonal, cotangents = _after(before, (diagonal, [seen[c].y for c in contacts]))
+        seen = {c: seen[c]._replace(y=y) for c, y in zip(contacts, cotangents, strict=True)}
+        records = {c: seen[c]._replace(out=None) if isinstance(records[c], Seen) else records[c] for c in contacts}
     if method.startswith("shared_"):
         return _shared(run, leaf_plan, diagonal, [seen[c] for c in contacts])
     if leaf_plan.standardized is None:
@@ -230,7 +261,9 @@ def _standardized(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: Seen
     return explicit, rest, records[contact]
 
 
-def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Records) -> list[Square]:
+def _pulled(
+    run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Records, before: Array | None
+) -> list[Square]:
     """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time."""
 
     def one(records: list[Recorded]) -> list[Square]:
@@ -247,7 +280,7 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
 
     joined = used_alike(contacts, records)
     apart = {c for own in joined for c in own}  # whose gradients are not formed one by one
-    gains, narrow = run.gains(contacts, leaves), run.trace.narrowest
+    gains, narrow = _after(before, run.gains(contacts, leaves)), run.trace.narrowest
     losses = [_lost(run, i, contacts) for i in leaves]
     offsets = [run.offset_norm(i) for i in leaves]
     return in_chunks(jax.vmap(one), [records[c] for c in contacts], run.plan.batch_size, run.plan.chunk(contacts))
@@ -256,39 +289,8 @@ def _pulled(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], record
 def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
     """How much an entry of ``S g`` may have lost to products that underflow when g is formed."""
     count = sum(1 if c.factors is None else c.factors.positions for c in contacts)
-    scale = run.scales[leaf]
-    return count * tiny(run.trace.narrowest) * (1.0 if scale is None else largest(scale))
-
-
-def sizes_of_terms(
-    gains: Sequence[Mapping[int, Array | None]], contacts: Sequence[Contact], formed: Sequence[Any],
-    records: Sequence[Recorded], of_array: Callable[[Array], _Size],
-    of_factors: Callable[[Factors, Array, Array, Array | None], _Size],
-) -> list[list[_Size]]:  # fmt: skip
-    """For each parameter, the sizes of the terms that one example's ``S g`` was added up from, at each of its contacts.
-
-    None where nothing was added up.
-
-    Args:
-        gains: from `Run.gains`.
-        formed: the example's gradients at the contacts, formed from ``records``; not read at look-ups or sums.
-        of_array: an upper bound on the norm of an array.
-        of_factors: one on the norm of a sum, from factors, x, y and a diagonal, like `term_sizes.square`.
-    """
-
-    def behind(i: int, gain: Array | None) -> _Size:
-        contact, record = contacts[i], records[i]
-        is_look_up = isinstance(record, Seen) and contact.factors is not None and contact.factors.one_hot
-        if not is_look_up and not is_sum(contact, record):
-            return of_array(formed[i] if gain is None else gain * jnp.abs(formed[i]))
-        factors, record = cast(Factors, contact.factors), cast(Seen, record)
-        gain = None if gain is None else factors.fold(jnp.broadcast_to(gain, contact.weight.shape))
-        return of_factors(factors, record.x, record.y, gain)
-
-    def is_copied(own: Collection[int]) -> bool:
-        return len(own) <= 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own)
-
-    return [[] if is_copied(own) else [behind(*of) for of in own.items()] for own in gains]
+    most = run.largest[leaf]
+    return count * tiny(run.trace.narrowest) * (1.0 if most is None else most)
 
 
 def _root_of_terms(factors: Factors, x: Array, y: Array, scale: Array | None) -> Array:

@@ -20,7 +20,7 @@ from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import costs, squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, usage, weighted
-from dpopt.ghost.leaf_norms import sizes_of_terms
+from dpopt.ghost.leaf_terms import sizes_of_terms
 from dpopt.ghost.norms import mapped
 from dpopt.ghost.primitives import CONVOLUTION, DOT
 from dpopt.ghost.pullback import Pull
@@ -146,15 +146,15 @@ def _norms(
         records, is_chosen, known = rows
         formed: list[Any] = []
         large = None  # the last one of those
-        for c, r in zip(contacts, records, strict=True):
+        for i, (c, r) in enumerate(zip(contacts, records, strict=True)):
             if c in looked_up:
                 formed.append(None)
                 continue
             is_large = is_sum(c, r) and costs.formed_bytes(c) >= _LARGE
             if is_large and large is not None:
-                formed[large], r = lax.optimization_barrier((formed[large], r))
-            large = len(formed) if is_large else large
-            formed.append(_formed(c, r))
+                formed[large], records[i] = lax.optimization_barrier((formed[large], r))
+            large = i if is_large else large
+            formed.append(_formed(c, records[i]))
         at = dict(zip(contacts, records, strict=True))
         own = {i: _merged(looking, [at[c] for c in looking]) for i, looking in tables.items()}
         own |= zip((i for i in leaves if i not in tables), pull_back(formed), strict=True)

@@ -118,6 +118,11 @@ class Plan:
         limit = _STREAMED_CHUNK_BYTES if self.streamed else most
         return _divisor(self.batch_size, limit / max(size, 1))
 
+    def norm_bytes(self, leaf: LeafPlan) -> float:
+        """Bytes of what the norms of a parameter are computed from, and nothing else reads."""
+        squared = leaf_bytes(self.trace, leaf.leaf) if self.scaled[leaf.leaf] else 0
+        return squared + self.fitting(leaf.bytes) * leaf.bytes
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""

@@ -14,6 +14,7 @@ from dpopt.ghost.contacts import Seen, along
 from dpopt.ghost.hooks import Hooks
 from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
+from dpopt.ghost.squares import largest
 from dpopt.ghost.standardized import Coefficients, Standardized
 from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
 
@@ -30,6 +31,8 @@ class Run:
         self.row_scales = {i: s for i, s in enumerate(scales) if s is not None and s.size > 1 and self.is_table(i)}
         self.scales = [None if i in self.row_scales else s for i, s in enumerate(scales)]
         self.offsets = offsets
+        # Of every diagonal, read once for whatever needs it.
+        self.largest = [None if s is None else largest(s) for s in self.scales]
         self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
         self.pull_back = PullBack(self.trace, self.wide)
@@ -100,15 +103,15 @@ class Run:
     def gains(self, contacts: Sequence[Contact], leaves: Sequence[int]) -> list[dict[int, jax.Array | None]]:
         """For each parameter and each of its contacts, the factor from the contact's gradient to ``S g``, by entry.
 
-        None stands for 1. Broadcasts against the weight; approximate where that mixes entries."""
+        None stands for 1. Broadcasts against the weight. Signs may be wrong; approximate where that mixes entries."""
 
         def of_leaf(leaf: int) -> dict[int, jax.Array | None]:
             own, scale = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}, self.scales[leaf]
             if all(is_direct(c) for c in own.values()):
-                return {i: self._diagonal_size(leaf, c, scale) for i, c in own.items()}
+                return {i: self.diagonal(leaf, c, scale) for i, c in own.items()}
             if numbers := self.plan.leaves[leaf].numbers:
                 most = safe_norm(self.of_numbers(leaf).reshape(-1), axis=0)
-                return {i: most if c in numbers else self._diagonal_size(leaf, c, scale) for i, c in own.items()}
+                return {i: most if c in numbers else self.diagonal(leaf, c, scale) for i, c in own.items()}
             if self.plan.leaves[leaf].standardized:
                 return {i: self._standardized(leaf).gain(self.coefficients(leaf), scale) for i in own}
             key = leaf, tuple(own.values())
@@ -118,9 +121,12 @@ class Run:
 
         return [of_leaf(leaf) for leaf in leaves]
 
-    def _diagonal_size(self, leaf: int, contact: Contact, scale: jax.Array | None) -> jax.Array | None:
-        diagonal = self.diagonal(leaf, contact, scale)
-        return None if diagonal is None else jnp.abs(diagonal)
+    def largest_gain(self, leaf: int, contact: Contact, gain: jax.Array) -> jax.Array:
+        """The largest entry of one of `gains`."""
+        most = self.largest[leaf]
+        if most is not None and is_direct(contact) and cast(Entry, contact.weight.entry).copy:
+            return most
+        return largest(gain)
 
     def of_numbers(self, leaf: int) -> jax.Array:
         """``S d``, for d the gradient of the sum of the numbers that the contacts of `LeafPlan.numbers` read."""

@@ -13,7 +13,7 @@ from jax import lax
 from dpopt.ghost.contacts import Records, can_weigh, is_added_up, lost_to_weighing, not_weighed
 from dpopt.ghost.plan import is_direct
 from dpopt.ghost.run import Run
-from dpopt.ghost.squares import largest, tiny
+from dpopt.ghost.squares import tiny
 from dpopt.ghost.values import Contact
 from dpopt.ghost.weighted_sum import grouped
 
@@ -54,7 +54,7 @@ def _lost(
             if gain is not None and leaf in diagonals:
                 most = _largest_entry(run, leaf, contact, diagonals[leaf])
             else:
-                most = 1 if gain is None else largest(gain)
+                most = 1 if gain is None else run.largest_gain(leaf, contact, gain)
             size = math.prod(contact.weight.shape) ** 0.5 * most
             lost += size * lost_to_weighing(contact, other, run.plan.batch_size)
     return lost
@@ -65,7 +65,7 @@ def _largest_entry(run: Run, leaf: int, contact: Contact, known: jax.Array) -> j
 
     def computed() -> jax.Array:
         (gain,) = run.gains([contact], [leaf])[0].values()
-        return largest(cast(jax.Array, gain)).astype(known.dtype)
+        return run.largest_gain(leaf, contact, cast(jax.Array, gain)).astype(known.dtype)
 
     return lax.cond(jnp.isfinite(known), lambda: known, computed)
 

@@ -14,8 +14,9 @@ from emulated_gpu import emulated_gpu
 from ghost_check import flat_clip
 from helpers import slow_unless
 
+from benchmarks.zoo.registry import ZOO
 from dpopt import ghost
-from dpopt.ghost import memory, one_by_one
+from dpopt.ghost import leaf_norms, memory, one_by_one
 from dpopt.ghost.trace import trace_loss
 
 
@@ -60,8 +61,30 @@ def test_a_sum_of_several_blocks_is_added_up_in_the_memory_of_the_result():
     assert ratio(params, jax.ShapeDtypeStruct((200, 1, 1024), jnp.float32)) <= 1.3
 
 
+BARRIERS = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers too early on CPUs")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops the barriers between them too early on CPUs")
+@BARRIERS
+def test_norms_under_a_diagonal_hold_what_one_parameter_needs(monkeypatch):
+    """Neither formed gradients nor the squared diagonals of all parameters are in memory together.
+
+    (In a chain of layers XLA never keeps them; in a Transformer whose layers read one another it does.)"""
+    with jax.numpy_rank_promotion("allow"):
+        loss, params, batch = ZOO["T5 (linen)"].build()[:3]
+
+    def of_program():
+        clipped = lambda p, b, s: ghost.clipped_sum(loss, p, b, coefficients=flat_clip(0.7), scale=s).sum  # noqa: E731
+        with jax.numpy_rank_promotion("allow"):
+            return planned(clipped, params, batch, params)
+
+    found = of_program()
+    monkeypatch.setattr(leaf_norms, "_LARGE_BYTES", 1 << 40)
+    assert found < 0.75 * of_program()
+
+
+@pytest.mark.slow
+@BARRIERS
 def test_rare_examples_hold_one_large_gradient_at_a_time(monkeypatch):
     filters = [jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.float32)] * 8
     images = jax.ShapeDtypeStruct((2, 6, 6, 128), jnp.float32)
