@@ -111,7 +111,8 @@ def test_large_batches_are_checked_and_recorded(monkeypatch, tmp_path):
     monkeypatch.setattr(large_batches, "SLOW_S", 0.0)
     assert large_batches.measure("tiny", 512, 0.01) is None
     with pytest.raises(AssertionError, match=r"differs from the plain engine's by 0\.5"):
-        large_batches._error(_tiny(), "auto", 1.0, 2, gradients.by_name(_tiny(), "vmap", 1.0)(*_tiny()[1:], None))
+        plain = gradients.by_name(_tiny(), "vmap", 1.0)(*_tiny()[1:], None)
+        large_batches._error(_tiny(), "auto", 1.0, 2, plain, large_batches._allowed(_tiny(), 1.0))
 
 
 def test_large_batches_name_models_that_exist():
