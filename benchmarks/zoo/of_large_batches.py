@@ -18,10 +18,11 @@ def markdown(content: dict[str, Any]) -> str:
     sizes = sorted({r["batch_size"] for r in rows})
     table = tables.rows(HEAD, [_cells(row) for row in rows])
     medians = "; ".join(f"{size:,} examples: {_medians(rows, size)}" for size in sizes)
+    where = f"{device['device']}, {device['cores']} cores"
     return (
-        f"Models with their own examples repeated, on {device['device']}, {device['cores']} cores, clipped by one norm, "
-        "by that under a diagonal (as a preconditioner applies), or by a norm for each parameter. Time and compiled "
-        f"memory are over the ordinary mean gradient's. Medians: {medians}.\n\n{table}"
+        f"Models with their own examples repeated, on {where}: clipped by one norm, by that under a diagonal (as "
+        "preconditioners apply), or by a norm for each parameter. Time and compiled memory are over the ordinary mean "
+        f"gradient's. Medians: {medians}.\n\n{table}"
     )
 
 
