@@ -30,8 +30,9 @@ def _medians(rows: list[dict[str, Any]], size: int) -> str:
     own = [r for r in rows if r["batch_size"] == size]
     found = []
     for way, title in _WAYS.items():
-        time, memory = (statistics.median(r[figure][way] for r in own) for figure in ("ratio", "memory_ratio"))
-        found.append(f"{title}, time {time:.2f}, memory {memory:.2f}")
+        if all(way in r["ratio"] for r in own):
+            time, memory = (statistics.median(r[figure][way] for r in own) for figure in ("ratio", "memory_ratio"))
+            found.append(f"{title}, time {time:.2f}, memory {memory:.2f}")
     return ", ".join(found)
 
 
@@ -40,6 +41,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["model"],
         f"{row['batch_size']:,}",
         f"{1e3 * row['seconds']['ordinary']:.1f}",
-        *(f"{row[figure][way]:.2f}" for way in _WAYS for figure in ("ratio", "memory_ratio")),
+        *(_figure(row[figure], way) for way in _WAYS for figure in ("ratio", "memory_ratio")),
         row["taken"]["auto"],
     ]
+
+
+def _figure(figures: dict[str, float], way: str) -> str:
+    return f"{figures[way]:.2f}" if way in figures else "–"
