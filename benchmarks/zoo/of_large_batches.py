@@ -47,4 +47,4 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _figure(figures: dict[str, float], way: str) -> str:
-    return f"{figures[way]:.2f}" if way in figures else "–"
+    return f"{figures[way]:.2f}" if way in figures else ""

@@ -173,10 +173,14 @@ def choose(
 
 
 def _streamed(plan: Plan, parts: int, single: frozenset[int], reason: str) -> Way:
-    """One pass over each of ``parts``, or two over the whole batch, which they process in blocks of their own."""
+    """One pass, or two over the whole batch, which they process in blocks of their own.
+
+    One pass records nothing, so half as many ``parts`` touch as much memory: a RealNVP in two took 1.6 ordinary
+    gradients, whole 1.3."""
     whole = plan.streaming(single)
     if not whole.is_one_pass or jax.device_count() > 1:
         return Way(whole, 1, reason)
+    parts = next((n for n in range(parts // 2, 0, -1) if parts % n == 0), 1)
     return Way(whole.of(plan.batch_size // parts), parts, reason)
 
 

@@ -53,14 +53,14 @@ def clipped(params, batch, mask=None, clip=CLIP, **options):
 
 
 @pytest.mark.usefixtures("small_batches_split")
-@pytest.mark.parametrize("clip", [CLIP, dpopt.LayerwiseClip(0.5)], ids=["recorded", "one pass"])
-def test_parts_equal_the_whole(clip, x64, monkeypatch):
+@pytest.mark.parametrize("clip, parts", [(CLIP, 6), (dpopt.LayerwiseClip(0.5), 3)], ids=["recorded", "one pass"])
+def test_parts_equal_the_whole(clip, parts, x64, monkeypatch):
     """Sum, norms, losses, aux, and the flags of padding and of a gradient that is not finite."""
     monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
     params, (x, target) = inputs()
     batch = x.at[5].set(jnp.nan), target
     mask = jnp.arange(12) != 7
-    assert loops(lambda p, b: clipped(p, b, mask, clip, engine="ghost"), params, batch) == [6]
+    assert loops(lambda p, b: clipped(p, b, mask, clip, engine="ghost"), params, batch) == [parts]
     got = jax.jit(lambda p, b: clipped(p, b, mask, clip, engine="ghost"))(params, batch)
     want = clipped(params, batch, mask, clip, engine="vmap")
     finite = np.flatnonzero(np.arange(12) != 5)
@@ -187,6 +187,9 @@ def test_explain_says_so(capsys):
     model = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
     ghost.explain(model, jnp.zeros((128, 128)), jnp.zeros((1024, 128)), batch_size=64)
     assert "16 parts of 4" in capsys.readouterr().out
+    clip = dpopt.LayerwiseClip(1.0)
+    ghost.explain(model, jnp.zeros((128, 128)), jnp.zeros((1024, 128)), batch_size=64, clip=clip)
+    assert "ghost in one pass over each of 8 parts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("image, kernel", [("NHWC", "HWIO"), ("NCHW", "OIHW")])

@@ -442,7 +442,7 @@ def _plain_layerwise(loss, params, batch, mask, clip_norm):
 
 
 @pytest.mark.parametrize("batch_size", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (300, 720))])
-@pytest.mark.parametrize("engine, parts", [("vmap", 1), ("ghost", 1), ("ghost", 2)])
+@pytest.mark.parametrize("engine, parts", [("vmap", 1), ("ghost", 1), ("ghost", 4)])
 def test_layers_of_a_scan_are_clipped_one_by_one(engine, parts, batch_size, monkeypatch):
     monkeypatch.setattr(ghost.Plan, "parts", property(lambda self: parts))
     loss, params, batch = _layers()
