@@ -141,10 +141,11 @@ def slow_unless(quick, values):
 
 
 @contextlib.contextmanager
-def all_pairs():
-    """Norms with a diagonal come from products of pairs of rows wherever they can."""
+def preferring(method):
+    """Norms come from a ``method``, "pairs" or "segments", wherever they can; "" is for the cheapest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "pairs_cost", lambda *sizes: (0.0, 0.0))
+        if method:
+            patch.setattr(costs, f"{method}_cost", lambda *sizes: (0.0, 0.0))
         yield
 
 

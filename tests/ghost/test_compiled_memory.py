@@ -14,7 +14,6 @@ from emulated_gpu import emulated_gpu
 from ghost_check import flat_clip
 from helpers import slow_unless
 
-from benchmarks.zoo.registry import ZOO
 from dpopt import ghost
 from dpopt.ghost import leaf_norms, memory, one_by_one
 from dpopt.ghost.trace import trace_loss
@@ -70,6 +69,8 @@ def test_norms_under_a_diagonal_hold_what_one_parameter_needs(monkeypatch):
     """Neither formed gradients nor the squared diagonals of all parameters are in memory together.
 
     (In a chain of layers XLA never keeps them; in a Transformer whose layers read one another it does.)"""
+    from benchmarks.zoo.registry import ZOO  # imports every framework
+
     with jax.numpy_rank_promotion("allow"):
         loss, params, batch = ZOO["T5 (linen)"].build()[:3]
 

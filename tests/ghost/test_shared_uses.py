@@ -4,14 +4,12 @@ Uses look alike where their factors have one shape, but may arrange the weight d
 drawn so that norms come from Gram matrices, from gradients formed together, and from the loop for rare examples.
 """
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ghost_check import check, flat_clip, leaf_clip, random_like
-from helpers import all_pairs, slow_unless
+from helpers import preferring, slow_unless
 from jax import lax
 
 from dpopt import ghost
@@ -89,8 +87,8 @@ def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
     loss, params, x = drawn(rng, kind)
     scale = random_like(params, seed) if rng.random() < 0.5 else None
     clips = (leaf_clip if rng.random() < 0.5 else flat_clip,)
-    two_passes, pairs = rng.random(2) < 0.5
-    with jax.numpy_rank_promotion("allow"), all_pairs() if pairs else contextlib.nullcontext():
+    two_passes, method = rng.random() < 0.5, "segments" if kind == "table" else "pairs"
+    with jax.numpy_rank_promotion("allow"), preferring(method if rng.random() < 0.7 else ""):
         check(loss, params, x, scale=scale, clips=clips, two_passes=two_passes)
 
 

@@ -1,13 +1,12 @@
 """Examples so large that products with their clip coefficients underflow: left out, or clipped like any other."""
 
-import contextlib
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_pairs, contributions, enable_x64, slow_unless
+from helpers import contributions, enable_x64, preferring, slow_unless
 
 SLACK = 2.0**-11
 TINY = float(np.finfo(np.float32).tiny)
@@ -25,7 +24,7 @@ def _no_programs_kept():
     contributions.clear_cache()  # a process can map only so much memory
 
 
-def _program(rng, pairs):
+def _program(rng, method):
     """A loss whose gradients are ``x^T y``, a sum of terms that cancel, pulled back to the parameter."""
     positions, width, out = int(rng.choice([1, 6])), int(rng.choice([2, 9])), int(rng.choice([2, 9]))
     pull = float(rng.choice([1.0, 1e12]))
@@ -37,7 +36,7 @@ def _program(rng, pairs):
     small = 10.0 ** -rng.uniform(0, 30, (4, 1, 1)) * rng.integers(0, 2, (4, 1, 1))
     x, y = (np.where(small > 0, x * small, x), y) if swapped else (x, np.where(small > 0, y * small, y))
     way = str(rng.choice(["matrix", "broadcast", "two contacts"]))
-    way = "matrix" if pairs else way
+    way = "matrix" if method == "pairs" else way
 
     def loss(params, example):
         w = params["w"].astype(jnp.float32) * pull
@@ -55,8 +54,8 @@ def _program(rng, pairs):
 def test_no_coefficient_is_too_small_for_its_example(run):
     seed, way = run
     rng = np.random.default_rng(seed)
-    way, _, pairs = way.partition(", ")
-    loss, params, batch, pull, faint = _program(rng, pairs)
+    way, _, method = way.partition(", ")
+    loss, params, batch, pull, faint = _program(rng, method)
     dtype = np.float64 if seed % 4 == 0 else np.float32  # of the parameter: the loss computes in float32 either way
     number = float(rng.choice([1.0, 1e-10, 1e10, 1e25]))
     diagonal = rng.uniform(0.5, 1, params["w"].shape) if rng.random() < 0.5 else np.ones(())
@@ -68,8 +67,7 @@ def test_no_coefficient_is_too_small_for_its_example(run):
         for l2_clip_norm in scaled[example] * TINY * 10.0 ** rng.uniform([-2, -1, 0, 12], [-1, 0, 1, 16]):
             if not 1e-28 < l2_clip_norm < 1e30:
                 continue
-            by_pairs = all_pairs() if pairs else contextlib.nullcontext()
-            with jax.numpy_rank_promotion("allow"), enable_x64(dtype == np.float64), by_pairs:
+            with jax.numpy_rank_promotion("allow"), enable_x64(dtype == np.float64), preferring(method):
                 cast = {k: x if x is None else jax.tree.map(lambda x: x.astype(dtype), x) for k, x in given.items()}
                 both = contributions(loss, batch=batch, way=way, l2_clip_norm=dtype(l2_clip_norm), **cast)
             found, moved = (np.linalg.norm(np.asarray(x, np.float64).reshape(4, -1), axis=1) for x in both)
@@ -87,7 +85,7 @@ def test_a_number_enlarges_what_is_lost_like_an_array(rows):
     y = np.array([[0.6, 0.8], [-0.69, -0.72]])[:, None] * np.ones((1, rows, 1))
     batch = {"x": jnp.ones((2, rows, 1)), "y": jnp.asarray(y, jnp.float32)}
     for scale in (number, np.full((1, 2), number)):
-        with all_pairs(), jax.numpy_rank_promotion("allow"):
+        with preferring("pairs"), jax.numpy_rank_promotion("allow"):
             both = contributions(
                 loss, {"w": jnp.ones((1, 2)) / pull}, batch, "recorded", 1.0, {"w": jnp.float32(scale)}
             )
