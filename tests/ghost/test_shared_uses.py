@@ -62,22 +62,27 @@ GAINS = {
 }
 
 
-def drawn(rng, kind):
+def drawn(rng, kind, alike=False):
+    """A loss with its parameters and batch; ``alike``: every use is of one way, and of the weight unchanged."""
     use, shape = KINDS[kind]
-    gain = GAINS[str(rng.choice(list(GAINS)))]
+    gain = GAINS["plain" if alike else str(rng.choice(list(GAINS)))]
     state = int(rng.integers(2**31))
     spans = [(int(rng.integers(0, 4)), int(rng.integers(6, 9))) for _ in range(rng.integers(2, 5))]
+    params = {"w": rng.normal(size=shape), "g": rng.normal(size=N), "h": rng.normal(size=N)}
+    x = rng.normal(size=(B, 9, N))
+    if alike or rng.random() < 0.5:  # a layer beside it, so that there are two passes
+        params["beside"] = rng.normal(size=(N, 2))
 
     def loss(p, x):
         own, once = np.random.default_rng(state), gain(p)
-        total = 0.0
+        total = jnp.sum(jnp.tanh(x @ p["beside"])) if "beside" in p else 0.0
         for low, high in spans:
+            own = np.random.default_rng(state) if alike else own
             again = own.random() < 0.3  # the same weight, computed anew
             total = total + use(own, lambda again=again: gain(p) if again else once)(x[low:high])
         return total
 
-    params = {"w": rng.normal(size=shape), "g": rng.normal(size=N), "h": rng.normal(size=N)}
-    return loss, jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(B, 9, N)))
+    return loss, jax.tree.map(jnp.asarray, params), jnp.asarray(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,6 +95,15 @@ def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
     two_passes, method = rng.random() < 0.5, "segments" if kind == "table" else "pairs"
     with jax.numpy_rank_promotion("allow"), preferring(method if rng.random() < 0.7 else ""):
         check(loss, params, x, scale=scale, clips=clips, two_passes=two_passes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", slow_unless(range(1), range(20)))
+def test_a_diagonal_of_uses_that_are_alike(seed, kind, x64):
+    """In two passes the diagonal of a table stays one, which otherwise multiplies rows as they are recorded."""
+    loss, params, x = drawn(np.random.default_rng([seed, 5, list(KINDS).index(kind)]), kind, alike=True)
+    with jax.numpy_rank_promotion("allow"), preferring("segments" if kind == "table" else "pairs"):
+        check(loss, params, x, scale=random_like(params, seed), clips=(flat_clip,), two_passes=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
