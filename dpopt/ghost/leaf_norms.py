@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -28,12 +27,12 @@ from dpopt.ghost.contacts import (
     used_alike,
     with_terms,
 )
-from dpopt.ghost.leaf_terms import sizes_of_terms
+from dpopt.ghost.leaf_terms import Sizes, sizes_of_one, totals
 from dpopt.ghost.plan import LeafPlan, orientation
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
-from dpopt.ghost.squares import Square, cancelled, cancelled_before, of_entries, shifted, sum_squares, tiny
-from dpopt.ghost.values import Contact, wide_dtype
+from dpopt.ghost.squares import Square, cancelled, cancelled_before, of_entries, shifted, tiny
+from dpopt.ghost.values import Contact
 
 Norms: TypeAlias = Float[Array, " batch *layers"]
 # An upper bound on norms, and the same without what squares.py adds.
@@ -81,11 +80,6 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
     # A loss may compute in fewer bits than its parameters have.
     upper, lower = ([b[i].astype(x.dtype) for b, x in zip(found, run.wide, strict=True)] for i in (0, 1))
     return LeafNorms(upper, lower, records, diagonals, terms)
-
-
-def _root(x: Float[Array, " ..."]) -> Float[Array, ""]:
-    """An upper bound on the norm of an array, underflow included (`safe_norm` would read the array twice)."""
-    return jnp.sqrt(sum_squares(x) + x.size * tiny(wide_dtype(x.dtype)))
 
 
 def _kept(run: Run, contact: Contact, seen: Seen) -> Formed:
@@ -266,24 +260,26 @@ def _pulled(
 ) -> list[Square]:
     """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time."""
 
-    def one(records: list[Recorded]) -> list[Square]:
+    def one(records: list[Recorded]) -> tuple[list[Square], Sizes]:
         at = dict(zip(contacts, records, strict=True))
         summed = {own[0]: form_together(own, [cast(Seen, at[c]) for c in own]) for own in joined}
         formed = [None if c in apart else c.unfold(form(c, r)) for c, r in at.items()]
         summed |= {c: g for c, g in zip(contacts, formed, strict=True) if g is not None}
         gradients = run.pull_back([*summed], [*summed.values()], leaves)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
-        sizes = sizes_of_terms(gains, contacts, formed, records, _root, _root_of_terms)
-        totals = [functools.reduce(jnp.hypot, own, jnp.zeros(())) for own in sizes]
-        found = [s._replace(value=cancelled(s.value, total, narrow)) for s, total in zip(found, totals, strict=True)]
-        return [shifted(square, o, narrow) for square, o in zip(found, offsets, strict=True)]
+        return found, sizes_of_one(gains, contacts, formed, records)
+
+    def rest(found: list[Square], sizes: Sizes) -> list[Square]:
+        several = zip(found, totals(gains, contacts, sizes), offsets, strict=True)
+        return [shifted(s._replace(value=cancelled(s.value, total, narrow)), o, narrow) for s, total, o in several]
 
     joined = used_alike(contacts, records)
     apart = {c for own in joined for c in own}  # whose gradients are not formed one by one
     gains, narrow = _after(before, run.gains(contacts, leaves)), run.trace.narrowest
     losses = [_lost(run, i, contacts) for i in leaves]
     offsets = [run.offset_norm(i) for i in leaves]
-    return in_chunks(jax.vmap(one), [records[c] for c in contacts], run.plan.batch_size, run.plan.chunk(contacts))
+    found = in_chunks(jax.vmap(one), [records[c] for c in contacts], run.plan.batch_size, run.plan.chunk(contacts))
+    return jax.vmap(rest)(*found)  # for all examples, which share the gains
 
 
 def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
@@ -291,8 +287,3 @@ def _lost(run: Run, leaf: int, contacts: Sequence[Contact]) -> Array | float:
     count = sum(1 if c.factors is None else c.factors.positions for c in contacts)
     most = run.largest[leaf]
     return count * tiny(run.trace.narrowest) * (1.0 if most is None else most)
-
-
-def _root_of_terms(factors: Factors, x: Array, y: Array, scale: Array | None) -> Array:
-    square = term_sizes.square(factors, x, y, scale)
-    return jnp.sqrt(square.value + square.missing)
