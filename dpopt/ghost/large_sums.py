@@ -36,19 +36,22 @@ _LARGE_BYTES = 1 << 20
 
 def large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) -> sums.Sum | None:
     """``sum_i c_i S g_i`` for one parameter, or None if it is added up like all others."""
-    scale, uses = run.scales[leaf], run.contacts_of([leaf])
+    uses = run.contacts_of([leaf])
     if jax.default_backend() != "cpu" or jax.device_count() > 1 or len(c) <= rounding.ROWS:
         return None
     if leaf_bytes(run.trace, leaf) <= _LARGE_BYTES or run.offsets[leaf] is not None:
         return None
-    if (scale is not None and scale.size > 1) or not uses or not all(_is_copy(k, records) for k in uses):
+    if not uses or not all(_is_copy(k, records) for k in uses):
         return None
-    number, first, factors = run.scalar_scale(leaf), uses[0], cast(Factors, uses[0].factors)
+    first, factors = uses[0], cast(Factors, uses[0].factors)
     looked_up = rounding.groups(len(c))[1] * sum(cast(Factors, k.factors).positions for k in uses)
     if run.is_table(leaf) and looked_up <= factors.shape[2] and len({usage(k) for k in uses}) == 1:
-        total = _of_rows([(cast(Factors, k.factors), cast(Seen, records[k])) for k in uses], c, number)
+        total = _of_rows([(cast(Factors, k.factors), cast(Seen, records[k])) for k in uses], c, run.scales[leaf])
     elif len(uses) == 1 and first.primitive is DOT:
-        total = _of_matrix(first, cast(Seen, records[first]), c, number)
+        scale = run.scales[leaf]
+        if run.scalar_scale(leaf) is None and (diagonal := run.diagonal(leaf, first, scale)) is not None:
+            scale = factors.fold(diagonal).reshape(factors.shape[2:])
+        total = _of_matrix(first, cast(Seen, records[first]), c, scale)
     else:
         return None
     return sums.Sum(*(x if x is None else _pulled_back(run, leaf, first, x) for x in total))
@@ -69,7 +72,9 @@ def _pulled_back(run: Run, leaf: int, contact: Contact, folded: jax.Array) -> ja
 
 
 def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Array | None) -> sums.Sum:
-    """The sum of a table, folded; of a group of examples only the rows that these look up are read and written."""
+    """The sum of a table, folded; of a group of examples only the rows that these look up are read and written.
+
+    A diagonal multiplies the rows as they are recorded (`Run.row_scales`), so that S is a number here."""
     split = [jax.vmap(factors.split)(seen.x, seen.y) for factors, seen in uses]
     ids = jnp.concatenate([left[:, 0] for left, _ in split], axis=1)  # [B, T]
     rows = jnp.concatenate([wide(right[:, 0]) for _, right in split], axis=1)  # [B, T, p]
@@ -97,8 +102,8 @@ def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Arr
     return jax.tree.map(lambda x: x.reshape(shape), total)
 
 
-def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, number: jax.Array | None) -> sums.Sum:
-    """The sum of a matrix, folded: a part along its longer axis after another."""
+def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, scale: jax.Array | None) -> sums.Sum:
+    """The sum of a matrix, folded: a part along its longer axis after another. S is a number or ``[a, p]``."""
     factors, of_input = cast(Factors, contact.factors), weighs_input(contact, seen.x, seen.y)
     left, right = (z[:, 0] for z in jax.vmap(factors.split)(seen.x, seen.y))  # [B, T, a] and [B, T, p]
     _, _, a, p = shape = factors.shape
@@ -110,13 +115,15 @@ def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, number: jax.Array | N
         x, y = (weighed(rows[0], c), rows[1]) if of_input else (rows[0], weighed(rows[1], c))
         return summed_products(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
 
-    def one_group(rows: _Rows, c: jax.Array) -> jax.Array:
-        total = sums.in_blocks(one_block, rows, c)
-        return total if number is None else total * number
-
     def part(i: jax.Array, so_far: list[jax.Array]) -> list[jax.Array]:
         start = jnp.minimum(i * length, long - length)
         own = [lax.dynamic_slice_in_dim(z, start, length, 2) if k == axis else z for k, z in enumerate((left, right))]
+        own_scale = lax.dynamic_slice_in_dim(scale, start, length, axis) if scale is not None and scale.ndim else scale
+
+        def one_group(rows: _Rows, c: jax.Array) -> jax.Array:
+            total = sums.in_blocks(one_block, rows, c)
+            return total if own_scale is None else total * own_scale
+
         total = [x for x in sums.over_examples(one_group, (own[0], own[1]), c) if x is not None]
         return [lax.dynamic_update_slice_in_dim(x, y, start, axis) for x, y in zip(so_far, total, strict=True)]
 

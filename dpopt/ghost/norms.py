@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -117,13 +117,11 @@ def pairs(group: Group) -> Square:
     """For few T and a diagonal."""
     left, right = wide(cast(Dense, group.left).x), wide(group.right)
     (T, a), p, smallest = left.shape, right.shape[1], squares.tiny(right.dtype)
-    # Each pair once, those of a row with itself first.
-    lefts, rights = (jnp.concatenate([x[: T - d] * x[d:] for d in range(T)]) for x in (left, right))
-    mixed, columns = _mixed(lefts, group.diagonal())
-    products = jnp.sum(mixed * rights, axis=1)
+    mixed, columns = _mixed(left, group.diagonal())
+    products = jnp.sum(mixed * _pairs(right), axis=1)
     own, most = products[:T], jnp.max(columns)
     # The sum of |l_t l_s| over all pairs and entries is at most T times this, and likewise on the right.
-    whole, onto = (T * jnp.sum(z[:T]) for z in (lefts, rights))
+    whole, onto = (T * squares.sum_squares(z) for z in (left, right))
     lost = (p * smallest) * whole + (a * smallest) * onto + 4 * T * T * smallest
     missing = most * lost + smallest * whole * onto + (a + 1) * smallest * onto + T * T * p * smallest
     if T == 1:
@@ -132,43 +130,53 @@ def pairs(group: Group) -> Square:
     return Square(squares.cancelled(value, jnp.sum(jnp.sqrt(own)), group.right.dtype), missing, most)
 
 
+def _pairs(rows: Float[Array, "*batch T n"]) -> Float[Array, "*batch pairs n"]:
+    """The products of all pairs of rows, each once, and those of a row with itself first."""
+    T = rows.shape[-2]
+    return jnp.concatenate([rows[..., : T - d, :] * rows[..., d:, :] for d in range(T)], axis=-2)
+
+
 # How many terms to add up one after another, as a product of a row with a matrix does.
 _BLOCK = 1024
+_Mixed: TypeAlias = tuple[Float[Array, "*batch pairs p"], Float[Array, " p"]]
 
 
 @jax.custom_batching.custom_vmap
-def _mixed(rows: Float[Array, "n a"], diagonal: Float[Array, "a p"]) -> tuple[Float[Array, "n p"], Float[Array, " p"]]:
-    """``rows @ diagonal^2`` (elementwise square), and the column sums of ``diagonal^2``."""
-    return _in_blocks(rows, diagonal), jnp.sum(jnp.square(wide(diagonal)), axis=0)
+def _mixed(rows: Float[Array, "*batch T a"], diagonal: Float[Array, "a p"]) -> _Mixed:
+    """``_pairs(rows) @ diagonal^2`` (elementwise square), and the column sums of ``diagonal^2``.
 
-
-@_mixed.def_vmap
-def _(size: int, are_mapped: Sequence[bool], rows: Array, diagonal: Array) -> tuple[Any, tuple[bool, bool]]:
-    if are_mapped[1]:
-        rows = rows if are_mapped[0] else jnp.broadcast_to(rows, (size, *rows.shape))
-        return jax.vmap(_mixed.fun)(rows, diagonal), (True, True)
-    flat, ones = rows.reshape(-1, rows.shape[2]), jnp.ones((1, rows.shape[2]), rows.dtype)
-    if jax.device_count() > 1:  # a row more would be sent, with all others, to the devices that have one less
-        return (_in_blocks(flat, diagonal).reshape(*rows.shape[:2], -1), _in_blocks(ones, diagonal)[0]), (True, False)
-    # A diagonal shared by all examples is read once: the additional row adds up its columns.
-    out = _in_blocks(jnp.concatenate([flat, ones]), diagonal)
-    return (out[:-1].reshape(*rows.shape[:2], -1), out[-1]), (True, False)
-
-
-def _in_blocks(rows: Float[Array, "rows a"], diagonal: Float[Array, "a p"]) -> Float[Array, "rows p"]:
-    """``rows @ diagonal^2``, with long sums in blocks."""
-    length = rows.shape[1]
+    Long sums are added up in blocks, and only the pairs of a block are in memory."""
+    length = rows.shape[-1]
     blocks = -(-length // _BLOCK)
     block = length // blocks
 
-    def part(start: jax.typing.ArrayLike, count: int) -> Array:
-        own = lax.dynamic_slice_in_dim(rows, start, count, axis=1)
-        return einsum("ba,ap->bp", own, jnp.square(wide(lax.dynamic_slice_in_dim(diagonal, start, count))))
+    def part(start: jax.typing.ArrayLike, count: int) -> _Mixed:
+        own = _pairs(lax.dynamic_slice_in_dim(rows, start, count, axis=-1))
+        squared = jnp.square(wide(lax.dynamic_slice_in_dim(diagonal, start, count)))
+        flat, ones = own.reshape(-1, count), jnp.ones((1, count), own.dtype)
+        if jax.device_count() > 1:  # a row more would be sent, with all others, to the devices that have one less
+            mixed, (columns,) = (einsum("ba,ap->bp", z, squared) for z in (flat, ones))
+        else:  # the diagonal's squares are read once: the additional row adds up their columns
+            out = einsum("ba,ap->bp", jnp.concatenate([flat, ones]), squared)
+            mixed, columns = out[:-1], out[-1]
+        return mixed.reshape(*own.shape[:-1], -1), columns
 
-    if blocks == 1:
-        return part(0, length)
-    total = lax.fori_loop(1, blocks, lambda i, total: total + part(i * block, block), part(0, block))
-    return total + part(blocks * block, length - blocks * block) if length > blocks * block else total
+    def added(start: jax.typing.ArrayLike, count: int, total: _Mixed) -> _Mixed:
+        mixed, columns = part(start, count)
+        return total[0] + mixed, total[1] + columns
+
+    total = part(0, block)
+    if blocks > 1:
+        total = lax.fori_loop(1, blocks, lambda i, total: added(i * block, block, total), total)
+    return added(blocks * block, length - blocks * block, total) if length > blocks * block else total
+
+
+@_mixed.def_vmap
+def _(size: int, are_mapped: Sequence[bool], rows: Array, diagonal: Array) -> tuple[_Mixed, tuple[bool, bool]]:
+    if are_mapped[1]:
+        rows = rows if are_mapped[0] else jnp.broadcast_to(rows, (size, *rows.shape))
+        return jax.vmap(_mixed.fun)(rows, diagonal), (True, True)
+    return _mixed(rows, diagonal), (True, False)  # a diagonal that all examples share
 
 
 def gram(group: Group) -> Square:

@@ -60,6 +60,19 @@ def test_a_sum_of_several_blocks_is_added_up_in_the_memory_of_the_result():
     assert ratio(params, jax.ShapeDtypeStruct((200, 1, 1024), jnp.float32)) <= 1.3
 
 
+@pytest.mark.parametrize("size", [512, 700])
+def test_the_squares_of_wide_inputs_are_never_in_memory_as_a_whole(size):
+    params = [{"w": jax.ShapeDtypeStruct((4000, 100), jnp.float32)}]
+    batch = jax.ShapeDtypeStruct((size, 1, 4000), jnp.float32)
+
+    def clipped(params, batch, scale=None):
+        return ghost.clipped_sum(loss_fn, params, batch, coefficients=flat_clip(0.7), scale=scale).sum
+
+    with jax.numpy_rank_promotion("allow"):
+        plain, scaled = planned(clipped, params, batch), planned(clipped, params, batch, params)
+    assert scaled <= plain + 4 * (4 * 4000 * 100)  # some diagonals; the inputs are 5 or 7
+
+
 BARRIERS = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers too early on CPUs")
 
 
