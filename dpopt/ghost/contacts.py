@@ -123,10 +123,10 @@ def parts_of_one(
         found = found._replace(along=jnp.sum(formed * direction))
     if isinstance(record, Formed) or factors is None or factors.positions == 1:
         return found, None
-    if diagonal is None or factors.one_hot:
-        terms = term_sizes.square(factors, record.x, record.y, diagonal)
-        return cancelled_before(found, terms, formed.dtype, is_quick), None
-    return found, term_sizes.columns(factors, record.x, record.y)
+    terms = term_sizes.of_one(factors, record.x, record.y, diagonal)
+    if isinstance(terms, term_sizes.Columns):
+        return found, terms
+    return cancelled_before(found, terms, formed.dtype, is_quick), None
 
 
 def with_terms(

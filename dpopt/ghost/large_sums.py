@@ -49,8 +49,8 @@ def large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) 
         total = _of_rows([(cast(Factors, k.factors), cast(Seen, records[k])) for k in uses], c, run.scales[leaf])
     elif len(uses) == 1 and first.primitive is DOT:
         scale = run.scales[leaf]
-        if run.scalar_scale(leaf) is None and (diagonal := run.diagonal(leaf, first, scale)) is not None:
-            scale = factors.fold(diagonal).reshape(factors.shape[2:])
+        if scale is not None and scale.ndim:
+            scale = factors.fold(cast(Array, run.diagonal(leaf, first, scale))).reshape(factors.shape[2:])
         total = _of_matrix(first, cast(Seen, records[first]), c, scale)
     else:
         return None

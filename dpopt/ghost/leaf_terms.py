@@ -13,7 +13,7 @@ from dpopt.ghost import term_sizes
 from dpopt.ghost.contacts import Recorded, Seen, is_sum
 from dpopt.ghost.plan import is_direct
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.squares import sum_squares, tiny
+from dpopt.ghost.squares import Square, sum_squares, tiny
 from dpopt.ghost.values import Contact, wide_dtype
 
 _Size = TypeVar("_Size")
@@ -68,8 +68,7 @@ def totals(gains: Gains, contacts: Sequence[Contact], sizes: Sizes) -> list[Arra
     def size(contact: Contact, gain: Array | None, own: Array | term_sizes.Columns) -> Array:
         if not isinstance(own, term_sizes.Columns):
             return own
-        found = term_sizes.behind(cast(Factors, contact.factors), own, cast(Array, _folded(contact, gain)))
-        return jnp.sqrt(found.value + found.missing)
+        return _root_of(term_sizes.behind(cast(Factors, contact.factors), own, cast(Array, _folded(contact, gain))))
 
     def total(of_leaf: Mapping[int, Array | None], sizes: Sequence[Array | term_sizes.Columns]) -> Array:
         uses = zip(of_leaf.items(), sizes, strict=True) if sizes else ()
@@ -79,9 +78,11 @@ def totals(gains: Gains, contacts: Sequence[Contact], sizes: Sizes) -> list[Arra
 
 
 def _of_factors(factors: Factors, x: Array, y: Array, gain: Array | None) -> Array | term_sizes.Columns:
-    if gain is not None and not factors.one_hot:
-        return term_sizes.columns(factors, x, y)
-    square = term_sizes.square(factors, x, y, gain)
+    found = term_sizes.of_one(factors, x, y, gain)
+    return found if isinstance(found, term_sizes.Columns) else _root_of(found)
+
+
+def _root_of(square: Square) -> Array:
     return jnp.sqrt(square.value + square.missing)
 
 

@@ -44,6 +44,11 @@ def behind(factors: Factors, found: Columns, scale: jax.Array) -> Square:
     return total._replace(missing=factors.positions * total.missing)
 
 
+def of_one(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> Square | Columns:
+    """`square`, or what `behind` computes it from where a diagonal multiplies all examples."""
+    return square(factors, x, y, scale) if scale is None or factors.one_hot else columns(factors, x, y)
+
+
 def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None) -> Square:
     """An upper bound on ``|S * sum_t |l_t| (x) |r_t||^2``, the size of ``S * G`` if no terms cancelled.
 
