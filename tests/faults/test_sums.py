@@ -149,6 +149,7 @@ def test_large_parameters(case, monkeypatch):
         run = getattr(large_sums, name)
         monkeypatch.setattr(large_sums, name, lambda *a, name=name, run=run: used.append(name) or run(*a))
     monkeypatch.setattr(large_sums, "_LARGE_BYTES", 16)
+    monkeypatch.setattr(large_sums, "_PART_BYTES", 16)
     loss, params, batch = CASES[case]
     params = jnp.zeros((300, 2)) if case == "table" else params
     assert 0.2 < moved(loss, params, batch, engine="ghost") <= LIMIT

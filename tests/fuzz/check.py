@@ -105,14 +105,17 @@ def _as_if_large(rows: int, devices: int, in_floats: bool) -> Iterator[None]:
 
     Floats add up the groups (their sums of so few rows are as good), or pairs of floats do. And a parameter of a few
     numbers is as large as one that is added up on its own."""
-    real = rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count, rounding.floats_suffice
-    rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count = rows, 3, 8, lambda: devices
+    real = rounding.ROWS, sums._PART, jax.device_count, rounding.floats_suffice
+    bytes_of_large = large_sums._LARGE_BYTES, large_sums._PART_BYTES
+    rounding.ROWS, sums._PART, jax.device_count = rows, 3, lambda: devices
+    large_sums._LARGE_BYTES, large_sums._PART_BYTES = 8, 8
     if in_floats:
         rounding.floats_suffice = lambda rows, *counts: True
     try:
         yield
     finally:
-        rounding.ROWS, sums._PART, large_sums._LARGE_BYTES, jax.device_count, rounding.floats_suffice = real
+        rounding.ROWS, sums._PART, jax.device_count, rounding.floats_suffice = real
+        large_sums._LARGE_BYTES, large_sums._PART_BYTES = bytes_of_large
 
 
 @contextlib.contextmanager

@@ -89,6 +89,7 @@ def used(monkeypatch):
     for name in ("_of_rows", "_of_matrix"):
         monkeypatch.setattr(large_sums, name, spied(name))
     monkeypatch.setattr(large_sums, "_LARGE_BYTES", 64)
+    monkeypatch.setattr(large_sums, "_PART_BYTES", 64)
     monkeypatch.setattr(sums, "_PART", 7)
     return found
 
