@@ -120,15 +120,29 @@ def leaf_bytes(trace: Trace, leaf: int) -> int:
     return nbytes(trace.leaves[leaf].shape, trace.leaves[leaf].dtype)
 
 
-def forward_work(scope: Scope) -> tuple[float, int]:
-    """Bytes of the floating-point values that the forward pass of one example computes, and its number of equations."""
-    total, count = 0.0, 0
+def forward_work(scope: Scope, of_step: float = 1) -> tuple[float, float]:
+    """Bytes of the floating-point values that the forward pass of one example computes, and its number of equations.
+
+    Those of each step of a loop count ``of_step``."""
+    total, count = 0.0, 0.0
     for op in scope.ops:
         if isinstance(op, Block):
-            inner, equations = forward_work(op.scope)
-            steps = op.scope.length if isinstance(op, Loop) else 1
-            total, count = total + steps * inner, count + steps * equations
+            steps, each = (op.scope.length, of_step) if isinstance(op, Loop) else (1, 1)
+            inner, equations = forward_work(op.scope, of_step / each)
+            total, count = total + steps * inner, count + steps * each * equations
         elif getattr(op, "primitive", None) not in LAYOUT:
             values = [v for v in op.outputs if jnp.issubdtype(v.dtype, jnp.floating)]
             total, count = total + sum(math.prod(v.shape) * v.dtype.itemsize for v in values), count + 1
     return total, count
+
+
+def largest_value(scope: Scope) -> int:
+    """Bytes of the largest floating-point value that the forward pass of one example computes."""
+    found = [0]
+    for op in scope.ops:
+        if isinstance(op, Block):
+            found.append(largest_value(op.scope))
+        elif getattr(op, "primitive", None) not in LAYOUT:
+            values = [v for v in op.outputs if jnp.issubdtype(v.dtype, jnp.floating)]
+            found += [math.prod(v.shape) * v.dtype.itemsize for v in values]
+    return max(found)

@@ -33,7 +33,7 @@ _Rows: TypeAlias = tuple[jax.Array, jax.Array]
 # Smaller parameters stay in the cache.
 _LARGE_BYTES = 1 << 20
 
-# Of a matrix that has more than two such parts. (Smaller products take longer, and XLA writes parts with a single core.)
+# A matrix goes whole, or in more than two parts: small products take longer, and XLA writes parts with a single core.
 _PART_BYTES = 1 << 21
 
 

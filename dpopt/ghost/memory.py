@@ -16,7 +16,7 @@ import jax
 from jax.typing import ArrayLike
 
 from dpopt.engines import rounding, sums
-from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, nbytes
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, largest_value, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import kept_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
@@ -61,6 +61,8 @@ def estimate(plan: Plan) -> Memory:
     inputs = sum(records[c] - taps[c] for c in contacts)
     own = [c for c in contacts if not c.shares]
     cotangents, looped = (sum(taps[c] for c in some) for some in (own, [c for c in own if c.loops]))
+    if jax.default_backend() == "cpu" and not looped:  # a loop's backward pass holds the cotangents of a step
+        kept += largest_value(plan.trace.body)
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)
     rows, blocks = _of_two_passes(size)

@@ -41,8 +41,9 @@ _ROUNDED = {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
 FEW = 16
 # A batch whose forward pass computes less is not split: it fits the caches, and the allocator reuses the memory.
 _WHOLE_BYTES = 1 << 25
-# Bytes moved in the time that it takes to start one operation.
-_START_BYTES = 1 << 10
+# Bytes moved in the time that the operations of one equation take to start, and to become as fast as on a whole batch.
+_START_BYTES = 1 << 14
+_OF_STEP = 1 / 8  # of it for the step of a loop, whose operations are small in any case
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Plan:
         if jax.default_backend() != "cpu" or self.batch_size % jax.device_count():
             return 1
         own = self.batch_size // jax.device_count()
-        activations, operations = forward_work(self.trace.body)
+        activations, operations = forward_work(self.trace.body, _OF_STEP)
         activations *= own
         if activations < _WHOLE_BYTES:
             return 1
