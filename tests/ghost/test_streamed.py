@@ -501,3 +501,17 @@ def test_a_subclass_is_clipped_by_its_own_coefficients(monkeypatch):
     grads = dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None)
     sums = [grads.clipped_sum(clip({"a": 0.5})).sum["a"] for clip in (dpopt.GroupClip, _Half)]
     np.testing.assert_allclose(sums[1], sums[0] / 2, rtol=1e-5)  # 1 - tanh^2 has lost a digit
+
+
+@pytest.mark.parametrize("positions", [64, 256])
+def test_an_ordinary_gradient_has_the_cotangent_of_its_largest_value(positions):
+    """Small networks went in parts for the sake of memory that an ordinary gradient takes, too."""
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params[0]) @ params[1])
+
+    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(16, 512), (512, 16)]]
+    x = jax.ShapeDtypeStruct((32, positions, 16), "float32")
+    found, wide = memory.estimate(ghost.plan_clipped_sum(loss, params, x)), 32 * positions * 512 * 4
+    ordinary = scratch(lambda p, x: jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, x).sum())(p), params, x)
+    assert 1.9 * wide < found.ordinary - 2 * found.weights <= ordinary
