@@ -131,12 +131,12 @@ def explain(
     parameter  shape   contacts     norm      operations  extra bytes
                (3, 2)  dot_general  rank_one  1.3e+03     0
     <BLANKLINE>
-    A batch of 8: an ordinary gradient takes about 2.9e+02 operations (memory traffic included) and 144 bytes. In units of that:
+    A batch of 8: an ordinary gradient takes about 2.9e+02 operations (memory traffic included) and 208 bytes. In units of that:
     <BLANKLINE>
     way                  operations  memory
-    ghost                5.44        1.44
+    ghost                5.44        1.00
     ghost in two passes  6.44        1.00
-    vmap                 129.00      2.33
+    vmap                 129.00      1.92
     <BLANKLINE>
     engine='auto' takes vmap: all gradients of the batch together take at most 64 kB, where both engines run in microseconds, whatever the table says, and vmap compiles faster.
     """  # noqa: E501
