@@ -111,8 +111,8 @@ def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, scale: jax.Array | No
     left, right = (z[:, 0] for z in jax.vmap(factors.split)(seen.x, seen.y))  # [B, T, a] and [B, T, p]
     _, _, a, p = shape = factors.shape
     axis, long, short = (0, a, p) if a >= p else (1, p, a)
-    length = max(1, _PART_BYTES // (4 * short))
-    length = -(-long // -(-long // length)) if long > 2 * length else long  # the last part may begin in the one before
+    count = -(-long // max(1, _PART_BYTES // (4 * short)))
+    length = -(-long // count) if count > 2 else long  # the last part may begin in the one before
 
     def one_block(rows: _Rows, c: jax.Array) -> jax.Array:
         x, y = (weighed(rows[0], c), rows[1]) if of_input else (rows[0], weighed(rows[1], c))

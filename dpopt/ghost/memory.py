@@ -61,7 +61,8 @@ def estimate(plan: Plan) -> Memory:
     inputs = sum(records[c] - taps[c] for c in contacts)
     own = [c for c in contacts if not c.shares]
     cotangents, looped = (sum(taps[c] for c in some) for some in (own, [c for c in own if c.loops]))
-    if jax.default_backend() == "cpu" and not looped:  # a loop's backward pass holds the cotangents of a step
+    # A loop's backward pass holds the cotangents of a step. (On GPUs, the estimate is too large as it is.)
+    if jax.default_backend() == "cpu" and not looped:
         kept += largest_value(plan.trace.body)
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)

@@ -3,6 +3,7 @@
 test_exact.py tests that they equal the plain definition.
 """
 
+import itertools
 import warnings
 
 import ghost_cases
@@ -503,15 +504,21 @@ def test_a_subclass_is_clipped_by_its_own_coefficients(monkeypatch):
     np.testing.assert_allclose(sums[1], sums[0] / 2, rtol=1e-5)  # 1 - tanh^2 has lost a digit
 
 
-@pytest.mark.parametrize("positions", [64, 256])
-def test_an_ordinary_gradient_has_the_cotangent_of_its_largest_value(positions):
+@pytest.mark.parametrize("seed", slow_unless(range(4), range(40)))
+def test_an_ordinary_gradient_has_the_cotangent_of_its_largest_value(seed):
     """Small networks went in parts for the sake of memory that an ordinary gradient takes, too."""
+    rng = np.random.default_rng(seed)
+    positions, *widths = (int(n) for n in rng.choice([32, 64, 128, 256], rng.integers(2, 5)))
+    widths = [16, *widths, 4 * max(widths), 16]  # the last layer's value is by far the largest
 
     def loss(params, x):
-        return jnp.sum(jnp.tanh(x @ params[0]) @ params[1])
+        for w in params[:-1]:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x @ params[-1])
 
-    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(16, 512), (512, 16)]]
+    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
     x = jax.ShapeDtypeStruct((32, positions, 16), "float32")
-    found, wide = memory.estimate(ghost.plan_clipped_sum(loss, params, x)), 32 * positions * 512 * 4
+    found = memory.estimate(ghost.plan_clipped_sum(loss, params, x))
     ordinary = scratch(lambda p, x: jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, x).sum())(p), params, x)
-    assert 1.9 * wide < found.ordinary - 2 * found.weights <= ordinary
+    least = 0.85 if jax.__version_info__ >= (0, 12) else 0.45  # where XLA's temporary memory is almost twice as large
+    assert least < (found.ordinary - 2 * found.weights) / ordinary < 1.05
