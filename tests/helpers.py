@@ -173,3 +173,8 @@ def contributions(loss, params, batch, way, l2_clip_norm, scale):
     alone = jnp.diag(everyone)
     totals = jax.lax.map(total, jnp.concatenate([alone, ~alone, everyone[None]]))
     return totals[: len(alone)], totals[-1] - totals[len(alone) : -1]
+
+
+def scratch(function, *args):
+    """Bytes that XLA plans to take for arrays between a function's arguments and its results."""
+    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from dpopt.ghost.primitives import CALLS, RECOMPUTED
-from dpopt.ghost.program import Trace
-from dpopt.ghost.values import aval
+from dpopt.ghost.program import Remat, Trace
+from dpopt.ghost.values import aval, read
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +31,47 @@ _Env = dict[core.Var, _Array]
 
 def kept_bytes(trace: Trace) -> float:
     """Bytes that an ordinary gradient of one example keeps from its forward pass, without what all examples share."""
-    count = len(trace.leaves)
+    count, loss = len(trace.leaves), core.jaxpr_as_fun(trace.loss)
+    is_own = [i >= count for i in range(len(trace.loss.in_avals))]
+    return _kept_bytes(lambda *inputs: loss(*inputs)[:1], trace.loss.in_avals, is_own, [not own for own in is_own])
+
+
+def recomputed_bytes(block: Remat, by_weights: bool) -> float:
+    """Bytes that the backward pass of a block computes again and holds, for one example (and one step of a loop).
+
+    Without ``by_weights``, that pass computes the cotangents of activations alone."""
+    reads = [v for v in block.scope.reads() if v.constant is None]
+
+    def run(*inputs: jax.Array) -> list[jax.Array]:
+        env = dict(zip(reads, inputs, strict=True))
+        block.scope.evaluate(env, {}, None)
+        return read(env, block.scope.results)
+
+    avals, own = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads], [v.dynamic for v in reads]
+    by = [v.dynamic or (by_weights and bool(v.leaves)) for v in reads]
+    saved = jax.checkpoint(run, **block.options)
+    return max(0, _kept_bytes(run, avals, own, by) - _kept_bytes(saved, avals, own, by))
+
+
+def _kept_bytes(
+    function: Callable[..., list[jax.Array]], inputs: Sequence[Any], is_own: Sequence[bool], by: Sequence[bool]
+) -> float:
+    """What the derivative of a function keeps that depends on those inputs that are the example's own.
+
+    ``by``: for each input whether the derivative by it is wanted, if it is of a floating-point type."""
+    by = [wanted and jnp.issubdtype(x.dtype, jnp.floating) for x, wanted in zip(inputs, by, strict=True)]
 
     def pulled(*inputs: jax.Array) -> list[jax.Array]:
-        params, example = inputs[:count], inputs[count:]
-        return jax.tree.leaves(jax.vjp(lambda *p: core.jaxpr_as_fun(trace.loss)(*p, *example)[0], *params)[1])
+        def outputs(moving: Sequence[jax.Array]) -> list[jax.Array]:
+            found = iter(moving)
+            outs = function(*(next(found) if wanted else x for x, wanted in zip(inputs, by, strict=True)))
+            return [x for x in outs if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    jaxpr = jax.make_jaxpr(pulled)(*trace.loss.in_avals).jaxpr
-    own = jaxpr.invars[count:]
-    found = dict.fromkeys(_outputs(jaxpr, {v: _stored(v) for v in own}))
+        return jax.tree.leaves(jax.vjp(outputs, [x for x, wanted in zip(inputs, by, strict=True) if wanted])[1])
+
+    jaxpr = jax.make_jaxpr(pulled)(*inputs).jaxpr
+    own = {v: _stored(v) for v, of_example in zip(jaxpr.invars, is_own, strict=True) if of_example}
+    found = dict.fromkeys(_outputs(jaxpr, own))
     kept = {array for array in found if array is not None and not array.stored}
     for array in found:
         if array is not None and array.stored:

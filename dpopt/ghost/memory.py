@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from dpopt.engines import rounding, sums
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, largest_value, nbytes
 from dpopt.ghost.failures import CannotFollow
-from dpopt.ghost.kept import kept_bytes
+from dpopt.ghost.kept import kept_bytes, recomputed_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.planner import keeping_more
 from dpopt.ghost.values import Contact, Entry, is_narrow
@@ -64,6 +64,13 @@ def estimate(plan: Plan) -> Memory:
     # A loop's backward pass holds the cotangents of a step. (On GPUs, the estimate is too large as it is.)
     if jax.default_backend() == "cpu" and not looped:
         kept += largest_value(plan.trace.body)
+    again = {block: recomputed_bytes(block, by_weights=True) for block in plan.trace.body.rematerialised()}
+    without_weights = [recomputed_bytes(block, by_weights=False) for block in again]
+    # What differentiation keeps of such a block is not what it records, unless its policy keeps everything.
+    apart = sum(records[c] - taps[c] for block, computed in again.items() if computed for c in block.scope.contacts())
+    # The backward pass frees what differentiation kept as it goes, but a loop keeps the stacks of all its steps.
+    recorded = max(kept + apart + looped, inputs + cotangents) + max(without_weights, default=0)
+    kept += max(again.values(), default=0)
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)
     rows, blocks = _of_two_passes(size)
@@ -74,8 +81,7 @@ def estimate(plan: Plan) -> Memory:
         streamed=rows * (kept + left) + (2 + more) * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,
-        # The backward pass frees what differentiation kept as it goes, but a loop keeps the stacks of all its steps.
-        examples=size * max(kept + looped, inputs + cotangents) + _more_bytes(plan),
+        examples=size * recorded + _more_bytes(plan),
     )
 
 

@@ -63,6 +63,14 @@ class Scope:
                 found.extend(op.scope.contacts())
         return found
 
+    def rematerialised(self) -> list[Remat]:
+        """The blocks of this scope and of those within that are computed again, without those in such blocks."""
+        found: list[Remat] = []
+        for op in self.ops:
+            if isinstance(op, Block):
+                found += [op] if isinstance(op, Remat) else op.scope.rematerialised()
+        return found
+
     def needs(self) -> set[Value]:
         """The values that this scope's equations and results read, as named in this scope."""
         found = set(self.results)

@@ -3,7 +3,6 @@
 test_exact.py tests that they equal the plain definition.
 """
 
-import itertools
 import warnings
 
 import ghost_cases
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ghost_check import assert_trees_close, flat_clip, leaf_clip, plain, random_like
-from helpers import slow_unless
+from helpers import scratch, slow_unless
 from jax import lax
 
 import dpopt
@@ -180,10 +179,6 @@ def layers(remat):
         "out": jax.ShapeDtypeStruct((16, 256, 64), "float32"),
     }
     return loss, params, jax.ShapeDtypeStruct((8, 128, 64), "float32")
-
-
-def scratch(function, *args):
-    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_rematerialised_layers_take_the_memory_of_an_ordinary_gradient():
@@ -502,23 +497,3 @@ def test_a_subclass_is_clipped_by_its_own_coefficients(monkeypatch):
     grads = dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None)
     sums = [grads.clipped_sum(clip({"a": 0.5})).sum["a"] for clip in (dpopt.GroupClip, _Half)]
     np.testing.assert_allclose(sums[1], sums[0] / 2, rtol=1e-5)  # 1 - tanh^2 has lost a digit
-
-
-@pytest.mark.parametrize("seed", slow_unless(range(4), range(40)))
-def test_an_ordinary_gradient_has_the_cotangent_of_its_largest_value(seed):
-    """Small networks went in parts for the sake of memory that an ordinary gradient takes, too."""
-    rng = np.random.default_rng(seed)
-    positions, *widths = (int(n) for n in rng.choice([32, 64, 128, 256], rng.integers(2, 5)))
-    widths = [16, *widths, 4 * max(widths), 16]  # the last layer's value is by far the largest
-
-    def loss(params, x):
-        for w in params[:-1]:
-            x = jnp.tanh(x @ w)
-        return jnp.sum(x @ params[-1])
-
-    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
-    x = jax.ShapeDtypeStruct((32, positions, 16), "float32")
-    found = memory.estimate(ghost.plan_clipped_sum(loss, params, x))
-    ordinary = scratch(lambda p, x: jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, x).sum())(p), params, x)
-    least = 0.85 if jax.__version_info__ >= (0, 12) else 0.45  # where XLA's temporary memory is almost twice as large
-    assert least < (found.ordinary - 2 * found.weights) / ordinary < 1.05

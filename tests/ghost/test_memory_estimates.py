@@ -1,0 +1,79 @@
+"""The planner's estimates of memory, and what XLA plans to take, for drawn networks."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import scratch, slow_unless
+
+import dpopt
+from dpopt import ghost
+from dpopt.ghost import memory
+
+IS_OLD = jax.__version_info__ < (0, 12)  # there, XLA keeps more, such as what blocks outside of loops should recompute
+
+
+def ordinary_gradient(loss):
+    return lambda params, batch: jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, batch).sum())(params)
+
+
+def recorded_whole(loss):
+    def run(params, batch):
+        options = {"engine": "ghost", "memory": 100.0, "microbatch_size": len(batch)}
+        grads = dpopt.per_example_grads(loss, **options)(params, batch, mask=None)
+        return grads.clipped_sum(dpopt.FlatClip(1.0)).sum
+
+    return run
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(4), range(40)))
+def test_an_ordinary_gradient_has_the_cotangent_of_its_largest_value(seed):
+    """Small networks went in parts for the sake of memory that an ordinary gradient takes, too."""
+    rng = np.random.default_rng(seed)
+    positions, *widths = (int(n) for n in rng.choice([32, 64, 128, 256], rng.integers(2, 5)))
+    widths = [16, *widths, 4 * max(widths), 16]  # the last layer's value is by far the largest
+
+    def loss(params, x):
+        for w in params[:-1]:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x @ params[-1])
+
+    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
+    x = jax.ShapeDtypeStruct((32, positions, 16), "float32")
+    found = memory.estimate(ghost.plan_clipped_sum(loss, params, x))
+    ordinary = scratch(ordinary_gradient(loss), params, x)
+    assert (0.45 if IS_OLD else 0.85) < (found.ordinary - 2 * found.weights) / ordinary < 1.05
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(4), range(40)))
+def test_rematerialised_layers(seed):
+    """Their memory was the one of what they keep, without what the backward pass of a block recomputes."""
+    rng = np.random.default_rng(seed)
+    layers, depth, wide = (int(n) for n in rng.integers([2, 2, 1], [6, 7, 3]) * [1, 1, 32])
+    is_scanned = bool(rng.integers(2)) or IS_OLD
+    policy = [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable][seed % 3]
+
+    def block(x, weights):
+        y = x
+        for w in weights[:-1]:
+            y = jnp.sin(y @ w)
+        return x + y @ weights[-1]
+
+    block = jax.checkpoint(block, policy=policy, prevent_cse=not is_scanned)
+
+    def loss(params, x):
+        if is_scanned:
+            x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, params)
+        else:
+            for weights in params:
+                x = block(x, weights)
+        return jnp.sum(x * x)
+
+    shapes = itertools.pairwise([32, *[wide] * depth, 32])
+    weights = [jax.ShapeDtypeStruct((layers, *shape) if is_scanned else shape, "float32") for shape in shapes]
+    params, x = weights if is_scanned else [weights] * layers, jax.ShapeDtypeStruct((16, 256, 32), "float32")
+    found = memory.estimate(ghost.plan_clipped_sum(loss, params, x))
+    assert 0.6 < (found.ordinary - 2 * found.weights) / scratch(ordinary_gradient(loss), params, x) < 1.05
+    assert 0.6 < (found.recorded(1) - 2 * found.weights) / scratch(recorded_whole(loss), params, x) < 1.15
