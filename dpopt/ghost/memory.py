@@ -73,11 +73,12 @@ def estimate(plan: Plan) -> Memory:
     kept += max(again.values(), default=0)
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)
+    formed = sum(_nbytes(v.shape, v.dtype) for v in plan.trace.products)
     rows, blocks = _of_two_passes(size)
     more = (blocks > 1) + (not rounding.floats_suffice(rows, blocks)) if jax.device_count() == 1 else 0
     return Memory(
         # Look-ups come last in the backward pass, which has all other gradients by then.
-        ordinary=size * max([kept, *_looked_up(contacts, taps)]) + 2 * weights,
+        ordinary=size * max([kept, *_looked_up(contacts, taps)]) + 2 * weights + formed,
         streamed=rows * (kept + left) + (2 + more) * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,

@@ -225,6 +225,7 @@ class Trace:
     prologue: list[Op] = field(default_factory=list)
     contacts: list[Contact] = field(default_factory=list)
     identities: list[ContactOp] = field(default_factory=list)  # contacts on a weight itself
+    products: set[Value] = field(default_factory=set)  # weights that the loss forms, in whose place their factors are
     body: Scope = field(init=False)  # set by trace.py: a scope refers to its trace
     results: list[Value] = field(default_factory=list)  # the loss, then the auxiliary leaves
     aux_tree: Any = None

@@ -140,6 +140,7 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
             return _walk(*swapped, inputs, needed, scope)
     if len(weights) == 1 and len(outputs) == 1:
         if parts := taken_apart(eqn, inputs, weights[0]):
+            scope.trace.products.add(inputs[weights[0]])
             return _walk(*parts, needed, scope)
         if moved_out(eqn, inputs, outputs, weights[0], scope):
             return outputs

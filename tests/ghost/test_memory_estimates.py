@@ -77,3 +77,22 @@ def test_rematerialised_layers(seed):
     found = memory.estimate(ghost.plan_clipped_sum(loss, params, x))
     assert 0.6 < (found.ordinary - 2 * found.weights) / scratch(ordinary_gradient(loss), params, x) < 1.05
     assert 0.6 < (found.recorded(1) - 2 * found.weights) / scratch(recorded_whole(loss), params, x) < 1.15
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(4), range(40)))
+def test_weights_that_are_products(seed):
+    """A batch went in parts for want of the memory that an ordinary gradient takes to form the products."""
+    rng = np.random.default_rng(seed)
+    widths = [int(n) for n in rng.choice([256, 384, 512], rng.integers(2, 5))]
+    ranks = [int(n) for n in rng.integers(1, 5, len(widths) - 1)]
+
+    def loss(params, x):
+        for a, b in params:
+            x = jnp.tanh(x @ (a @ b))
+        return jnp.sum(x * x)
+
+    shapes = [((n, rank), (rank, m)) for (n, m), rank in zip(itertools.pairwise(widths), ranks, strict=True)]
+    params = [tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in pair) for pair in shapes]
+    x = jax.ShapeDtypeStruct((8, widths[0]), "float32")
+    found = memory.estimate(ghost.plan_clipped_sum(loss, params, x))
+    assert 0.9 < (found.ordinary - 2 * found.weights) / scratch(ordinary_gradient(loss), params, x) < 1.1
