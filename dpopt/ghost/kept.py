@@ -40,7 +40,8 @@ def recomputed_bytes(block: Remat, by_weights: bool) -> float:
     """Bytes that the backward pass of a block computes again and holds, for one example (and one step of a loop).
 
     Without ``by_weights``, that pass computes the cotangents of activations alone."""
-    reads = [v for v in block.scope.reads() if v.constant is None]
+    inside = {v for op in block.scope.ops for v in op.outputs}
+    reads = [v for v in block.scope.reads() - inside if v.constant is None]
 
     def run(*inputs: jax.Array) -> list[jax.Array]:
         env = dict(zip(reads, inputs, strict=True))
