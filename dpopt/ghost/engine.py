@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from dpopt.common.trees import at_once, per_example
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums, streamed
+from dpopt.ghost.contacts import settled_records
 from dpopt.ghost.failures import planning
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.plan import Plan
@@ -134,7 +136,8 @@ def clipped_sum(
     leaves, tree = jax.tree.flatten(params)
     mask = jnp.ones(plan.batch_size, bool) if mask is None else jnp.asarray(mask, bool)
     # Padding with NaN or Inf must not take the slow path.
-    batch = without_bad_entries(~mask, jax.tree.leaves(batch))
+    # In memory, if it is computed in the same program, so that norms and sums read the same (`selection.settled`).
+    batch = lax.optimization_barrier(without_bad_entries(~mask, jax.tree.leaves(batch)))
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
     def weigh(norms: list[jax.Array], mask: jax.Array) -> list[jax.Array]:
@@ -157,7 +160,7 @@ def clipped_sum(
         clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))
         return result(*streamed.clipped_sum(run, batch, clip, mask))
     losses, aux, seen, _ = run.passes(batch)
-    found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen))
+    found = leaf_norms(run, settled_records(mask & ~jnp.isfinite(losses), seen))
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
     norms = quick_sums.all_raised(norms, found.terms)

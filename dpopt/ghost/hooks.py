@@ -23,6 +23,7 @@ from dpopt.engines.norms import safe_norm, shrink_to
 from dpopt.ghost import contacts, quick_sums
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.hook_vjp import batched, with_hook
+from dpopt.ghost.large_sums import is_large, large_sum
 from dpopt.ghost.rows import tf32
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
@@ -44,6 +45,7 @@ class _Hook:
     method: str = dataclasses.field(metadata=_STATIC)
     chunk: int = dataclasses.field(metadata=_STATIC)  # examples at a time
     tiny: float = dataclasses.field(metadata=_STATIC)  # of `Trace.narrowest`
+    spare: float = dataclasses.field(metadata=_STATIC)  # of `Plan.spare_bytes`
     is_quick: bool = dataclasses.field(metadata=_STATIC)  # whether norm and sum are those of quick_sums.py
     coefficient: jax.Array | None = None  # (): this example's; 0 excludes it, whatever it contains
 
@@ -91,13 +93,17 @@ class _Hook:
 
     def added(self, contact: Contact, x: jax.Array | None, y: jax.Array, c: jax.Array) -> sums.Sum:
         """The sum of a batch's gradients, weighted by ``c``."""
-        rows = selected(c != 0, x), selected(c != 0, y)
 
         def one_block(rows: tuple[Any, jax.Array], c: jax.Array) -> jax.Array:
-            return contacts.transposed(contact, *rows, c, self.is_quick)
+            x, y = (selected(c != 0, z) for z in rows)
+            return contacts.transposed(contact, x, y, c, self.is_quick)
 
-        one_group = functools.partial(sums.in_blocks, one_block)
-        total = sums.over_examples(one_group, rows, c, may_stack=contacts.may_stack(contact))
+        use = contact, contacts.Seen(x, y)
+        if is_large([use], len(c)):
+            total = large_sum([use], c, None, self.spare)
+        else:
+            one_group = functools.partial(sums.in_blocks, one_block)
+            total = sums.over_examples(one_group, (x, y), c, may_stack=contacts.may_stack(contact))
         total = total if self.total.remainder is None else sums.paired(total)  # the sum of a single example is not
         return jax.tree.map(lambda x, like: x.astype(like.dtype), total, self.total)
 

@@ -6,10 +6,13 @@ and reads it again to add it to another. On a CPU that takes longer than computi
 * of a table only those rows are read and written that examples look up, if these are few;
 * some rows, or columns, of a matrix are added up for all blocks while they are in the cache, and then the next ones.
 
-What is added to what, and in which order, stays the same."""
+What is added to what, and in which order, stays the same. Examples whose c is zero may have entries that are not
+finite.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias, cast
 
@@ -19,59 +22,61 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dpopt.engines import rounding, sums
-from dpopt.ghost.contacts import Records, Seen, usage, weighed, weighs_input
-from dpopt.ghost.costs import leaf_bytes
-from dpopt.ghost.plan import is_direct
+from dpopt.ghost.contacts import Recorded, Seen, weighed, weighs_input
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.rows import OneHot, summed_products, wide
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.run import Run
-from dpopt.ghost.values import Contact, Entry
+from dpopt.ghost.selection import selected
+from dpopt.ghost.values import Contact, wide_dtype
 
 _Rows: TypeAlias = tuple[jax.Array, jax.Array]
 
 # Smaller parameters stay in the cache.
 _LARGE_BYTES = 1 << 20
 
-# A matrix goes whole, or in more than two parts: small products take longer, and XLA writes parts with a single core.
+# A matrix that is little larger goes whole: small products take longer, and XLA writes parts with a single core.
 _PART_BYTES = 1 << 21
 
 
-def large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) -> sums.Sum | None:
-    """``sum_i c_i S g_i`` for one parameter, or None if it is added up like all others."""
-    uses = run.contacts_of([leaf])
-    if jax.default_backend() != "cpu" or jax.device_count() > 1 or len(c) <= rounding.ROWS:
-        return None
-    if leaf_bytes(run.trace, leaf) <= _LARGE_BYTES or run.offsets[leaf] is not None:
-        return None
-    if not uses or not all(_is_copy(k, records) for k in uses):
-        return None
-    first, factors = uses[0], cast(Factors, uses[0].factors)
-    looked_up = rounding.groups(len(c))[1] * sum(cast(Factors, k.factors).positions for k in uses)
-    if run.is_table(leaf) and looked_up <= factors.shape[2] and len({usage(k) for k in uses}) == 1:
-        total = _of_rows([(cast(Factors, k.factors), cast(Seen, records[k])) for k in uses], c, run.scales[leaf])
-    elif len(uses) == 1 and first.primitive is DOT:
-        scale = run.scales[leaf]
-        if scale is not None and scale.ndim:
-            scale = factors.fold(cast(Array, run.diagonal(leaf, first, scale))).reshape(factors.shape[2:])
-        total = _of_matrix(first, cast(Seen, records[first]), c, scale)
-    else:
-        return None
-    return sums.Sum(*(x if x is None else _pulled_back(run, leaf, first, x) for x in total))
-
-
-def _is_copy(contact: Contact, records: Records) -> bool:
-    """Whether the contact's weight is a copy of one parameter whose gradients are single sums of outer products."""
-    factors, record = contact.factors, records[contact]
-    if factors is None or factors.shape[:2] != (1, 1) or not isinstance(record, Seen):
+def is_large(uses: Sequence[tuple[Contact, Recorded]], rows: int) -> bool:
+    """Whether `large_sum` adds up this many examples' gradients at contacts that use one weight, all alike."""
+    if jax.default_backend() != "cpu" or jax.device_count() > 1 or rows <= rounding.ROWS:
         return False
-    is_real = jnp.issubdtype(record.y.dtype, jnp.floating)
-    return is_real and is_direct(contact) and cast(Entry, contact.weight.entry).copy
+    if not uses or not all(_is_single(*use) for use in uses):
+        return False
+    contact, factors = uses[0][0], cast(Factors, uses[0][0].factors)
+    if math.prod(factors.shape) * wide_dtype(contact.weight.dtype).itemsize <= _LARGE_BYTES:
+        return False
+    if not factors.one_hot:
+        return len(uses) == 1 and contact.primitive is DOT
+    looked_up = rounding.groups(rows)[1] * sum(cast(Factors, k.factors).positions for k, _ in uses)
+    return looked_up <= factors.shape[2]
 
 
-def _pulled_back(run: Run, leaf: int, contact: Contact, folded: jax.Array) -> jax.Array:
-    (g,) = run.pull_back([contact], [contact.unfold(folded)], [leaf])
-    return g.astype(run.wide[leaf].dtype)
+def _is_single(contact: Contact, record: Recorded) -> bool:
+    """Whether an example's gradient is a single sum of outer products of real numbers."""
+    if contact.factors is None or contact.factors.shape[:2] != (1, 1) or not isinstance(record, Seen):
+        return False
+    return jnp.issubdtype(record.y.dtype, jnp.floating)
+
+
+def large_sum(
+    uses: Sequence[tuple[Contact, Seen]], c: Float[Array, " batch"], scale: jax.Array | None, spare: float
+) -> sums.Sum:
+    """``sum_i c_i S G_i`` of the gradients at some contacts, like their weight, where `is_large`.
+
+    Args:
+        scale: S, like the weight or a number; for a table a number.
+        spare: how many bytes buffers may take.
+    """
+    contact, factors = uses[0][0], cast(Factors, uses[0][0].factors)
+    if factors.one_hot:
+        total = _of_rows([(cast(Factors, k.factors), seen) for k, seen in uses], c, scale)
+    else:
+        if scale is not None and scale.ndim:
+            scale = factors.fold(scale).reshape(factors.shape[2:])
+        total = _of_matrix(*uses[0], c, scale, spare)
+    return sums.Sum(*(x if x is None else contact.unfold(x) for x in total))
 
 
 def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Array | None) -> sums.Sum:
@@ -89,7 +94,7 @@ def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Arr
         ranks, places = OneHot(ids.reshape(-1), size).ranked()
 
         def one_block(rows: _Rows, c: jax.Array) -> jax.Array:
-            ranks, y = rows
+            ranks, y = rows[0], selected(c != 0, rows[1])
             return jnp.zeros((len(places), p), y.dtype).at[ranks.reshape(-1)].add(weighed(y, c).reshape(-1, p))
 
         added = sums.in_blocks(one_block, (ranks.reshape(ids.shape), y), c)
@@ -100,22 +105,22 @@ def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Arr
             own = sums.Sum(*lax.optimization_barrier([x for x in own if x is not None]))
         return jax.tree.map(lambda x, y: x.at[places].set(y, mode="drop"), total, own)
 
-    zeros = sums.zeros_after((rows, c), jnp.zeros((size, p), rows.dtype))
+    zeros = sums.zeros_after(c, jnp.zeros((size, p), rows.dtype))
     total = sums.over_groups(step, sums.Sum(zeros, zeros if pairs else None), (ids, rows), c)
     return jax.tree.map(lambda x: x.reshape(shape), total)
 
 
-def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, scale: jax.Array | None) -> sums.Sum:
+def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, scale: jax.Array | None, spare: float) -> sums.Sum:
     """The sum of a matrix, folded: a part along its longer axis after another. S is a number or ``[a, p]``."""
     factors, of_input = cast(Factors, contact.factors), weighs_input(contact, seen.x, seen.y)
     left, right = (z[:, 0] for z in jax.vmap(factors.split)(seen.x, seen.y))  # [B, T, a] and [B, T, p]
     _, _, a, p = shape = factors.shape
-    axis, long, short = (0, a, p) if a >= p else (1, p, a)
-    count = -(-long // max(1, _PART_BYTES // (4 * short)))
-    length = -(-long // count) if count > 2 else long  # the last part may begin in the one before
+    axis, long = (0, a) if a >= p else (1, p)
+    length = -(-long // _parts(4 * a * p, len(c), spare))  # the last part may begin in the one before
 
     def one_block(rows: _Rows, c: jax.Array) -> jax.Array:
-        x, y = (weighed(rows[0], c), rows[1]) if of_input else (rows[0], weighed(rows[1], c))
+        x, y = (selected(c != 0, z) for z in rows)
+        x, y = (weighed(x, c), y) if of_input else (x, weighed(y, c))
         return summed_products(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
 
     def part(i: jax.Array, so_far: list[jax.Array]) -> list[jax.Array]:
@@ -132,5 +137,16 @@ def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, scale: jax.Array | No
 
     zeros = jnp.zeros((a, p), jnp.promote_types(jnp.result_type(left, right), jnp.float32))
     nothing = [zeros] * (1 + sums.needs_remainder(len(c)))
-    found = lax.fori_loop(0, -(-long // length), part, sums.zeros_after((left, right, c), nothing))
+    found = lax.fori_loop(0, -(-long // length), part, sums.zeros_after(c, nothing))
     return sums.Sum(*(x.reshape(shape) for x in found))
+
+
+def _parts(size: int, rows: int, spare: float) -> int:
+    """Into how many parts a matrix of ``size`` bytes is split, if buffers may take no more than ``spare``."""
+    groups = rounding.groups(rows)[0]
+    # The sum of a block, and of a group those of two. (The sum of all groups is the result.)
+    if size <= 2 * _PART_BYTES and min(groups, 2) * size <= spare:
+        return 1
+    # The sum of a part, too, and its remainder.
+    buffers = 1 + min(groups, 2) + sums.needs_remainder(rows)
+    return math.ceil(size / min(_PART_BYTES, spare / buffers))

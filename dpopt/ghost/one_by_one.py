@@ -19,7 +19,7 @@ from dpopt.engines.norms import norms_together, safe_norm
 from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import costs, squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, usage, weighted
+from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, usage, weighted, without_given
 from dpopt.ghost.leaf_terms import sizes_of_terms
 from dpopt.ghost.norms import mapped
 from dpopt.ghost.primitives import CONVOLUTION, DOT
@@ -61,19 +61,20 @@ def certain(
     are_finite = finite([upper[i] for i in leaves])
     fine = [are_finite, *(c >= (1 - TOLERANCE) * most for c, most in distinct)]
     uncertain = mask & ~functools.reduce(jnp.logical_and, fine)
-    arrays, rebuild = _flat(*distinct_arrays(records))
+    computed, put_back = without_given(records)
+    arrays, rebuild = _flat(*distinct_arrays(computed))
     tables = _tables(run, leaves, records)
     pull_back = _pull_back(run, leaves, tables)
     run.gains(run.contacts_of(leaves), leaves)  # remembers what the loop below must not compute anew
 
     def step(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
-        own = _norms(run, uncertain, state[0], rebuild(state[1]), leaves, tables, pull_back)
+        own = _norms(run, uncertain, state[0], put_back(rebuild(state[1])), leaves, tables, pull_back)
         return own, without_bad_entries(~jnp.all(jnp.isfinite(own), axis=0), state[1])
 
     together = jnp.stack([upper[i] for i in leaves])  # one array, so that a loop copies few
     own, arrays = if_any(uncertain | ~are_finite, step, (together, arrays))
     norms = dict(zip(leaves, own, strict=True))
-    return [norms[i].astype(n.dtype) if i in norms else n for i, n in enumerate(upper)], rebuild(arrays)
+    return [norms[i].astype(n.dtype) if i in norms else n for i, n in enumerate(upper)], put_back(rebuild(arrays))
 
 
 def _flat(

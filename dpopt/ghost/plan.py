@@ -136,6 +136,11 @@ class Plan:
         return self.batch_size * activations + 2 * self.weight_bytes
 
     @property
+    def spare_bytes(self) -> float:
+        """How much memory buffers of one parameter's sum may take: less than is allowed by default for everything."""
+        return self._ordinary_bytes / 5
+
+    @property
     def parts(self) -> int:
         """The number of equal parts to split the batch into, to be processed one after the other in the same memory.
 

@@ -43,6 +43,8 @@ BILINEAR = _all("dot_general conv_general_dilated")
 LAYOUT = _all("""
     reshape transpose squeeze rev copy slice split convert_element_type reduce_precision broadcast_in_dim dynamic_slice
 """)
+# The same entries in the same order, where input and output have equally many.
+RESHAPING = _all("reshape squeeze broadcast_in_dim")
 # The same, and every entry stays in its place.
 CASTS = _all("convert_element_type reduce_precision copy")
 # Linear in one input: equal cotangents of the outputs give equal cotangents of the input.

@@ -34,11 +34,11 @@ from dpopt.engines.blocks import Blocks
 from dpopt.engines.norms import safe_norm
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums
-from dpopt.ghost.contacts import Recorded, Records, Seen
+from dpopt.ghost.contacts import Recorded, Records, Seen, settled_records
 from dpopt.ghost.hooks import ClipHook, Hooks, TwoPassHook
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.run import Run
-from dpopt.ghost.selection import finite, selected, settled
+from dpopt.ghost.selection import finite, selected
 from dpopt.ghost.squares import tiny
 from dpopt.ghost.underflow import without_underflowing
 from dpopt.ghost.values import Contact, Entry, wide_dtype
@@ -118,7 +118,7 @@ def _first_pass(
             bounds = jnp.stack([safe_norm(b.reshape(len(mask), -1), axis=1) for b in _both(bounds)], axis=1)
         number = run.scalar_scale(leaf)
         known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
-    found = leaf_norms(run, settled(mask & ~jnp.isfinite(losses), seen), known)
+    found = leaf_norms(run, settled_records(mask & ~jnp.isfinite(losses), seen), known)
     # Streamed gradients are scaled before they are squared, so their norms are certain.
     leaves = [i for i in range(len(found.upper)) if i not in known]
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, leaves)
@@ -246,7 +246,7 @@ def _hooks(run: Run, clip: Clip, groups: Mapping[int, int], adds_up: jax.Array |
             bounds=jnp.zeros((*steps, 3), dtype),
             total=Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None),
             diagonal=diagonal, method=method, is_quick=contact in run.plan.quick,
-            chunk=run.plan.streamed_chunk(contact), tiny=tiny(run.trace.narrowest),
+            chunk=run.plan.streamed_chunk(contact), tiny=tiny(run.trace.narrowest), spare=run.plan.spare_bytes,
         )  # fmt: skip
         if leaf not in run.plan.single:
             hooks[contact] = TwoPassHook(**common, adds_up=adds_up, group=groups[leaf])

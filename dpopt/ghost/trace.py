@@ -20,6 +20,7 @@ Calls are inlined. In a ``scan``, equations that do not depend on the example mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -42,7 +43,7 @@ from dpopt.ghost.linear import may_pull_back_sums
 from dpopt.ghost.multiples import describe_multiple, moved_out
 from dpopt.ghost.products import remember, taken_apart
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
-from dpopt.ghost.values import Entry, Op, Value
+from dpopt.ghost.values import ContactOp, Entry, Op, Value
 
 
 def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool = False) -> Trace:
@@ -83,6 +84,22 @@ def _sort(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], count: int, trace: Tra
     # A loss that does not depend on the example still has a gradient.
     trace.results = [trace.body.promote(outs[0]) if outs[0].leaves else outs[0], *outs[1:]]
     share_taps(trace.body, trace.results)
+    _mark_given(trace)
+
+
+def _mark_given(trace: Trace) -> None:
+    """Marks the contacts whose input is an array of the example, in some shape.
+
+    They have to be in memory before the engine starts. Only loops ensure that on the CPU of JAX 0.10 and 0.11, which
+    drops barriers too early, and copy them."""
+    if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
+        return
+    given = set(trace.example)
+    for op in trace.body.ops:
+        if isinstance(op, ContactOp):
+            op.contact.is_given = op.input_position is not None and op.inputs[op.input_position] in given
+        elif isinstance(op, Op) and op.primitive in primitives.RESHAPING and op.inputs[0] in given:
+            given.update(v for v in op.outputs if math.prod(v.shape) == math.prod(op.inputs[0].shape))
 
 
 def _walk(

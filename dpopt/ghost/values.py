@@ -134,6 +134,7 @@ class Contact:
     input_shape: tuple[int, ...] = ()
     input_dtype: Any = None
     is_precise: bool = False  # the output is computed in the full precision of its own dtype
+    is_given: bool = False  # the input is an array of the batch, in some shape
     is_rounded: bool = False  # a GPU multiplies float32 factors in fewer bits, and the loss has not asked for more
     shares: Contact | None = None  # another contact whose output has the same cotangent: this one needs no tap
     # The loops around it, outermost first: length, and whether each step has its own weight.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from dpopt.engines import sums
-from dpopt.ghost.contacts import Recorded, Records, may_stack, weighted
-from dpopt.ghost.large_sums import large_sum
+from dpopt.ghost.contacts import Recorded, Records, Seen, may_stack, usage, weighted
+from dpopt.ghost.large_sums import is_large, large_sum
+from dpopt.ghost.plan import is_direct
+from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
-from dpopt.ghost.values import Contact
+from dpopt.ghost.values import Contact, Entry
 
 # Leaf norms, [B] or [B, layers] per parameter, and a mask, to coefficients of the same shapes.
 Weigh: TypeAlias = Callable[[list[Float[Array, " batch *layers"]], Bool[Array, " batch"]], list[Array]]
@@ -24,7 +27,7 @@ Added: TypeAlias = Callable[[Contact, int], Array]
 
 def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:
     """``sum_i c_i (S g_i + o)`` for some parameters; ``weights`` are their c, zero for examples that do not count."""
-    found = {leaf: total for leaf, c in weights.items() if (total := large_sum(run, leaf, c, records)) is not None}
+    found = {leaf: total for leaf, c in weights.items() if (total := _large_sum(run, leaf, c, records)) is not None}
     rest = {leaf: c for leaf, c in weights.items() if leaf not in found}
     if rest:
         value, remainder = _together(run, rest, records)
@@ -32,6 +35,31 @@ def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], record
         found |= {leaf: sums.Sum(*pair) for leaf, pair in zip(rest, pairs, strict=True)}
     value, remainder = ([found[leaf][i] for leaf in weights] for i in range(2))
     return sums.Sum(value, None if None in remainder[:1] else remainder)
+
+
+def _large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) -> sums.Sum | None:
+    """That of a parameter whose contacts read nothing but copies of it, if it is large; else None."""
+    uses, scale = [(k, records[k]) for k in run.contacts_of([leaf])], run.scales[leaf]
+    if run.offsets[leaf] is not None or not is_large(uses, len(c)) or not all(_is_copy(k) for k, _ in uses):
+        return None
+    first = uses[0][0]
+    if len(uses) > 1 and len({usage(k) for k, _ in uses}) > 1:
+        return None
+    if scale is not None and scale.ndim:
+        if cast(Factors, first.factors).one_hot:
+            return None
+        scale = run.diagonal(leaf, first, scale)
+    total = large_sum([(k, cast(Seen, seen)) for k, seen in uses], c, scale, run.plan.spare_bytes)
+    return sums.Sum(*(x if x is None else _pulled_back(run, leaf, first, x) for x in total))
+
+
+def _is_copy(contact: Contact) -> bool:
+    return is_direct(contact) and cast(Entry, contact.weight.entry).copy
+
+
+def _pulled_back(run: Run, leaf: int, contact: Contact, total: jax.Array) -> jax.Array:
+    (g,) = run.pull_back([contact], [total], [leaf])
+    return g.astype(run.wide[leaf].dtype)
 
 
 def _together(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:

@@ -1,0 +1,146 @@
+"""Contacts whose input is an array of the batch, which the engine neither copies nor cleans as a whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import slow_unless
+from jax import lax
+
+import dpopt
+from dpopt.engines import rounding
+from dpopt.ghost.trace import trace_loss
+
+CLIP = 0.7
+CLIPS = {"flat": dpopt.FlatClip(CLIP), "layerwise": dpopt.LayerwiseClip(CLIP)}
+KEEPS_BARRIERS = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers too early on CPUs")
+
+
+KINDS = ["vector", "column", "sequence", "flattened", "filters", "twice", "own gradient", "look-up"]
+
+
+def _drawn(rng, kind):
+    """A loss that reads its input in one of many shapes, its parameters, and the shape of an input."""
+    rows, width, out = (int(n) for n in rng.integers(1, [5, 7, 5]))
+    shape = {"vector": (width,), "column": (width,), "filters": (rows + 3, width)}.get(kind, (rows, width))
+    fan_in = {"flattened": rows * width, "filters": 3 * width, "look-up": 1200}.get(kind, width)
+    params = {"w": rng.normal(size=(fan_in, out)), "b": rng.normal(size=out), "v": rng.normal(size=(out, 3))}
+
+    def loss_fn(params, example):
+        x, y, ids = example
+        w = params["w"]
+        if kind == "column":
+            h = (x[None] @ w)[0]
+        elif kind == "flattened":
+            h = x.reshape(-1) @ w
+        elif kind == "filters":
+            filters = w.reshape(3, width, out)
+            h = lax.conv_general_dilated(x[None], filters, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))[0]
+        elif kind == "look-up":
+            h = w[ids]
+        elif kind == "twice":
+            h = x @ w + jnp.sin(x) @ w
+        else:
+            h = x @ w
+        h = jnp.sum(jnp.tanh(h.reshape(-1, out) + params["b"][None]), axis=0)
+        if kind == "own gradient":
+            h = h + jnp.sum(jax.grad(lambda x: jnp.sum(jnp.cos(x @ w)))(x))
+        return jnp.sum((h @ params["v"] - y) ** 2)
+
+    return loss_fn, jax.tree.map(jnp.float32, params), shape
+
+
+def _batch(rng, size, shape):
+    """Some examples have an entry that is not finite, in the input or in the label; and who counts."""
+    x, y = rng.normal(size=(size, *shape)), rng.normal(size=(size, 3))
+    for i in rng.choice(size, max(1, size // 9), replace=False):
+        part = [x, y][rng.integers(2)]
+        part[(i, *(int(rng.integers(n)) for n in part.shape[1:]))] = rng.choice([np.nan, np.inf, -np.inf])
+    for part in (x, y):
+        part[(0,) * part.ndim] = np.nan  # what no other entry may follow from
+    ids = rng.integers(0, 1200, (size, 3))
+    return (jnp.float32(x), jnp.float32(y), jnp.asarray(ids)), (rng.random(size) < 0.8) | (np.arange(size) == 0)
+
+
+def _expected(loss_fn, params, batch, mask, clip):
+    """The clipped sum in float64, by NumPy, of plain gradients; and who is all right."""
+    grads = jax.jit(jax.vmap(jax.grad(loss_fn), (None, 0)))(params, batch)
+    leaves, tree = jax.tree.flatten(jax.tree.map(np.float64, grads))
+    rows = [leaf.reshape(len(mask), -1) for leaf in leaves]
+    fine = [mask & np.isfinite(r).all(axis=1) for r in rows]
+    ok = np.all(fine, axis=0)
+    if clip == "flat":  # parameters that are clipped alone are left out alone
+        fine = [ok] * len(rows)
+    rows = [np.where(own[:, None], r, 0) for r, own in zip(rows, fine, strict=True)]
+    norms, limit = [np.linalg.norm(r, axis=1) for r in rows], CLIP / len(rows) ** 0.5
+    if clip == "flat":
+        norms, limit = [np.linalg.norm(norms, axis=0)] * len(rows), CLIP
+    sums = [np.minimum(1, limit / np.maximum(n, 1e-30)) @ r for r, n in zip(rows, norms, strict=True)]
+    return tree.unflatten([s.reshape(leaf.shape[1:]) for s, leaf in zip(sums, leaves, strict=True)]), ok
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(16), range(160)))
+def test_bad_examples_contribute_nothing(seed, monkeypatch):
+    """Whatever they hold, in blocks or whole, recorded or in two passes, alone or with a large matrix."""
+    rng = np.random.default_rng(seed)
+    loss_fn, params, shape = _drawn(rng, KINDS[seed % len(KINDS)])
+    size = int(rng.choice([5, rounding.ROWS, 97, 300, 300]))
+    batch, mask = _batch(rng, size, shape)
+    monkeypatch.setattr("dpopt.ghost.memory._SMALL_BYTES", 0)  # below which all is recorded
+    if rng.random() < 0.7:
+        monkeypatch.setattr("dpopt.ghost.large_sums._LARGE_BYTES", 16)
+        monkeypatch.setattr("dpopt.ghost.large_sums._PART_BYTES", 16)
+    clip = [*CLIPS][seed // len(KINDS) % 2]
+    memory = [None, 1, 1e9][rng.integers(3)]  # as usual, the least, anything
+
+    @jax.jit
+    def clipped(params, batch, mask):
+        promise = dpopt.per_example_grads(loss_fn, engine="ghost", **({} if memory is None else {"memory": memory}))
+        found = promise(params, batch, mask=mask).clipped_sum(CLIPS[clip])
+        return found.sum, found.sensitive.is_example & found.sensitive.is_finite
+
+    mask = np.ones(size, bool) if rng.random() < 0.3 else mask
+    found, found_ok = clipped(params, batch, None if mask.all() else mask)
+    expected, ok = _expected(loss_fn, params, batch, mask, clip)
+    assert (found_ok == ok).all()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+
+
+@KEEPS_BARRIERS
+@pytest.mark.parametrize("size", [5, 300])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_batch_that_is_computed_in_the_same_program_is_computed_once(size, clip):
+    """What is computed several times may be rounded in several ways: the norm and the sum would be of other inputs."""
+
+    def added_up(w, raw):
+        promise = dpopt.per_example_grads(lambda w, x: jnp.sum(jnp.tanh(x.reshape(10, 4) @ w)), engine="ghost")
+        return promise(w, jnp.floor(raw), mask=None).clipped_sum(CLIPS[clip]).sum
+
+    program = jax.jit(added_up).lower(jnp.zeros((4, 30)), jnp.ones((size, 40))).compile().as_text()
+    assert program.count(" floor(") == 1
+
+
+@KEEPS_BARRIERS
+@pytest.mark.parametrize("clip", CLIPS)
+def test_the_batch_is_not_copied(clip):
+    batch, params = jnp.ones((512, 4000)), {"w": jnp.zeros((4000, 20)), "b": jnp.zeros(20)}
+
+    def added_up(params, batch):
+        promise = dpopt.per_example_grads(lambda p, x: jnp.sum(jnp.tanh(x @ p["w"] + p["b"])), engine="ghost")
+        return promise(params, batch, mask=None).clipped_sum(CLIPS[clip])
+
+    planned = jax.jit(lambda params, batch: added_up(params, batch).sum).lower(params, batch).compile()
+    # What is clipped in one pass has its factors scaled first.
+    assert planned.memory_analysis().temp_size_in_bytes < (0.5 if clip == "flat" else 1.1) * batch.nbytes
+
+
+@KEEPS_BARRIERS
+def test_inputs_that_the_loss_computes_are_not_given():
+    def given(loss_fn):
+        return [c.is_given for c in trace_loss(loss_fn, jnp.ones((4, 4)), jnp.ones((2, 2))).contacts]
+
+    assert given(lambda w, x: jnp.sum(x.reshape(-1) @ w)) == [True]
+    assert given(lambda w, x: jnp.sum(x.reshape(1, 4)[0][None] @ w)) == [True]
+    assert given(lambda w, x: jnp.sum(2 * x.reshape(-1) @ w)) == [False]
+    assert given(lambda w, x: jnp.sum(x.T.reshape(-1) @ w)) == [False]  # another order of the entries
+    assert given(lambda w, x: jnp.sum(jnp.tile(x, (1, 2)) @ w)) == [False]
