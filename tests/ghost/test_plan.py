@@ -140,14 +140,15 @@ def test_transposed_convolutions_are_factored_by_pixels_of_the_input(seed, x64):
     (contact,) = trace_loss(lambda w, x: jnp.sum(convolve(w, x) ** 2), w, x).contacts
     factors, y = contact.factors, rng.normal(size=jax.eval_shape(convolve, w, x).shape)
     assert factors.positions == images * np.prod(sides)
-    left, right = factors.split(x, y)
-    (exact,) = jax.vjp(lambda w: convolve(w, x), w)[1](y)
+    split = jax.jit(factors.split)
+    left, right = split(x, y)
+    exact = jax.jit(lambda w, x, y: jax.vjp(lambda w: convolve(w, x), w)[1](y)[0])(w, x, y)
     found = factors.unfold(jnp.einsum("nta,ntp->nap", left, right)[None])
     np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-10)
     np.testing.assert_array_equal(factors.unfold(factors.fold(w)), w)
     # What bounds the rounding error: of equal terms, whose windows overlap, it comes close.
     x, y = np.ones_like(x), np.ones_like(y)
-    left, right = factors.split(x, y)
+    left, right = split(x, y)
     terms = jnp.linalg.norm(jnp.einsum("nta,ntp->nap", left, right))
     number, arrays = term_sizes.as_product(factors, x, y, None)
     assert terms <= number * np.prod([np.linalg.norm(z) for z in arrays]) * (1 + 1e-9)

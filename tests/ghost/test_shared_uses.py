@@ -113,7 +113,7 @@ def test_norms_of_rare_examples(seed, kind):
     size = 1e-25
     loss, params, x = drawn(np.random.default_rng([seed, 3, list(KINDS).index(kind)]), kind)
     with jax.numpy_rank_promotion("allow"):
-        plain = jax.vmap(jax.grad(loss), (None, 0))(params, x)
+        plain = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, x)
         norms = jax.tree.map(lambda g: np.linalg.norm(np.float64(g).reshape(B, -1), axis=1), plain)
         clip = 1e-3 * size
         got = jax.jit(
