@@ -23,6 +23,7 @@ Running:
 
 * engine.py        the clipped sum: forward and backward to the taps, norms, weighted sum
 * run.py           the passes over one batch; chunks.py a batch in chunks
+* records.py       what they recorded, without copies of the batch
 * contacts.py      gradients and weighted sums at one contact; pullback.py from the contacts back to the parameters
 * norms.py         per-example squared norms from factors; standardized.py through normalised filters
 * quick_sums.py    products that a GPU computes in TF32

@@ -10,8 +10,8 @@ float32 that takes factors, or diagonals, some 1e28 times the clip norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from dpopt.ghost.costs import view_bytes
 from dpopt.ghost.primitives import BILINEAR, CONVOLUTION, DOT
 from dpopt.ghost.rows import quick_products, summed_products, tf32
 from dpopt.ghost.rules import Factors
-from dpopt.ghost.selection import selected, settled
+from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
 from dpopt.ghost.values import Contact, wide_dtype
 
@@ -52,33 +52,6 @@ class Formed(NamedTuple):
 
 Recorded: TypeAlias = Seen | Formed
 Records: TypeAlias = Mapping[Contact, Recorded]
-
-
-_Record = TypeVar("_Record", bound=Recorded)
-
-
-def without_given(
-    records: Mapping[Contact, _Record],
-) -> tuple[dict[Contact, _Record], Callable[..., dict[Contact, Any]]]:
-    """Records without inputs that are arrays of the batch, and a function that puts these back.
-
-    A loop would copy them: they are not the engine's to write to."""
-    given = {c: r.x for c, r in records.items() if c.is_given and isinstance(r, Seen)}
-
-    def put_back(records: Mapping[Contact, Any], after: bool = False) -> dict[Contact, Any]:
-        xs = [*given.values()]
-        if xs and after:
-            xs, _ = lax.optimization_barrier((xs, records[next(iter(given))].y))
-        inputs = dict(zip(given, xs, strict=True))
-        return {c: r._replace(x=inputs[c]) if c in given else r for c, r in records.items()}
-
-    return {c: cast(Any, r)._replace(x=None) if c in given else r for c, r in records.items()}, put_back
-
-
-def settled_records(bad: jax.Array, seen: Mapping[Contact, Seen]) -> dict[Contact, Seen]:
-    """`settled`, without copies of the batch. It is read again only then: XLA would compute early what reads it."""
-    computed, put_back = without_given(seen)
-    return put_back(settled(bad, computed), after=True)
 
 
 def form(contact: Contact, record: Recorded, for_sum: bool = False) -> jax.Array:
@@ -185,7 +158,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_qu
     """The same from inputs and cotangents: the contact's primitive, linear in the weight, transposed."""
     if contact.apply is None:
         return jnp.sum(weighed(y, c), axis=0)
-    if contact.is_given:  # nothing has replaced what is not finite in it
+    if contact.given is not None:  # nothing has replaced what is not finite in it
         x = selected(c != 0, x)
     if weighs_input(contact, x, y):
         x = weighed(x, c, is_quick)

@@ -24,11 +24,11 @@ from dpopt.common.trees import at_once, per_example
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums, streamed
-from dpopt.ghost.contacts import settled_records
 from dpopt.ghost.failures import planning
 from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.planner import leaf_paths, make_plan
+from dpopt.ghost.records import settled_records, with_inputs, without_padding
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, settled, without_bad_entries
 from dpopt.ghost.trace import trace_loss
@@ -137,7 +137,8 @@ def clipped_sum(
     mask = jnp.ones(plan.batch_size, bool) if mask is None else jnp.asarray(mask, bool)
     # Padding with NaN or Inf must not take the slow path.
     # In memory, if it is computed in the same program, so that norms and sums read the same (`selection.settled`).
-    batch = lax.optimization_barrier(without_bad_entries(~mask, jax.tree.leaves(batch)))
+    given = lax.optimization_barrier(jax.tree.leaves(batch))
+    batch = without_bad_entries(~mask, given)
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
     def weigh(norms: list[jax.Array], mask: jax.Array) -> list[jax.Array]:
@@ -160,9 +161,11 @@ def clipped_sum(
         clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))
         return result(*streamed.clipped_sum(run, batch, clip, mask))
     losses, aux, seen, _ = run.passes(batch)
-    found = leaf_norms(run, settled_records(mask & ~jnp.isfinite(losses), seen))
+    seen = settled_records(mask & ~jnp.isfinite(losses), seen, given, plan.quick)
+    found = leaf_norms(run, without_padding(seen, mask))
+    records = with_inputs(found.records, seen)
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
-    norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
+    norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, records)
     norms = quick_sums.all_raised(norms, found.terms)
     ok = mask & finite([*norms, mask])
     weights = dict(enumerate(weigh(norms, mask)))

@@ -19,11 +19,12 @@ from dpopt.engines.norms import norms_together, safe_norm
 from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import costs, squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, usage, weighted, without_given
+from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, usage, weighted
 from dpopt.ghost.leaf_terms import sizes_of_terms
 from dpopt.ghost.norms import mapped
 from dpopt.ghost.primitives import CONVOLUTION, DOT
 from dpopt.ghost.pullback import Pull
+from dpopt.ghost.records import without_given
 from dpopt.ghost.rows import OneHot
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run

@@ -34,9 +34,10 @@ from dpopt.engines.blocks import Blocks
 from dpopt.engines.norms import safe_norm
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums
-from dpopt.ghost.contacts import Recorded, Records, Seen, settled_records
+from dpopt.ghost.contacts import Recorded, Records, Seen
 from dpopt.ghost.hooks import ClipHook, Hooks, TwoPassHook
 from dpopt.ghost.leaf_norms import leaf_norms
+from dpopt.ghost.records import settled_records
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected
 from dpopt.ghost.squares import tiny

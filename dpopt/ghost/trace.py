@@ -94,12 +94,12 @@ def _mark_given(trace: Trace) -> None:
     drops barriers too early, and copy them."""
     if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
         return
-    given = set(trace.example)
+    given = {value: i for i, value in enumerate(trace.example)}
     for op in trace.body.ops:
         if isinstance(op, ContactOp):
-            op.contact.is_given = op.input_position is not None and op.inputs[op.input_position] in given
-        elif isinstance(op, Op) and op.primitive in primitives.RESHAPING and op.inputs[0] in given:
-            given.update(v for v in op.outputs if math.prod(v.shape) == math.prod(op.inputs[0].shape))
+            op.contact.given = None if op.input_position is None else given.get(op.inputs[op.input_position])
+        elif isinstance(op, Op) and op.primitive in primitives.RESHAPING and (source := op.inputs[0]) in given:
+            given |= {v: given[source] for v in op.outputs if math.prod(v.shape) == math.prod(source.shape)}
 
 
 def _walk(

@@ -134,12 +134,12 @@ class Contact:
     input_shape: tuple[int, ...] = ()
     input_dtype: Any = None
     is_precise: bool = False  # the output is computed in the full precision of its own dtype
-    is_given: bool = False  # the input is an array of the batch, in some shape
     is_rounded: bool = False  # a GPU multiplies float32 factors in fewer bits, and the loss has not asked for more
     shares: Contact | None = None  # another contact whose output has the same cotangent: this one needs no tap
     # The loops around it, outermost first: length, and whether each step has its own weight.
     loops: tuple[tuple[int, bool], ...] = ()
     of_step: Contact | None = None  # the same contact within one step
+    given: int | None = None  # which array of the example its input is, in some shape
 
     def fold(self, weight: jax.Array) -> jax.Array:
         """An array like the weight in the arrangement of the factors, if there are any."""

@@ -1,0 +1,63 @@
+"""What the passes recorded, without copies of the batch: inputs that are its arrays are read in place.
+
+Padding may hold anything there, and so may examples that turn out not to be finite. Norms are of inputs in which
+padding is zero, and sums leave out, block by block, every example whose coefficient is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+from jax import lax
+
+from dpopt.ghost.contacts import Formed, Recorded, Seen
+from dpopt.ghost.rows import tf32
+from dpopt.ghost.selection import settled, without_bad_entries
+from dpopt.ghost.values import Contact
+
+_Record = TypeVar("_Record", bound=Recorded)
+
+
+def without_given(
+    records: Mapping[Contact, _Record],
+) -> tuple[dict[Contact, _Record], Callable[[Mapping[Contact, Any]], dict[Contact, Any]]]:
+    """Records without inputs that are arrays of the batch, and a function that puts these back.
+
+    A loop would copy them: they are not the engine's to write to."""
+    given = {c: r.x for c, r in records.items() if c.given is not None and isinstance(r, Seen)}
+
+    def put_back(records: Mapping[Contact, Any]) -> dict[Contact, Any]:
+        return {c: r._replace(x=given[c]) if c in given else r for c, r in records.items()}
+
+    return {c: cast(Any, r)._replace(x=None) if c in given else r for c, r in records.items()}, put_back
+
+
+def settled_records(
+    bad: jax.Array, seen: Mapping[Contact, Seen], batch: Sequence[jax.Array] | None = None,
+    quick: Collection[Contact] = (),
+) -> dict[Contact, Seen]:  # fmt: skip
+    """`settled`, without copies of inputs that are arrays of the ``batch``, whatever padding holds there.
+
+    They are read again only then: XLA would compute early what reads them. ``quick``: whose inputs are rounded."""
+    rest = settled(bad, without_given(seen)[0])
+    given = [c for c in rest if c.given is not None]
+    inputs = [seen[c].x for c in given]
+    if batch is not None:
+        inputs = [batch[cast(int, c.given)].reshape(x.shape) for c, x in zip(given, inputs, strict=True)]
+        inputs = [tf32(x) if c in quick else x for c, x in zip(given, inputs, strict=True)]
+    if given:
+        inputs, _ = lax.optimization_barrier((inputs, rest[given[0]].y))
+    return rest | {c: rest[c]._replace(x=x) for c, x in zip(given, inputs, strict=True)}
+
+
+def without_padding(seen: Mapping[Contact, Seen], mask: jax.Array) -> dict[Contact, Seen]:
+    """The same with zeros for entries of padding that are not finite."""
+    padding = ~mask
+    return {c: r if c.given is None else r._replace(x=without_bad_entries(padding, [r.x])[0]) for c, r in seen.items()}
+
+
+def with_inputs(records: Mapping[Contact, Recorded], seen: Mapping[Contact, Seen]) -> dict[Contact, Recorded]:
+    """Records with the inputs that are arrays of the batch as they were ``seen``."""
+    return {c: r if c.given is None or isinstance(r, Formed) else r._replace(x=seen[c].x) for c, r in records.items()}
