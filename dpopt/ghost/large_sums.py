@@ -47,7 +47,7 @@ def is_large(uses: Sequence[tuple[Contact, Recorded]], rows: int) -> bool:
     contact, factors = uses[0][0], cast(Factors, uses[0][0].factors)
     if math.prod(factors.shape) * wide_dtype(contact.weight.dtype).itemsize <= _LARGE_BYTES:
         return False
-    if not factors.one_hot:
+    if not all(cast(Factors, k.factors).one_hot for k, _ in uses):
         return len(uses) == 1 and contact.primitive is DOT
     looked_up = rounding.groups(rows)[1] * sum(cast(Factors, k.factors).positions for k, _ in uses)
     return looked_up <= factors.shape[2]

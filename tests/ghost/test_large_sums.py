@@ -80,6 +80,25 @@ def test_tables_and_matrices_of_layers(used):
     chex.assert_trees_all_close(clipped("ghost", params, batch), clipped("vmap", params, batch), atol=2e-5)
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_table_that_is_a_matrix_too(is_turned, used):
+    """As of a language model whose output layer is its table: its sum is neither one of rows nor one product."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(600, 3)), jnp.float32)
+    batch = jnp.asarray(rng.integers(0, 600, 300)), jnp.asarray(rng.normal(size=(300, 600 if is_turned else 3)))
+
+    def loss_fn(table, example):
+        out = example[1] @ table if is_turned else table @ example[1]
+        return jnp.sum(jnp.sin(table[example[0]])) + jnp.sum(jnp.tanh(out))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def clipped(engine, table, batch):
+        grads = dpopt.per_example_grads(loss_fn, engine=engine)(table, batch, mask=None)
+        return grads.clipped_sum(dpopt.FlatClip(CLIP)).sum
+
+    np.testing.assert_allclose(clipped("ghost", table, batch), clipped("vmap", table, batch), atol=2e-5)
+
+
 @pytest.fixture
 def used(monkeypatch):
     """Which sums took which way; every parameter counts as large."""
