@@ -15,8 +15,6 @@ from dpopt.ghost.trace import trace_loss
 CLIP = 0.7
 CLIPS = {"flat": dpopt.FlatClip(CLIP), "layerwise": dpopt.LayerwiseClip(CLIP)}
 KEEPS_BARRIERS = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers too early on CPUs")
-
-
 KINDS = ["vector", "column", "sequence", "flattened", "filters", "twice", "own gradient", "look-up"]
 
 
@@ -82,7 +80,7 @@ def _expected(loss_fn, params, batch, mask, clip):
 
 @pytest.mark.parametrize("seed", slow_unless(range(16), range(160)))
 def test_bad_examples_contribute_nothing(seed, monkeypatch):
-    """Whatever they hold, in blocks or whole, recorded or in two passes, alone or with a large matrix."""
+    """Whatever they hold: in blocks or whole, recorded, in one pass or two, with sums that count as large or not."""
     rng = np.random.default_rng(seed)
     loss_fn, params, shape = _drawn(rng, KINDS[seed % len(KINDS)])
     size = int(rng.choice([5, rounding.ROWS, 97, 300, 300]))
@@ -92,11 +90,12 @@ def test_bad_examples_contribute_nothing(seed, monkeypatch):
         monkeypatch.setattr("dpopt.ghost.large_sums._LARGE_BYTES", 16)
         monkeypatch.setattr("dpopt.ghost.large_sums._PART_BYTES", 16)
     clip = [*CLIPS][seed // len(KINDS) % 2]
-    memory = [None, 1, 1e9][rng.integers(3)]  # as usual, the least, anything
+    if rng.random() < 0.5:  # two passes, unless one is enough
+        monkeypatch.setattr("dpopt.ghost.memory._recorded", lambda *_: None)
 
     @jax.jit
     def clipped(params, batch, mask):
-        promise = dpopt.per_example_grads(loss_fn, engine="ghost", **({} if memory is None else {"memory": memory}))
+        promise = dpopt.per_example_grads(loss_fn, engine="ghost", memory=1e9)
         found = promise(params, batch, mask=mask).clipped_sum(CLIPS[clip])
         return found.sum, found.sensitive.is_example & found.sensitive.is_finite
 
@@ -104,7 +103,7 @@ def test_bad_examples_contribute_nothing(seed, monkeypatch):
     found, found_ok = clipped(params, batch, None if mask.all() else mask)
     expected, ok = _expected(loss_fn, params, batch, mask, clip)
     assert (found_ok == ok).all()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), found, expected)
 
 
 @KEEPS_BARRIERS
