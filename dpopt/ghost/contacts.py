@@ -160,6 +160,8 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_qu
         return jnp.sum(weighed(y, c), axis=0)
     if contact.given is not None:  # nothing has replaced what is not finite in it
         x = selected(c != 0, x)
+        if contact.factors is not None and contact.factors.positions == 1:  # `records.norms_in_place`
+            y = selected(c != 0, y)
     if weighs_input(contact, x, y):
         x = weighed(x, c, is_quick)
     else:

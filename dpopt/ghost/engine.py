@@ -25,10 +25,9 @@ from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums, streamed
 from dpopt.ghost.failures import planning
-from dpopt.ghost.leaf_norms import leaf_norms
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.planner import leaf_paths, make_plan
-from dpopt.ghost.records import settled_records, with_inputs, without_padding
+from dpopt.ghost.records import norms_in_place, settled_records, with_inputs
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, settled, without_bad_entries
 from dpopt.ghost.trace import trace_loss
@@ -160,9 +159,9 @@ def clipped_sum(
     if plan.streamed:
         clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))
         return result(*streamed.clipped_sum(run, batch, clip, mask))
-    losses, aux, seen, _ = run.passes(batch)
+    losses, aux, seen, _ = run.passes(batch, mask=mask, in_place=given)
     seen = settled_records(mask & ~jnp.isfinite(losses), seen, given, plan.quick)
-    found = leaf_norms(run, without_padding(seen, mask))
+    found = norms_in_place(run, seen, mask)
     records = with_inputs(found.records, seen)
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, records)

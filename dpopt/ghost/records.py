@@ -1,7 +1,8 @@
 """What the passes recorded, without copies of the batch: inputs that are its arrays are read in place.
 
 Padding may hold anything there, and so may examples that turn out not to be finite. Norms are of inputs in which
-padding is zero, and sums leave out, block by block, every example whose coefficient is zero.
+padding is zero, or zero themselves for padding, and sums leave out, block by block, every example whose coefficient is
+zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import jax
 from jax import lax
 
 from dpopt.ghost.contacts import Formed, Recorded, Seen
+from dpopt.ghost.leaf_norms import LeafNorms, leaf_norms
+from dpopt.ghost.plan import Plan
 from dpopt.ghost.rows import tf32
+from dpopt.ghost.run import Run
 from dpopt.ghost.selection import settled, without_bad_entries
 from dpopt.ghost.values import Contact
 
@@ -52,10 +56,27 @@ def settled_records(
     return rest | {c: rest[c]._replace(x=x) for c, x in zip(given, inputs, strict=True)}
 
 
-def without_padding(seen: Mapping[Contact, Seen], mask: jax.Array) -> dict[Contact, Seen]:
-    """The same with zeros for entries of padding that are not finite."""
-    padding = ~mask
-    return {c: r if c.given is None else r._replace(x=without_bad_entries(padding, [r.x])[0]) for c, r in seen.items()}
+def norms_in_place(run: Run, seen: Mapping[Contact, Seen], mask: jax.Array) -> LeafNorms:
+    """`leaf_norms`, finite for padding whatever the arrays of the batch hold there.
+
+    A norm that is not, of a parameter that is `_only_squared`, is replaced. Elsewhere entries of the input are, which
+    copies it."""
+    alone = _only_squared(run.plan)
+    copied = {c for c in seen if c.given is not None} - {*alone.values()}
+    seen = {c: r._replace(x=without_bad_entries(~mask, [r.x])[0]) if c in copied else r for c, r in seen.items()}
+    found = leaf_norms(run, seen)
+
+    def replaced(norms: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+        return {i: without_bad_entries(~mask, [n])[0] if i in alone else n for i, n in norms.items()}
+
+    upper, lower = ([*replaced(dict(enumerate(x))).values()] for x in (found.upper, found.lower))
+    return found._replace(upper=upper, lower=lower, terms=replaced(found.terms))
+
+
+def _only_squared(plan: Plan) -> dict[int, Contact]:
+    """For some parameters, the contact whose input is an array of the batch, of which the norm takes the norm alone."""
+    alone = {p.leaf: p.contacts[0] for p in plan.leaves if p.method == "rank_one" and not plan.scaled[p.leaf]}
+    return {i: c for i, c in alone.items() if c.given is not None}
 
 
 def with_inputs(records: Mapping[Contact, Recorded], seen: Mapping[Contact, Seen]) -> dict[Contact, Recorded]:

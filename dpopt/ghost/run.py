@@ -42,23 +42,25 @@ class Run:
 
     def passes(
         self, batch: Sequence[jax.Array], hooks: Hooks | None = None, mask: jax.Array | None = None,
-        coefficients: Sequence[jax.Array] = (),
+        coefficients: Sequence[jax.Array] = (), in_place: Sequence[jax.Array] = (),
     ) -> tuple[jax.Array, list[jax.Array], dict[Contact, Seen], dict[Contact, Any]]:  # fmt: skip
         """Losses, aux, what was seen at each contact, all ``[B, ...]``, and the results of each hook.
 
-        Cotangents of table rows are scaled. Contacts with hooks (hooks.py) are not among those seen."""
+        Cotangents of table rows are scaled. Contacts with hooks (hooks.py) are not among those seen.
+
+        Args:
+          in_place: the batch as it is, where ``batch`` is without what padding holds (`Record`)."""
         static, hooks = self.trace.run_prologue(self.leaves), hooks or {}
         keep = jnp.ones(self.plan.batch_size) if mask is None else jnp.where(mask, 1.0, 0.0)
         contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
 
-        def one(example: PyTree, keep: jax.Array, coefficients: list[jax.Array]) -> tuple[PyTree, ...]:
+        def one(example: PyTree, keep: jax.Array, coefficients: list[jax.Array], raw: PyTree) -> tuple[PyTree, ...]:
             def loss(taps: list[jax.Array], slots: list[PyTree]) -> tuple[jax.Array, PyTree]:
                 given = dict(zip(tapped, taps, strict=True))
                 given |= {c: h.filled(s, keep, coefficients) for (c, h), s in zip(hooks.items(), slots, strict=True)}
-                value, aux, recorded = self.trace.run_body(
-                    static, example, given, Record(self.plan.outputs, self.plan.quick)
-                )
+                record = Record(self.plan.outputs, self.plan.quick, (raw, keep > 0))
+                value, aux, recorded = self.trace.run_body(static, example, given, record)
                 return value, (aux, [recorded[c.index] for c in contacts])
 
             taps = [jnp.zeros(c.tap_shape, c.tap_dtype) for c in tapped], [h.slots for h in hooks.values()]
@@ -66,7 +68,9 @@ class Run:
             return value, aux, recorded, cotangents
 
         out_axes = 0, 0, 0, (0, [h.slot_axes for h in hooks.values()])
-        losses, aux, recorded, (cotangents, hooked) = jax.vmap(one, out_axes=out_axes)(batch, keep, list(coefficients))
+        losses, aux, recorded, (cotangents, hooked) = jax.vmap(one, out_axes=out_axes)(
+            batch, keep, list(coefficients), in_place
+        )
         own = dict(zip(tapped, cotangents, strict=True))
         seen = {
             c: Seen(x, self._with_row_scale(c, x, own[c.shares or c]), out)

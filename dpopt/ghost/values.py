@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from dpopt.ghost import rules
 from dpopt.ghost.primitives import CAST, LAYOUT, ROUND_TO
@@ -152,16 +152,35 @@ class Contact:
 class Record(dict[Contact, tuple[jax.Array | None, ...]]):
     """For each contact its input as the body ran, and its output if the contact is among ``outputs``.
 
-    Inputs and cotangents of ``quick`` contacts are rounded to TF32 (quick_sums.py)."""
+    Inputs and cotangents of ``quick`` contacts are rounded to TF32 (quick_sums.py). ``in_place``: the example's arrays
+    as they are, read by contacts instead of copies without what padding holds there, and whether the example counts:
+    if not, outputs of these contacts are zero where they are not finite."""
 
-    def __init__(self, outputs: Collection[Contact] = (), quick: Collection[Contact] = ()):
+    def __init__(
+        self, outputs: Collection[Contact] = (), quick: Collection[Contact] = (),
+        in_place: tuple[Sequence[jax.Array], ArrayLike] = ((), True),
+    ):  # fmt: skip
         super().__init__()
-        self.outputs, self.quick = outputs, quick
+        self.outputs, self.quick, self.in_place = outputs, quick, in_place
         self.rounded_taps = {c.shares or c for c in quick}  # contacts with one cotangent have one tap
 
     def empty(self) -> Record:
-        """Another one for the same contacts."""
+        """Another one for the same contacts, inside a loop or a rematerialised block, which reads nothing in place."""
         return Record(self.outputs, self.quick)
+
+    def output(self, contact: Contact, run: Callable[..., list[jax.Array]], values: list[jax.Array], at: int) -> Any:
+        """The contact's output, of ``values`` whose entry ``at`` becomes the input that is recorded."""
+        arrays, counts = self.in_place
+        place = contact.given if arrays and jnp.issubdtype(values[at].dtype, jnp.inexact) else None
+        if place is not None:
+            values[at] = arrays[place].reshape(values[at].shape)
+        if contact in self.quick:
+            values[at] = _straight_through(tf32, values[at])
+        (out,) = run(*values)
+        if place is not None:
+            out = jnp.where(counts | jnp.isfinite(out), out, 0)
+        self[contact] = values[at], out if contact in self.outputs else None
+        return out
 
 
 @dataclass(eq=False, slots=True)
@@ -180,11 +199,10 @@ class ContactOp:
         if hasattr(given, "attach"):
             out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, self.input_position)
         else:
-            if record is not None and contact in record.quick and (at := self.input_position) is not None:
-                values[at] = _straight_through(tf32, values[at])
-            (out,) = self.run(*values)
-            if record is not None and self.input_position is not None:
-                record[contact] = values[self.input_position], out if contact in record.outputs else None
+            if record is None or self.input_position is None:
+                (out,) = self.run(*values)
+            else:
+                out = record.output(contact, self.run, values, self.input_position)
             if given is not None:
                 out = tap(out, given, record is not None and contact in record.rounded_taps)
         env[self.outputs[0]] = out

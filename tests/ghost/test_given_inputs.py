@@ -15,13 +15,14 @@ from dpopt.ghost.trace import trace_loss
 CLIP = 0.7
 CLIPS = {"flat": dpopt.FlatClip(CLIP), "layerwise": dpopt.LayerwiseClip(CLIP)}
 KEEPS_BARRIERS = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers too early on CPUs")
-KINDS = ["vector", "column", "sequence", "flattened", "filters", "twice", "own gradient", "look-up"]
+KINDS = ["vector", "column", "sequence", "flattened", "filters", "twice", "own gradient", "look-up", "absolute"]
 
 
 def _drawn(rng, kind):
     """A loss that reads its input in one of many shapes, its parameters, and the shape of an input."""
     rows, width, out = (int(n) for n in rng.integers(1, [5, 7, 5]))
-    shape = {"vector": (width,), "column": (width,), "filters": (rows + 3, width)}.get(kind, (rows, width))
+    vectors = dict.fromkeys(["vector", "column", "absolute"], (width,))
+    shape = (vectors | {"filters": (rows + 3, width)}).get(kind, (rows, width))
     fan_in = {"flattened": rows * width, "filters": 3 * width, "look-up": 1200}.get(kind, width)
     params = {"w": rng.normal(size=(fan_in, out)), "b": rng.normal(size=out), "v": rng.normal(size=(out, 3))}
 
@@ -37,6 +38,8 @@ def _drawn(rng, kind):
             h = lax.conv_general_dilated(x[None], filters, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))[0]
         elif kind == "look-up":
             h = w[ids]
+        elif kind == "absolute":  # where x is zero, the cotangent of this weight is NaN, and no other
+            h = jnp.sqrt((x @ w) ** 2)
         elif kind == "twice":
             h = x @ w + jnp.sin(x) @ w
         else:
@@ -57,6 +60,7 @@ def _batch(rng, size, shape):
         part[(i, *(int(rng.integers(n)) for n in part.shape[1:]))] = rng.choice([np.nan, np.inf, -np.inf])
     for part in (x, y):
         part[(0,) * part.ndim] = np.nan  # what no other entry may follow from
+    x[1:][rng.random(size - 1) < 0.1] = 0
     ids = rng.integers(0, 1200, (size, 3))
     return (jnp.float32(x), jnp.float32(y), jnp.asarray(ids)), (rng.random(size) < 0.8) | (np.arange(size) == 0)
 
@@ -78,7 +82,7 @@ def _expected(loss_fn, params, batch, mask, clip):
     return tree.unflatten([s.reshape(leaf.shape[1:]) for s, leaf in zip(sums, leaves, strict=True)]), ok
 
 
-@pytest.mark.parametrize("seed", slow_unless(range(16), range(160)))
+@pytest.mark.parametrize("seed", slow_unless(range(18), range(180)))
 def test_bad_examples_contribute_nothing(seed, monkeypatch):
     """Whatever they hold: in blocks or whole, recorded, in one pass or two, with sums that count as large or not."""
     rng = np.random.default_rng(seed)
@@ -103,6 +107,26 @@ def test_bad_examples_contribute_nothing(seed, monkeypatch):
     found, found_ok = clipped(params, batch, None if mask.all() else mask)
     expected, ok = _expected(loss_fn, params, batch, mask, clip)
     assert (found_ok == ok).all()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), found, expected)
+
+
+@pytest.mark.parametrize("large_bytes", [16, 1 << 30])
+@pytest.mark.parametrize("size", [5, 97])
+def test_padding_whose_cotangents_are_not_finite(size, large_bytes, monkeypatch):
+    """Where the input is zero, as samplers fill up, the cotangent of one weight is NaN, and no other."""
+    loss_fn, params, shape = _drawn(np.random.default_rng(0), "absolute")
+    (x, y, ids), mask = _batch(np.random.default_rng(0), size, shape)
+    x = jnp.where(mask[:, None], x, 0)
+    expected, ok = _expected(loss_fn, params, (x, y, ids), mask, "flat")
+    monkeypatch.setattr("dpopt.ghost.large_sums._LARGE_BYTES", large_bytes)
+
+    @jax.jit
+    def clipped(params, batch, mask):
+        promise = dpopt.per_example_grads(loss_fn, engine="ghost")
+        return promise(params, batch, mask=mask).clipped_sum(CLIPS["flat"]).sum
+
+    found = clipped(params, (x, y, ids), mask)
+    assert ok.any() and not mask.all()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), found, expected)
 
 
@@ -143,7 +167,7 @@ def test_padding_takes_no_slow_path(kind, monkeypatch):
     "clip, has_mask, copies",
     [
         ("flat", False, 0),
-        ("flat", True, 1),  # in the forward pass, without what padding holds
+        ("flat", True, 0),
         ("layerwise", False, 1),  # factors are scaled before they are squared
     ],
 )
