@@ -27,7 +27,7 @@ from dpopt.ghost import one_by_one, quick_sums, streamed
 from dpopt.ghost.failures import planning
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.planner import leaf_paths, make_plan
-from dpopt.ghost.records import norms_in_place, settled_records, with_inputs
+from dpopt.ghost.records import norms_in_place
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, settled, without_bad_entries
 from dpopt.ghost.trace import trace_loss
@@ -158,13 +158,11 @@ def clipped_sum(
 
     if plan.streamed:
         clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))
-        return result(*streamed.clipped_sum(run, batch, clip, mask))
+        return result(*streamed.clipped_sum(run, batch, given, clip, mask))
     losses, aux, seen, _ = run.passes(batch, mask=mask, in_place=given)
-    seen = settled_records(mask & ~jnp.isfinite(losses), seen, given, plan.quick)
-    found = norms_in_place(run, seen, mask)
-    records = with_inputs(found.records, seen)
+    found = norms_in_place(run, seen, mask & ~jnp.isfinite(losses), mask, given)
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
-    norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, records)
+    norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
     norms = quick_sums.all_raised(norms, found.terms)
     ok = mask & finite([*norms, mask])
     weights = dict(enumerate(weigh(norms, mask)))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.engines import rounding
-from dpopt.ghost.costs import activation_bytes, forming_bytes, forward_work, leaf_bytes, norm_cost
+from dpopt.ghost.costs import activation_bytes, forming_bytes, forward_work, leaf_bytes, nbytes, norm_cost
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import Standardized
@@ -190,7 +190,12 @@ class Plan:
     def streamed_chunk(self, contact: Contact) -> int:
         """How many examples' gradients, or Gram matrices, of one step to form at a time."""
         one, scaling = cast(Contact, contact.of_step), not cast(Entry, contact.weight.entry).copy
-        return self.fitting(norm_cost(one, self.streamed[contact], scaling)[1])
+        chunk = self.fitting(norm_cost(one, self.streamed[contact], scaling)[1])
+        if contact.given is None:
+            return chunk
+        # Factors are scaled before they are squared, which copies a chunk of the batch.
+        copied = nbytes(contact.input_shape, contact.input_dtype)
+        return min(chunk, _divisor(self.batch_size, self.spare_bytes / max(copied, 1)))
 
     @property
     def is_one_pass(self) -> bool:

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 
 from dpopt.ghost.contacts import Formed, Recorded, Seen
-from dpopt.ghost.leaf_norms import LeafNorms, leaf_norms
+from dpopt.ghost.leaf_norms import Bounds, LeafNorms, leaf_norms
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.rows import tf32
 from dpopt.ghost.run import Run
@@ -56,29 +56,31 @@ def settled_records(
     return rest | {c: rest[c]._replace(x=x) for c, x in zip(given, inputs, strict=True)}
 
 
-def norms_in_place(run: Run, seen: Mapping[Contact, Seen], mask: jax.Array) -> LeafNorms:
-    """`leaf_norms`, finite for padding whatever the arrays of the batch hold there.
+def norms_in_place(
+    run: Run, seen: Mapping[Contact, Seen], bad: jax.Array, mask: jax.Array, batch: Sequence[jax.Array],
+    known: Mapping[int, Bounds] | None = None,
+) -> LeafNorms:  # fmt: skip
+    """`leaf_norms` of what is `settled_records`, and the records.
 
-    A norm that is not, of a parameter that is `_only_squared`, is replaced. Elsewhere entries of the input are, which
-    copies it."""
+    They are finite for padding whatever the arrays of the batch hold there. If not, norms of parameters that are
+    `_only_squared` are replaced; elsewhere entries of the input are, which copies it."""
+    seen = settled_records(bad, seen, batch, run.plan.quick)
     alone = _only_squared(run.plan)
     copied = {c for c in seen if c.given is not None} - {*alone.values()}
-    seen = {c: r._replace(x=without_bad_entries(~mask, [r.x])[0]) if c in copied else r for c, r in seen.items()}
-    found = leaf_norms(run, seen)
+    cleaned = {c: r._replace(x=without_bad_entries(~mask, [r.x])[0]) if c in copied else r for c, r in seen.items()}
+    found = leaf_norms(run, cleaned, known)
 
     def replaced(norms: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
         return {i: without_bad_entries(~mask, [n])[0] if i in alone else n for i, n in norms.items()}
 
     upper, lower = ([*replaced(dict(enumerate(x))).values()] for x in (found.upper, found.lower))
-    return found._replace(upper=upper, lower=lower, terms=replaced(found.terms))
+    records = {
+        c: r if c.given is None or isinstance(r, Formed) else r._replace(x=seen[c].x) for c, r in found.records.items()
+    }
+    return LeafNorms(upper, lower, records, found.diagonals, replaced(found.terms))
 
 
 def _only_squared(plan: Plan) -> dict[int, Contact]:
     """For some parameters, the contact whose input is an array of the batch, of which the norm takes the norm alone."""
     alone = {p.leaf: p.contacts[0] for p in plan.leaves if p.method == "rank_one" and not plan.scaled[p.leaf]}
     return {i: c for i, c in alone.items() if c.given is not None}
-
-
-def with_inputs(records: Mapping[Contact, Recorded], seen: Mapping[Contact, Seen]) -> dict[Contact, Recorded]:
-    """Records with the inputs that are arrays of the batch as they were ``seen``."""
-    return {c: r if c.given is None or isinstance(r, Formed) else r._replace(x=seen[c].x) for c, r in records.items()}

@@ -37,7 +37,7 @@ from dpopt.ghost import one_by_one, quick_sums
 from dpopt.ghost.contacts import Recorded, Records, Seen
 from dpopt.ghost.hooks import ClipHook, Hooks, TwoPassHook
 from dpopt.ghost.leaf_norms import leaf_norms
-from dpopt.ghost.records import settled_records
+from dpopt.ghost.records import norms_in_place, settled_records
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected
 from dpopt.ghost.squares import tiny
@@ -64,10 +64,12 @@ class Clip(NamedTuple):
     layer_axes: Sequence[int]  # how many axes of each parameter index layers that are clipped separately
 
 
-def clipped_sum(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Array) -> Streamed:
-    """``sum_i c_i (S g_i + o)`` for the parameters' leaves."""
+def clipped_sum(
+    run: Run, batch: Sequence[jax.Array], raw: Sequence[jax.Array], clip: Clip, mask: jax.Array
+) -> Streamed:
+    """``sum_i c_i (S g_i + o)`` for the parameters' leaves. ``raw`` is the batch with whatever padding holds."""
     if {leaf for c in run.plan.streamed for leaf in c.weight.leaves} <= run.plan.single:
-        return _one_pass(run, batch, clip, mask)
+        return _one_pass(run, batch, raw, clip, mask)
     devices = math.gcd(len(mask), jax.device_count())
     if devices == 1 or len(mask) <= rounding.ROWS:
         return _two_passes(run, batch, clip, mask)
@@ -89,9 +91,9 @@ def _adds_up_exactly(run: Run) -> bool:
     return not sums.needs_remainder(run.plan.batch_size) or (all(e.copy for e in entries) and not any(run.plan.scaled))
 
 
-def _one_pass(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Array) -> Streamed:
-    losses, aux, seen, hooked = run.passes(batch, _hooks(run, clip, {}, None), mask)
-    first = _first_pass(run, hooked, seen, losses, clip.weigh, mask)
+def _one_pass(run: Run, batch: Sequence[jax.Array], raw: Sequence[jax.Array], clip: Clip, mask: jax.Array) -> Streamed:
+    losses, aux, seen, hooked = run.passes(batch, _hooks(run, clip, {}, None), mask, in_place=raw)
+    first = _first_pass(run, hooked, seen, losses, clip.weigh, mask, raw)
     totals = first.totals | _recorded_sums(run, first.weights, first.records)
     return Streamed(_listed(_joined(totals)), first.norms, losses, aux, mask & finite([*first.norms, mask]))
 
@@ -106,9 +108,10 @@ class _FirstPass(NamedTuple):
 
 
 def _first_pass(
-    run: Run, hooked: dict[Contact, Any], seen: Mapping[Contact, Seen], losses: jax.Array, weigh: Weigh, mask: jax.Array
-) -> _FirstPass:
-    """The norms of all parameters, and coefficients, from the results of `Run.passes`."""
+    run: Run, hooked: dict[Contact, Any], seen: Mapping[Contact, Seen], losses: jax.Array, weigh: Weigh,
+    mask: jax.Array, in_place: Sequence[jax.Array] = (),
+) -> _FirstPass:  # fmt: skip
+    """The norms of all parameters, and coefficients, from the results of `Run.passes`, with the same ``in_place``."""
     known, totals, largest = {}, {}, {}
     for contact, (bounds, total) in hooked.items():
         (leaf,) = contact.weight.leaves
@@ -119,7 +122,11 @@ def _first_pass(
             bounds = jnp.stack([safe_norm(b.reshape(len(mask), -1), axis=1) for b in _both(bounds)], axis=1)
         number = run.scalar_scale(leaf)
         known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
-    found = leaf_norms(run, settled_records(mask & ~jnp.isfinite(losses), seen), known)
+    bad = mask & ~jnp.isfinite(losses)
+    if in_place:
+        found = norms_in_place(run, seen, bad, mask, in_place, known)
+    else:
+        found = leaf_norms(run, settled_records(bad, seen), known)
     # Streamed gradients are scaled before they are squared, so their norms are certain.
     leaves = [i for i in range(len(found.upper)) if i not in known]
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records, leaves)

@@ -168,19 +168,9 @@ class Record(dict[Contact, tuple[jax.Array | None, ...]]):
         """Another one for the same contacts, inside a loop or a rematerialised block, which reads nothing in place."""
         return Record(self.outputs, self.quick)
 
-    def output(self, contact: Contact, run: Callable[..., list[jax.Array]], values: list[jax.Array], at: int) -> Any:
-        """The contact's output, of ``values`` whose entry ``at`` becomes the input that is recorded."""
-        arrays, counts = self.in_place
-        place = contact.given if arrays and jnp.issubdtype(values[at].dtype, jnp.inexact) else None
-        if place is not None:
-            values[at] = arrays[place].reshape(values[at].shape)
-        if contact in self.quick:
-            values[at] = _straight_through(tf32, values[at])
-        (out,) = run(*values)
-        if place is not None:
-            out = jnp.where(counts | jnp.isfinite(out), out, 0)
-        self[contact] = values[at], out if contact in self.outputs else None
-        return out
+    def place(self, contact: Contact, dtype: DTypeLike) -> int | None:
+        """Which of the arrays the contact reads in place, if any."""
+        return contact.given if self.in_place[0] and jnp.issubdtype(dtype, jnp.inexact) else None
 
 
 @dataclass(eq=False, slots=True)
@@ -194,18 +184,36 @@ class ContactOp:
     input_position: int | None  # of the recorded input; None: the weight itself enters the body
 
     def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
-        contact, values = self.contact, read(env, self.inputs)
+        contact, values, at = self.contact, read(env, self.inputs), self.input_position
         given: Any = taps.get(contact)
-        if hasattr(given, "attach"):
-            out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, self.input_position)
+        place = None if record is None or at is None else record.place(contact, values[at].dtype)
+        if record is not None and at is not None and place is not None:
+            values[at] = record.in_place[0][place].reshape(values[at].shape)
+        if is_hook := hasattr(given, "attach"):
+            out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, at)
         else:
-            if record is None or self.input_position is None:
-                (out,) = self.run(*values)
-            else:
-                out = record.output(contact, self.run, values, self.input_position)
+            if record is not None and contact in record.quick and at is not None:
+                values[at] = _straight_through(tf32, values[at])
+            (out,) = self.run(*values)
+        if record is not None and place is not None:
+            out = _zero_unless(record.in_place[1], out)
+        if not is_hook:
+            if record is not None and at is not None:
+                record[contact] = values[at], out if contact in record.outputs else None
             if given is not None:
                 out = tap(out, given, record is not None and contact in record.rounded_taps)
         env[self.outputs[0]] = out
+
+
+@jax.custom_jvp
+def _zero_unless(counts: ArrayLike, out: jax.Array) -> jax.Array:
+    """Zeros for entries that are not finite, unless the example counts. (Its cotangents are left as they are.)"""
+    return jnp.where(counts | jnp.isfinite(out), out, 0)
+
+
+@_zero_unless.defjvp
+def _zero_unless_jvp(primals: list[jax.Array], tangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _zero_unless(*primals), tangents[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
