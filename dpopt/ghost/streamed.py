@@ -245,6 +245,8 @@ def _hooks(run: Run, clip: Clip, groups: Mapping[int, int], adds_up: jax.Array |
         (leaf,) = contact.weight.leaves
         number = run.scalar_scale(leaf)
         diagonal = run.diagonal(leaf, contact, None if number is not None else run.scales[leaf])
+        # The barrier prevents constant folding of a mask's largest entry, which takes XLA seconds.
+        diagonal = None if diagonal is None else lax.optimization_barrier(diagonal)
         steps = [length for length, _ in contact.loops]
         if leaf in run.plan.single and clip.layer_axes[leaf] > len(steps):  # the weight itself, with all its layers
             steps = list(contact.weight.shape[: clip.layer_axes[leaf]])
