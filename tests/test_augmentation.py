@@ -38,10 +38,11 @@ ENGINES = ("ghost", "vmap", "auto")
 
 def jitter(example, key):
     """Moves all leaves of an example by random amounts on a random scale."""
-    size, own = jax.random.split(key)
     leaves, structure = jax.tree.flatten(example)
-    draws = [jax.random.normal(jax.random.fold_in(own, i), x.shape, x.dtype) for i, x in enumerate(leaves)]
-    moved = [x + 3 * jax.random.uniform(size, dtype=x.dtype) * d for x, d in zip(leaves, draws, strict=True)]
+    ends = np.cumsum([1] + [x.size for x in leaves])
+    # A single draw for all, since XLA takes long to compile each.
+    size, *draws = jnp.split(3 * jax.random.uniform(key, ends[-1:], leaves[0].dtype, minval=-1), ends[:-1])
+    moved = [x + size * d.reshape(x.shape) for x, d in zip(leaves, draws, strict=True)]
     return jax.tree.unflatten(structure, moved)
 
 
@@ -53,19 +54,19 @@ def one(batch, i):
     return jax.tree.map(lambda x: x[i], batch)
 
 
-def mean_gradients(loss_fn, augment, params, examples, row_keys, multiplicity):
-    """Gradients of single augmentations, averaged by NumPy in float64: leaves ``(B, ...)``."""
+def mean_gradients(loss_fn, augment, params, examples, row_keys, multiplicity, dropout=False):
+    """Gradients of single augmentations, one after the other, averaged by NumPy in float64: leaves ``(B, ...)``."""
 
-    @jax.jit
-    def of_one(params, example, key, k):
-        own, _ = jax.random.split(jax.random.fold_in(key, k))
-        return jax.grad(loss_fn)(params, augment(example, own))
+    def of_one(example, key, k):
+        own, left = jax.random.split(jax.random.fold_in(key, k))
+        variant = augment(example, own)
+        return jax.grad(loss_fn)(params, (variant, left) if dropout else variant)
 
-    rows = []
-    for i in range(len(row_keys)):
-        grads = [of_one(params, one(examples, i), row_keys[i], k) for k in range(multiplicity)]
-        rows.append(jax.tree.map(lambda *g: np.mean(np.stack(g).astype(np.float64), axis=0), *grads))
-    return jax.tree.map(lambda *g: np.stack(g), *rows)
+    def of_row(row):
+        return jax.lax.map(lambda k: of_one(*row, k), jnp.arange(multiplicity))
+
+    grads = jax.jit(lambda *rows: jax.lax.map(of_row, rows))(examples, row_keys)
+    return jax.tree.map(lambda g: np.asarray(g).astype(np.float64).mean(1), grads)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -80,17 +81,23 @@ def clipped_sum(promise, params, batch, mask, clip_norm):
 def test_the_mean_gradient_is_what_is_clipped(engine, multiplicity):
     with enable_x64():
         params = mlp_params(dtype=jnp.float64)
-        batch = jax.tree.map(lambda x: x.astype(jnp.float64), mlp_batch(5))
+        batch = jax.tree.map(lambda x: np.asarray(x, np.float64), mlp_batch(5))
         row_keys, mask = numbered(5), np.array([True, True, False, True, True])
         expected = mean_gradients(mlp_loss, jitter, params, batch, row_keys, multiplicity)
         clip_norm = float(np.median([norm(one(expected, i)) for i in range(5)]))
         loss_fn = augmented(mlp_loss, jitter, multiplicity=multiplicity)
-        for parts in (None, 2):
-            promise = dpopt.per_example_grads(loss_fn, engine=engine, microbatch_size=parts)
-            found, was_clipped = clipped_sum(promise, params, (batch, row_keys), mask, clip_norm)
+        promises = [dpopt.per_example_grads(loss_fn, engine=engine, microbatch_size=parts) for parts in (None, 2)]
+
+        @jax.jit
+        def computed(batch):
+            sums = [clipped_sum(promise, params, batch, mask, clip_norm) for promise in promises]
+            return sums, [promise(params, batch, mask=None).materialize() for promise in promises[1:]]
+
+        sums, (rows,) = computed((batch, row_keys))
+        for found, was_clipped in sums:
             assert_near(found, loop_clipped_sum(expected, clip_norm, mask=mask), 1e-9)
             assert 0 < np.sum(was_clipped) < 4  # some are clipped and some are not
-        assert_near(promise(params, (batch, row_keys), mask=None).materialize(), expected, 1e-9)
+        assert_near(rows, expected, 1e-9)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -150,8 +157,9 @@ def test_more_augmentations_cost_no_privacy_and_bring_the_mean_closer():
     spread, epsilons = [], []
     for multiplicity in (1, 16):
         loss_fn = augmented(mlp_loss, jitter, multiplicity=multiplicity)
-        same = jax.tree.map(lambda x: jnp.repeat(x[:1], 64, axis=0), mlp_batch(1))
-        grads = dpopt.per_example_grads(loss_fn)(mlp_params(), (same, numbered(64)), mask=None).materialize()
+        promise = functools.partial(dpopt.per_example_grads(loss_fn), mlp_params(), mask=None)
+        same = jax.tree.map(lambda x: np.repeat(x, 64, axis=0), mlp_batch(1))
+        grads = jax.jit(lambda rows, promise=promise: promise(rows).materialize())((same, numbered(64)))
         spread.append(np.mean([np.var(g, axis=0).mean() for g in jax.tree.leaves(grads)]))
         plan = tiny_plan(steps=2)
         result = run(plan, loss=augmented(squared, jitter, multiplicity=multiplicity))
@@ -233,16 +241,7 @@ def test_flax_models_and_their_dropout(make, dropout, engine):
     rng = np.random.default_rng(0)
     batch = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32), jnp.asarray(rng.integers(0, 3, 5))
     row_keys = numbered(5)
-
-    @jax.jit
-    def of_one(params, example, key, k):
-        own, left = jax.random.split(jax.random.fold_in(key, k))
-        variant = blurred(example, own)
-        return jax.grad(loss_fn)(params, (variant, left) if dropout else variant)
-
-    rows = [[of_one(params, one(batch, i), row_keys[i], k) for k in range(3)] for i in range(5)]
-    expected = [jax.tree.map(lambda *g: np.mean(np.stack(g), axis=0), *row) for row in rows]
-    expected = loop_clipped_sum(jax.tree.map(lambda *g: np.stack(g), *expected), 0.4)
+    expected = loop_clipped_sum(mean_gradients(loss_fn, blurred, params, batch, row_keys, 3, dropout), 0.4)
     promise = dpopt.per_example_grads(augmented(loss_fn, blurred, multiplicity=3), engine=engine)
     found, was_clipped = clipped_sum(promise, params, (batch, row_keys), None, 0.4)
     assert np.any(was_clipped)
@@ -294,15 +293,14 @@ def test_a_run_that_was_killed_draws_the_same_augmentations_again(tmp_path):
 
 @pytest.mark.parametrize("engine", slow_unless(("ghost",), ["ghost", "vmap"]))
 def test_of_users_every_example_is_augmented(engine):
-    params, batch = mlp_params(), jax.tree.map(lambda x: x.reshape((3, 4) + x.shape[1:]), mlp_batch(12))
+    params, examples = mlp_params(), jax.tree.map(np.asarray, mlp_batch(12))
+    batch = jax.tree.map(lambda x: x.reshape((3, 4) + x.shape[1:]), examples)
     counts = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], bool)
     row_keys = numbered(3)
-    expected = []
-    for u in range(3):
-        own = jax.random.split(row_keys[u], 4)[: counts[u].sum()]
-        grads = mean_gradients(mlp_loss, jitter, params, one(batch, u), own, 2)
-        expected.append(jax.tree.map(lambda g: g.mean(0), grads))
-    expected = loop_clipped_sum(jax.tree.map(lambda *g: np.stack(g), *expected), 1.0)
+    own = jax.jit(lambda keys: jnp.concatenate([jax.random.split(keys[u], 4) for u in range(3)]))(row_keys)
+    grads = mean_gradients(mlp_loss, jitter, params, examples, own, 2)
+    spans = [slice(4 * u, 4 * u + n) for u, n in enumerate(counts.sum(1))]
+    expected = loop_clipped_sum(jax.tree.map(lambda g: np.stack([g[s].mean(0) for s in spans]), grads), 1.0)
     promise = users.per_user_grads(augmented(mlp_loss, jitter, multiplicity=2), engine=engine)
     found, was_clipped = clipped_sum(promise, params, (users.Users(batch, counts), row_keys), None, 1.0)
     assert np.any(was_clipped)
@@ -337,10 +335,10 @@ def test_what_a_loss_returns_beside_its_value_has_an_axis_of_augmentations():
 
     for multiplicity in (1, 3):
         loss_fn = augmented(with_aux, jitter, multiplicity=multiplicity)
-        promise = dpopt.per_example_grads(loss_fn, has_aux=True)(
-            jnp.zeros(3), (jnp.ones((4, 3)), numbered(4)), mask=None
+        promise = functools.partial(dpopt.per_example_grads(loss_fn, has_aux=True), jnp.zeros(3), mask=None)
+        aux = jax.jit(lambda rows, promise=promise: promise(rows).clipped_sum(dpopt.FlatClip(1.0)).sensitive.aux)(
+            (np.ones((4, 3), np.float32), numbered(4))
         )
-        aux = promise.clipped_sum(dpopt.FlatClip(1.0)).sensitive.aux
         assert aux.shape == (4, multiplicity, 3) and len(np.unique(np.asarray(aux))) == aux.size
 
 

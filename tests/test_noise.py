@@ -141,9 +141,13 @@ def test_one_draw_a_step_whatever_the_microbatch_size(count_draws, microbatch_si
     opt = dpopt.dp_adam(0.1, **privacy_four())
     step = dpopt.make_train_step(mlp_loss, opt, engine="vmap", microbatch_size=microbatch_size)
     params, mask = mlp_params(), None if mask is None else np.array(mask)
-    state = opt.init(params)
-    for _ in range(2):
-        params, state, _ = step(params, state, mlp_batch(8), mask)
+
+    def two_steps(params, state, batch):
+        for _ in range(2):
+            params, state, _ = step(params, state, batch, mask)
+        return params, state
+
+    jax.eval_shape(two_steps, params, opt.init(params), mlp_batch(8))  # draws are counted when they are traced
     assert count_draws == 2 * [jax.tree.structure(params)]
 
 

@@ -134,15 +134,16 @@ def test_draws_follow_the_step():
 
 # One gradient per user.
 
+MLP_GRAD = jax.jit(jax.grad(mlp_loss))
+
 
 def dense(params, ids, data, *, reduce, clip, scale=None):
     """Rows and clipped sum in float64 NumPy, one example's gradient at a time."""
-    grad = jax.grad(mlp_loss)
     rows, total = [], 0
     for name in np.unique(ids):
         each = []
         for i in np.flatnonzero(ids == name):
-            leaves = jax.tree.leaves(grad(params, jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), data)))
+            leaves = jax.tree.leaves(MLP_GRAD(params, jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), data)))
             each.append(np.concatenate([np.ravel(x) for x in leaves]))
         row = np.sum(each, axis=0) / (len(each) if reduce == "mean" else 1) * (1 if scale is None else scale)
         rows.append(row)
@@ -170,29 +171,52 @@ def test_rows_are_the_users_gradients(x64, engine, reduce, microbatch_size):
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), mlp_params())
     batch = group(ids, max_examples=9).batches(data)(np.arange(5))
     grads = per_user_grads(mlp_loss, reduce=reduce, engine=engine, microbatch_size=microbatch_size)
-    promise = grads(params, batch, mask=None)
     rows, _ = dense(params, ids, data, reduce=reduce, clip=math.inf)
     middle = float(np.median([np.linalg.norm(r) for r in rows])) * 1.01
     clip = dpopt.FlatClip(middle)
     rows, total = dense(params, ids, data, reduce=reduce, clip=middle)
-    found = promise.clipped_sum(clip)
-    np.testing.assert_allclose(flat(found.sum), total, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found.sensitive.norms, [np.linalg.norm(r) for r in rows], rtol=1e-9)
-    assert {bool(c) for c in found.sensitive.was_clipped} == {True, False}
-    materialized = np.stack([flat(jax.tree.map(lambda x, i=i: x[i], promise.materialize())) for i in range(5)])
+
+    @jax.jit
+    def computed(params, batch):
+        promise = grads(params, batch, mask=None)
+        found = promise.clipped_sum(clip)
+        half = promise.scale(jax.tree.map(lambda x: jnp.full_like(x, 0.5), params)).clipped_sum(clip)
+        return found.sum, found.sensitive.norms, found.sensitive.was_clipped, promise.materialize(), half.sum
+
+    found, norms, was_clipped, materialized, half = computed(params, batch)
+    np.testing.assert_allclose(flat(found), total, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(norms, [np.linalg.norm(r) for r in rows], rtol=1e-9)
+    assert {bool(c) for c in np.asarray(was_clipped)} == {True, False}
+    materialized = np.concatenate([np.reshape(x, (5, -1)) for x in jax.tree.leaves(materialized)], axis=1)
     np.testing.assert_allclose(materialized, rows, rtol=1e-9, atol=1e-12)
     _, scaled = dense(params, ids, data, reduce=reduce, clip=middle, scale=0.5)
-    half = promise.scale(jax.tree.map(lambda x: jnp.full_like(x, 0.5), params)).clipped_sum(clip)
-    np.testing.assert_allclose(flat(half.sum), scaled, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(flat(half), scaled, rtol=1e-9, atol=1e-12)
     if reduce == "mean":  # the change of a client with one local step of learning rate 1
-        local = client_deltas(mlp_loss, local_steps=1, local_learning_rate=1.0)
-        other = local(params, batch.data, mask=None, example_mask=batch.example_mask).clipped_sum(clip)
-        np.testing.assert_allclose(flat(found.sum), flat(other.sum), rtol=1e-9, atol=1e-12)
+        local = functools.partial(client_deltas(mlp_loss, local_steps=1, local_learning_rate=1.0), mask=None)
+        other = jax.jit(lambda p, b: local(p, b.data, example_mask=b.example_mask).clipped_sum(clip).sum)(params, batch)
+        np.testing.assert_allclose(flat(found), flat(other), rtol=1e-9, atol=1e-12)
 
 
 def log_loss(w, x):
     """NaN in value and gradient unless x > 0."""
     return jnp.sum(w * jnp.log(x)) + jnp.sum(jnp.sqrt(x) * jnp.square(w))
+
+
+LOG_GRAD = jax.jit(jax.grad(log_loss))
+
+
+@functools.cache
+def logs_of_users(engine):
+    """A clipped sum, which users count, and the rows."""
+    grads = per_user_grads(log_loss, reduce="sum", engine=engine)
+
+    @jax.jit
+    def computed(batch, mask=None):
+        promise = grads(jnp.array([0.3, -0.2]), batch, mask=mask)
+        found = promise.clipped_sum(dpopt.FlatClip(1.0))
+        return found.sum, found.sensitive.is_example, promise.materialize()
+
+    return computed
 
 
 @pytest.mark.parametrize(
@@ -211,31 +235,32 @@ def test_padding_adds_exactly_nothing(engine, garbage):
     data = rng.uniform(1, 2, (4, 3, 2)).astype(np.float32)
     counts = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 1]], bool)
     spoilt = np.where(counts[..., None], data, np.float32(garbage))
-    w, clip = jnp.array([0.3, -0.2]), dpopt.FlatClip(1.0)
-    grads = per_user_grads(log_loss, reduce="sum", engine=engine)
-    clean, dirty = (grads(w, Users(x, counts), mask=None) for x in (data, spoilt))
-    want, got = clean.clipped_sum(clip), dirty.clipped_sum(clip)
-    assert_identical(got.sum, want.sum)
-    rows = dirty.materialize()
-    assert_identical(rows, clean.materialize())
+    computed = logs_of_users(engine)
+    (want, _, clean), (got, is_example, rows) = (computed(Users(x, counts)) for x in (data, spoilt))
+    assert_identical(got, want)
+    assert_identical(rows, clean)
     np.testing.assert_array_equal(rows[2], 0)
-    assert got.sensitive.is_example.tolist() == [True, True, False, True]  # no examples, so nothing is added
-    by_hand = [sum(np.asarray(jax.grad(log_loss)(w, x)) for x in data[u][counts[u]]) for u in (0, 1, 3)]
-    np.testing.assert_allclose(rows[np.array([0, 1, 3])], by_hand, rtol=1e-5)
+    assert is_example.tolist() == [True, True, False, True]  # no examples, so nothing is added
+    by_hand = [sum(np.asarray(LOG_GRAD(np.float32([0.3, -0.2]), x)) for x in data[u][counts[u]]) for u in (0, 1, 3)]
+    np.testing.assert_allclose(np.asarray(rows)[[0, 1, 3]], by_hand, rtol=1e-5)
     # A padding user, with any examples.
-    masked = grads(w, Users(spoilt, counts), mask=np.array([True, True, True, False])).clipped_sum(clip)
-    fewer = grads(w, Users(data[:3], counts[:3]), mask=None).clipped_sum(clip)
-    np.testing.assert_allclose(masked.sum, fewer.sum, rtol=1e-6)
+    masked, *_ = computed(Users(spoilt, counts), np.array([True, True, True, False]))
+    fewer, *_ = computed(Users(data[:3], counts[:3]))
+    np.testing.assert_allclose(masked, fewer, rtol=1e-6)
 
 
 def test_a_broken_example_drops_its_user_and_nobody_else():
     data = np.ones((3, 2, 2), np.float32)
     data[1, 1, 0] = math.nan
-    grads = per_user_grads(log_loss)(jnp.ones(2), data, mask=None)
-    found = grads.clipped_sum(dpopt.FlatClip(1.0))
-    assert found.sensitive.is_finite.tolist() == [True, False, True]
-    alone = per_user_grads(log_loss)(jnp.ones(2), data[[0, 2]], mask=None).clipped_sum(dpopt.FlatClip(1.0))
-    np.testing.assert_allclose(found.sum, alone.sum, rtol=1e-6)
+
+    @jax.jit
+    def computed(data):
+        found = per_user_grads(log_loss)(jnp.ones(2), data, mask=None).clipped_sum(dpopt.FlatClip(1.0))
+        return found.sum, found.sensitive.is_finite
+
+    total, is_finite = computed(data)
+    assert is_finite.tolist() == [True, False, True]
+    np.testing.assert_allclose(total, computed(data[[0, 2]])[0], rtol=1e-6)
 
 
 @hypothesis.settings(max_examples=20, deadline=None)

@@ -123,6 +123,7 @@ def test_a_clip_sees_one_row(engine, clip):
     params, batch = mlp_params(), mlp_batch(5)
     batch["y"] = batch["y"] * np.array([[30.0], [20.0], [10.0], [1.0], [0.1]], np.float32)
 
+    @jax.jit
     def total(mask):
         if engine == "stacked":
             made = stacked_grads(jax.vmap(jax.grad(mlp_loss), (None, 0))(params, batch), mask=mask)
@@ -154,10 +155,13 @@ def test_dropoutrow():
     """If examples are left out, reordered, padded or split into microbatches, no other example's mask changes."""
     x = np.random.default_rng(0).normal(size=(65, 8)).astype(np.float32)
 
+    @functools.partial(jax.jit, static_argnames=("by_row", "microbatch_size"))
     def total(rows, mask=None, by_row=False, **options):
         key = jax.random.key(5)
         keys = jax.random.split(key, len(rows)) if by_row else dpopt.example_keys(key, 7, rows)
-        promise = dpopt.per_example_grads(dropout_loss, **options)(jnp.zeros(8), (x[rows], keys), mask=mask)
+        promise = dpopt.per_example_grads(dropout_loss, **options)(
+            jnp.zeros(8), (jnp.asarray(x)[rows], keys), mask=mask
+        )
         return promise.clipped_sum(dpopt.FlatClip(1.0)).sum
 
     everybody = np.arange(65)

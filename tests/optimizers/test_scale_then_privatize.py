@@ -43,13 +43,20 @@ def test_golden(monkeypatch, name, dtype, rtol):
 def test_equals_its_equations(monkeypatch, either_precision, b2):
     rng = np.random.default_rng(0)
     grads, z = rng.normal(size=(12, 5, 4)) * [10, 1, 0.1, 0], rng.normal(size=(12, 4)) * [1, 1, 1, 0]
-    queue = []
-    monkeypatch.setattr(dpopt.noise, "standard_normal_like", lambda key, tree: jnp.asarray(queue.pop(0), tree.dtype))
+    drawn = {}
+    monkeypatch.setattr(dpopt.noise, "standard_normal_like", lambda key, tree: drawn["z"].astype(tree.dtype))
     opt = scale_then_privatize(0.1, **privacy_four(noise_multiplier=0.7), b2=b2, eps=1e-3, weight_decay=0.1)
     w = np.ones(4)
     m, v, s = np.zeros(4), np.zeros(4), np.ones(4)
     params = jnp.ones(4)
     state = opt.init(params)
+
+    @jax.jit
+    def step(params, state, rows, z):
+        drawn["z"] = z
+        updates, state = opt.update(rows, state, params)
+        return optax.apply_updates(params, updates), state
+
     for t in range(1, 13):
         scaled = s * grads[t - 1]
         scaled *= np.minimum(1, 1 / np.linalg.norm(scaled, axis=1, keepdims=True))
@@ -58,9 +65,7 @@ def test_equals_its_equations(monkeypatch, either_precision, b2):
         v_hat = v / (1 - b2**t)
         s = 1 / (np.sqrt(v_hat) + 1e-2)
         w = w * (1 - 0.1 * 0.1) - 0.1 * m / (1 - 0.9**t) / (np.sqrt(v_hat) + 1e-3)
-        queue.append(z[t - 1])
-        updates, state = opt.update(jnp.asarray(grads[t - 1]), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state, grads[t - 1], z[t - 1])
         tolerance = 1e-11 if either_precision else 1e-4
         np.testing.assert_allclose(params, w, rtol=tolerance, atol=tolerance)
 
