@@ -168,9 +168,13 @@ class Record(dict[Contact, tuple[jax.Array | None, ...]]):
         """Another one for the same contacts, inside a loop or a rematerialised block, which reads nothing in place."""
         return Record(self.outputs, self.quick)
 
-    def place(self, contact: Contact, dtype: DTypeLike) -> int | None:
-        """Which of the arrays the contact reads in place, if any."""
-        return contact.given if self.in_place[0] and jnp.issubdtype(dtype, jnp.inexact) else None
+    def read_in_place(self, contact: Contact, values: list[jax.Array], at: int) -> ArrayLike:
+        """Puts the contact's input among its ``values`` if it is one of the arrays; whether the example counts then."""
+        arrays, counts = self.in_place
+        if not arrays or contact.given is None or not jnp.issubdtype(values[at].dtype, jnp.inexact):
+            return True
+        values[at] = arrays[contact.given].reshape(values[at].shape)
+        return counts
 
 
 @dataclass(eq=False, slots=True)
@@ -186,18 +190,14 @@ class ContactOp:
     def evaluate(self, env: dict[Value, Any], taps: dict[Contact, Any], record: Record | None) -> None:
         contact, values, at = self.contact, read(env, self.inputs), self.input_position
         given: Any = taps.get(contact)
-        place = None if record is None or at is None else record.place(contact, values[at].dtype)
-        if record is not None and at is not None and place is not None:
-            values[at] = record.in_place[0][place].reshape(values[at].shape)
-        if is_hook := hasattr(given, "attach"):
+        counts = True if record is None or at is None else record.read_in_place(contact, values, at)
+        if hasattr(given, "attach"):
             out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, at)
+            out = _without_padding(counts, out)
         else:
             if record is not None and contact in record.quick and at is not None:
                 values[at] = _straight_through(tf32, values[at])
-            (out,) = self.run(*values)
-        if record is not None and place is not None:
-            out = _zero_unless(record.in_place[1], out)
-        if not is_hook:
+            out = _without_padding(counts, self.run(*values)[0])
             if record is not None and at is not None:
                 record[contact] = values[at], out if contact in record.outputs else None
             if given is not None:
@@ -205,9 +205,14 @@ class ContactOp:
         env[self.outputs[0]] = out
 
 
+def _without_padding(counts: ArrayLike, out: jax.Array) -> jax.Array:
+    """The same, with zeros for entries that are not finite, unless the example counts."""
+    return out if counts is True else _zero_unless(counts, out)
+
+
 @jax.custom_jvp
 def _zero_unless(counts: ArrayLike, out: jax.Array) -> jax.Array:
-    """Zeros for entries that are not finite, unless the example counts. (Its cotangents are left as they are.)"""
+    """Its cotangents are left as they are: otherwise the backward pass would need what is not finite, too."""
     return jnp.where(counts | jnp.isfinite(out), out, 0)
 
 
