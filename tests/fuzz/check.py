@@ -177,6 +177,9 @@ def _checked(program: Program, fast: bool, compare: bool) -> Outcome:
     def plain(params, batch):
         return jax.vmap(jax.grad(program.loss), (None, 0))(params, batch)
 
+    if not program.is_jitted:  # only the clipped sum is to run eagerly
+        plain = jax.jit(plain)
+
     def both(params, batch, mask, scale, offset):
         return clipped(params, batch, mask, scale, offset), plain(params, batch) if compare else None
 

@@ -103,9 +103,9 @@ def test_products_of_windows_are_sums_of_products_of_pixels(dilation, groups, pa
     with jax.numpy_rank_promotion("allow"):
         trace = trace_loss(lambda w, x: jnp.sum(convolve(w, x) ** 2), w, x)
     (factors,) = (c.factors for c in trace.contacts)
-    left, _ = factors.split(x[None], jnp.zeros((1, *convolve(w, x).shape)))
-    inner = factors.inner(x[None], lambda z: jnp.einsum("nsa,nta->nst", z, z))
-    np.testing.assert_allclose(inner, jnp.einsum("nta,nsa->nts", left, left), rtol=1e-12, atol=1e-12)
+    left, _ = jax.jit(factors.split)(x[None], np.zeros((1, *jax.eval_shape(convolve, w, x).shape)))
+    inner = jax.jit(lambda x: factors.inner(x, lambda z: jnp.einsum("nsa,nta->nst", z, z)))(x[None])
+    np.testing.assert_allclose(inner, np.einsum("nta,nsa->nts", left, left), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", slow_unless({0, 1, 2, 5, 11, 12, 21, 24}, range(25)))  # one to three axes
@@ -143,16 +143,18 @@ def test_transposed_convolutions_are_factored_by_pixels_of_the_input(seed, x64):
     split = jax.jit(factors.split)
     left, right = split(x, y)
     exact = jax.jit(lambda w, x, y: jax.vjp(lambda w: convolve(w, x), w)[1](y)[0])(w, x, y)
-    found = factors.unfold(jnp.einsum("nta,ntp->nap", left, right)[None])
+    found = jax.jit(lambda left, right: factors.unfold(jnp.einsum("nta,ntp->nap", left, right)[None]))(left, right)
     np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-10)
-    np.testing.assert_array_equal(factors.unfold(factors.fold(w)), w)
+    np.testing.assert_array_equal(jax.jit(lambda w: factors.unfold(factors.fold(w)))(w), w)
     # What bounds the rounding error: of equal terms, whose windows overlap, it comes close.
     x, y = np.ones_like(x), np.ones_like(y)
     left, right = split(x, y)
-    terms = jnp.linalg.norm(jnp.einsum("nta,ntp->nap", left, right))
-    number, arrays = term_sizes.as_product(factors, x, y, None)
+    terms = np.linalg.norm(np.einsum("nta,ntp->nap", left, right))
+    number, arrays, square = jax.jit(
+        lambda x, y: (*term_sizes.as_product(factors, x, y, None), term_sizes.square(factors, x, y, None).value)
+    )(x, y)
     assert terms <= number * np.prod([np.linalg.norm(z) for z in arrays]) * (1 + 1e-9)
-    assert terms <= term_sizes.square(factors, x, y, None).value ** 0.5 * (1 + 1e-9)
+    assert terms <= np.sqrt(square) * (1 + 1e-9)
 
 
 def test_rules_are_used_where_they_should_be():

@@ -1,5 +1,6 @@
 """A GPU's products of rounded factors, emulated: what one example adds stays within the clip norm."""
 
+import functools
 import re
 from unittest import mock
 
@@ -65,14 +66,14 @@ def cancelling(rng: np.random.Generator, size: int, positions: int, a: int, p: i
     x = np.concatenate([grid - near, grid + near * rng.uniform(size=grid.shape)], 1)
     x[::2, :positions] = x[::2, positions:] = grid[::2]
     v = rng.uniform(1, 2, size=(size, positions, p))
-    return jnp.asarray(x, jnp.float32), jnp.asarray(np.concatenate([v, -v * (1 + near)], 1), jnp.float32)
+    return np.float32(x), np.float32(np.concatenate([v, -v * (1 + near)], 1))
 
 
 def most_added(
     dtype, shape: tuple[int, int, int], passes: str = "recorded", size: int = 2, loop: bool = False, keeps: bool = False
 ) -> float:
     """The largest norm that one example adds to the sum of a batch of some ``size``, in clip norms."""
-    w = jnp.zeros(shape[1:], jnp.float32)
+    w = np.zeros(shape[1:], np.float32)
     params = {"w": w, "other": w} if loop else {"w": w}
     loss_fn = in_a_loop(dtype) if loop else lambda params, example: loss_in(dtype)(params["w"], example)
     x, v = cancelling(np.random.default_rng(0), DRAWS, *shape)
@@ -91,7 +92,7 @@ def most_added(
         )  # fmt: skip
         return jnp.linalg.norm(found.sum["w"])
 
-    return float(jnp.max(jax.jit(lambda batch: jax.lax.map(added, batch))((x, v)))) / CLIP
+    return float(np.max(jax.jit(lambda batch: jax.lax.map(added, batch))((x, v)))) / CLIP
 
 
 @pytest.fixture
@@ -177,15 +178,16 @@ FOLLOWED = {"once": loss_in(jnp.float32), "twice": twice, "loop": in_a_loop(jnp.
 )
 def test_bits_that_tf32_does_not_hold_do_not_matter(gpu, name, passes):
     """Both factors are rounded before their norm is taken, so that norm and sum are of the same numbers."""
-    w, loss_fn = jnp.zeros((3, 2)), FOLLOWED[name]
+    w, loss_fn = np.zeros((3, 2), np.float32), FOLLOWED[name]
     params = w if name == "once" else {"w": w, "other": w} if name in ("twice", "loop") else {"w": w}
     rng = np.random.default_rng(0)
-    batch = tuple(jnp.asarray(rng.normal(size=(6, 8, n)), jnp.float32) for n in (3, 2))
+    batch = tuple(np.float32(rng.normal(size=(6, 8, n))) for n in (3, 2))
     plan = dpopt.ghost.plan_clipped_sum(loss_fn, params, batch)
     leaves = len(jax.tree.leaves(params))
     plan = {"recorded": plan, "two passes": plan.streaming(), "one pass": plan.streaming(range(leaves))}[passes]
     assert plan.quick
 
+    @jax.jit
     def clipped(batch):
         clip = dpopt.FlatClip(CLIP) if passes != "one pass" else dpopt.LayerwiseClip(CLIP)
         found = dpopt.ghost.clipped_sum(
@@ -193,7 +195,7 @@ def test_bits_that_tf32_does_not_hold_do_not_matter(gpu, name, passes):
         )
         return found.sum, found.leaf_norms
 
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, clipped(batch), clipped(jax.tree.map(rows.tf32, batch))))
+    assert jax.tree.all(jax.tree.map(np.array_equal, clipped(batch), clipped(jax.tree.map(rows.tf32, batch))))
 
 
 def quick(loss_fn, params, batch, **options) -> bool:
@@ -222,9 +224,10 @@ def test_which_sums_are_rounded(gpu):
 
 def test_a_number_that_scales_the_gradients_scales_the_allowance(gpu):
     """Numbers that are multiplied by a power of two are rounded alike."""
-    loss_fn, w = loss_in(jnp.float32), jnp.zeros((3, 2))
+    loss_fn, w = loss_in(jnp.float32), np.zeros((3, 2), np.float32)
     batch = cancelling(np.random.default_rng(0), 6, 4, 3, 2)
 
+    @functools.partial(jax.jit, static_argnums=(0, 1))
     def norms(number, clip):
         grads = dpopt.per_example_grads(loss_fn, engine="ghost")(w, batch, mask=None).scale(number)
         return grads.clipped_sum(dpopt.FlatClip(clip)).sensitive.norms

@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import slow_unless
@@ -23,7 +22,7 @@ KINDS = slow_unless(ALL[::19], ALL)
 
 
 def _factors(stride, dilation, image_dilation, padding, groups):
-    x, w = jnp.zeros((1, 9, 11, 4)), jnp.zeros((3, 2, 4 // groups, 6))
+    x, w = np.zeros((1, 9, 11, 4), np.float32), np.zeros((3, 2, 4 // groups, 6), np.float32)
 
     def convolve(x, w):
         names = ("NHWC", "HWIO", "NHWC")
@@ -39,21 +38,21 @@ def _factors(stride, dilation, image_dilation, padding, groups):
 def _split(factors, x, y):
     """``left`` for each offset, and ``right``."""
     left, right = jax.jit(factors.split)(x, y)
-    return np.split(left, factors.shape[0], axis=-1), right
+    return np.split(np.asarray(left), factors.shape[0], axis=-1), right
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_columns_of_a_convolution_are_read_off_its_input(kind):
     factors, input_shape, output_shape = _factors(*kind)
     rng = np.random.default_rng(0)
-    x, y, scale = (jnp.asarray(rng.normal(size=s)) for s in (input_shape, output_shape, factors.shape))
+    x, y, scale = (np.float32(rng.normal(size=s)) for s in (input_shape, output_shape, factors.shape))
     left, right = _split(factors, x, y)
     exact = np.stack([np.sum(np.square(z), axis=1) for z in left])
-    found = jax.jit(factors.columns)(x)
+    found = np.asarray(jax.jit(factors.columns)(x))
     assert found.shape == exact.shape
     assert (found >= exact * (1 - 1e-5)).all()
     assert found.sum() <= 2.5 * exact.sum()  # border pixels that some windows miss
-    assert exact.sum() <= factors.overlap * jnp.sum(x * x) * (1 + 1e-5)
+    assert exact.sum() <= factors.overlap * np.sum(x * x) * (1 + 1e-5)
 
     sizes = [np.einsum("nta,ntp->nap", np.abs(z), np.abs(right)) for z in left]
     for s in (scale, None):
@@ -62,9 +61,9 @@ def test_columns_of_a_convolution_are_read_off_its_input(kind):
         assert found >= at_least * (1 - 1e-5)
 
     for mapped in (True, False):  # two steps of a loop
-        lifted, steps = lift(factors, 2, mapped), jnp.stack([x, 2 * x])
-        exact = np.stack([np.sum(np.square(z), axis=1) for z in _split(lifted, steps, jnp.stack([y, y]))[0]])
-        assert (jax.jit(lifted.columns)(steps) >= exact * (1 - 1e-5)).all()
+        lifted, steps = lift(factors, 2, mapped), np.stack([x, 2 * x])
+        exact = np.stack([np.sum(np.square(z), axis=1) for z in _split(lifted, steps, np.stack([y, y]))[0]])
+        assert (np.asarray(jax.jit(lifted.columns)(steps)) >= exact * (1 - 1e-5)).all()
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 1), (3, 2)])
@@ -73,8 +72,9 @@ def test_patches_are_not_counted_once_for_every_pixel(stride):
     factors, input_shape, output_shape = _factors(stride, (1, 1), (1, 1), ((0, 0), (0, 0)), 1)
     assert factors.overlap == {(1, 1): 6, (2, 1): 4, (3, 2): 1}[stride]
     rng = np.random.default_rng(0)
-    x, y = (jnp.asarray(rng.normal(size=s)) for s in (input_shape, output_shape))
-    left, right = factors.split(x, y)
+    x, y = (np.float32(rng.normal(size=s)) for s in (input_shape, output_shape))
+    left, right = jax.jit(factors.split)(x, y)
     exact = np.sum(np.square(left)) * np.sum(np.square(right))
-    for scale in (None, jnp.ones(factors.shape)):
-        assert exact * (1 - 1e-5) <= term_sizes.square(factors, x, y, scale).value <= 2 * exact  # except at edges
+    for scale in (None, np.ones(factors.shape, np.float32)):
+        found = jax.jit(lambda x, y, s: term_sizes.square(factors, x, y, s).value)(x, y, scale)
+        assert exact * (1 - 1e-5) <= found <= 2 * exact  # except at edges
