@@ -191,7 +191,7 @@ class Plan:
         """How many examples' gradients, or Gram matrices, of one step to form at a time."""
         one, scaling = cast(Contact, contact.of_step), not cast(Entry, contact.weight.entry).copy
         chunk = self.fitting(norm_cost(one, self.streamed[contact], scaling)[1])
-        if contact.given is None:
+        if contact.given is None or not self.is_one_pass:  # two passes have a copy of each block of the batch
             return chunk
         # Factors are scaled before they are squared, which copies a chunk of the batch.
         copied = nbytes(contact.input_shape, contact.input_dtype)
