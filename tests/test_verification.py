@@ -11,7 +11,7 @@ from helpers import mlp_batch, mlp_loss, mlp_params, privacy_four
 
 import dpopt
 from dpopt import verification
-from dpopt.ghost import engine
+from dpopt.ghost import engine, records
 from dpopt.verification import VerificationError, verify
 
 PARAMS, BATCH = mlp_params(), mlp_batch(6)
@@ -80,13 +80,13 @@ def test_a_corner_that_rounding_is_on_one_or_the_other_side_of_passes():
 
 
 def half_of_a_norm(monkeypatch):
-    real = engine.leaf_norms
+    real = records.leaf_norms
 
     def wrong(*args):
         found = real(*args)
         return found._replace(upper=[found.upper[0] / 2, *found.upper[1:]])
 
-    monkeypatch.setattr(engine, "leaf_norms", wrong)
+    monkeypatch.setattr(records, "leaf_norms", wrong)
 
 
 def a_sum_too_large(monkeypatch):
