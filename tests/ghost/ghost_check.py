@@ -35,12 +35,22 @@ def leaf_clip(bound):
 @functools.partial(jax.jit, static_argnames=("loss_fn", "coefficients"), inline=True)
 def plain(loss_fn, params, batch, coefficients, mask, scale=None, offset=None):
     """Sum and norms by ``vmap(grad)``."""
+    return added_up(gradients(loss_fn, params, batch, scale, offset), coefficients, mask)
+
+
+def gradients(loss_fn, params, batch, scale=None, offset=None):
+    """Of every example, scaled and shifted."""
     grads = jax.vmap(jax.grad(loss_fn), (None, 0))(params, batch)
     grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
     if scale is not None:
         grads = jax.tree.map(lambda g, s: jax.vmap(lambda g: g * s)(g), grads, scale)
     if offset is not None:
         grads = jax.tree.map(lambda g, o: jax.vmap(lambda g: g + o)(g), grads, offset)
+    return grads
+
+
+def added_up(grads, coefficients, mask):
+    """The weighted sum and norms of gradients."""
     norms = jax.tree.map(lambda g: jnp.sqrt(jnp.sum(g.reshape(len(g), -1) ** 2, axis=1)), grads)
 
     def weigh(g, c):
@@ -88,25 +98,25 @@ def check(
     masks = [np.ones(size, bool), np.arange(size) % 3 != 1]
 
     def both(params, batch, mask, scale, offset):
-        out = []
+        out, grads = [], gradients(loss_fn, params, batch, scale, offset)
+        losses = jax.vmap(loss_fn, (None, 0))(params, batch)
+        plan = ghost.plan_clipped_sum(loss_fn, params, batch, scale=scale, offset=offset)
+        limits = [0.7] * len(plan.leaves) if one_pass else []
+        if two_passes or one_pass:
+            plan = plan.streaming(ghost.single_parameters(plan, limits, []))
         for clip in clips:
             coefficients = clip(0.7)
-            plan = ghost.plan_clipped_sum(loss_fn, params, batch, scale=scale, offset=offset)
-            limits = [0.7] * len(plan.leaves) if one_pass else []
-            if two_passes or one_pass:
-                plan = plan.streaming(ghost.single_parameters(plan, limits, []))
             got = ghost.clipped_sum(
                 loss_fn, params, batch, coefficients=coefficients, mask=mask, scale=scale, offset=offset, plan=plan,
                 limits=limits,
             )  # fmt: skip
-            want = plain(loss_fn, params, batch, coefficients, mask, scale, offset)
-            losses = jax.vmap(loss_fn, (None, 0))(params, batch)
-            out.append((got, want, losses))
-        return out
+            out.append((got, added_up(grads, coefficients, mask)))
+        return out, losses
 
     compiled = jax.jit(both).lower(params, batch, masks[0], scale, offset).compile(compiler_options=_FAST_COMPILE)
     for mask in masks:
-        for got, (total, norms), losses in compiled(params, batch, mask, scale, offset):
+        found, losses = compiled(params, batch, mask, scale, offset)
+        for got, (total, norms) in found:
             assert_trees_close(got.leaf_norms, norms, rtol, atol)
             assert_trees_close(got.sum, total, rtol, atol)
             assert_trees_close(got.losses, losses, rtol, atol)
