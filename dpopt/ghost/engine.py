@@ -159,7 +159,7 @@ def clipped_sum(
     if plan.streamed:
         clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))
         return result(*streamed.clipped_sum(run, batch, given, clip, mask))
-    losses, aux, seen, _ = run.passes(batch, mask=mask, in_place=given)
+    losses, aux, seen, _ = run.passes(batch, mask, in_place=given)
     found = norms_in_place(run, seen, mask & ~jnp.isfinite(losses), mask, given)
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)

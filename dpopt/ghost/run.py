@@ -41,7 +41,7 @@ class Run:
         self._mixed_gains: dict[tuple[int, tuple[Contact, ...]], list[jax.Array]] = {}
 
     def passes(
-        self, batch: Sequence[jax.Array], hooks: Hooks | None = None, mask: jax.Array | None = None,
+        self, batch: Sequence[jax.Array], mask: jax.Array, hooks: Hooks | None = None,
         coefficients: Sequence[jax.Array] = (), in_place: Sequence[jax.Array] = (),
     ) -> tuple[jax.Array, list[jax.Array], dict[Contact, Seen], dict[Contact, Any]]:  # fmt: skip
         """Losses, aux, what was seen at each contact, all ``[B, ...]``, and the results of each hook.
@@ -51,7 +51,7 @@ class Run:
         Args:
           in_place: the batch as it is, where ``batch`` is without what padding holds (`Record`)."""
         static, hooks = self.trace.run_prologue(self.leaves), hooks or {}
-        keep = jnp.ones(self.plan.batch_size) if mask is None else jnp.where(mask, 1.0, 0.0)
+        keep = jnp.where(mask, 1.0, 0.0)
         contacts = [c for c in self.trace.contacts if c not in hooks]
         tapped = [c for c in contacts if not c.shares]
 

@@ -92,7 +92,7 @@ def _adds_up_exactly(run: Run) -> bool:
 
 
 def _one_pass(run: Run, batch: Sequence[jax.Array], raw: Sequence[jax.Array], clip: Clip, mask: jax.Array) -> Streamed:
-    losses, aux, seen, hooked = run.passes(batch, _hooks(run, clip, {}, None), mask, in_place=raw)
+    losses, aux, seen, hooked = run.passes(batch, mask, _hooks(run, clip, {}, None), in_place=raw)
     first = _first_pass(run, hooked, seen, losses, clip.weigh, mask, raw)
     totals = first.totals | _recorded_sums(run, first.weights, first.records)
     return Streamed(_listed(_joined(totals)), first.norms, losses, aux, mask & finite([*first.norms, mask]))
@@ -190,7 +190,7 @@ def _two_passes(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Arra
         examples = jax.tree.map(lambda x: jnp.where(i < 0, jnp.zeros_like(x), x), own(batch))
         counts, coefficients = own(mask), own(found.weights)
         hooks = _hooks(run, clip, streamed, adds_up)
-        losses, aux, seen, hooked = run.passes(examples, hooks, counts, coefficients)
+        losses, aux, seen, hooked = run.passes(examples, counts, hooks, coefficients)
 
         # What hooks have added up; zeros in the first pass. A `cond` would copy it.
         parts = [to_leaves(run, streamed, coefficients, lambda k, _, i=i: hooked[k][1][i]) for i in range(1 + pairs)]
