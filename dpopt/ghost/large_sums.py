@@ -31,8 +31,9 @@ from dpopt.ghost.values import Contact, wide_dtype
 
 _Rows: TypeAlias = tuple[jax.Array, jax.Array]
 
-# Smaller parameters stay in the cache.
+# Smaller parameters stay in the cache, but adding pairs of floats takes several times as long as adding floats.
 _LARGE_BYTES = 1 << 20
+_LARGE_BYTES_IN_PAIRS = 1 << 17
 
 # A matrix that is little larger goes whole: small products take longer, and XLA writes parts with a single core.
 _PART_BYTES = 1 << 21
@@ -45,10 +46,11 @@ def is_large(uses: Sequence[tuple[Contact, Recorded]], rows: int) -> bool:
     if not uses or not all(_is_single(*use) for use in uses):
         return False
     contact, factors = uses[0][0], cast(Factors, uses[0][0].factors)
-    if math.prod(factors.shape) * wide_dtype(contact.weight.dtype).itemsize <= _LARGE_BYTES:
-        return False
+    size = math.prod(factors.shape) * wide_dtype(contact.weight.dtype).itemsize
     if not all(cast(Factors, k.factors).one_hot for k, _ in uses):
-        return len(uses) == 1 and contact.primitive is DOT
+        return len(uses) == 1 and contact.primitive is DOT and size > _LARGE_BYTES
+    if size <= (_LARGE_BYTES_IN_PAIRS if sums.needs_remainder(rows) else _LARGE_BYTES):
+        return False
     looked_up = rounding.groups(rows)[1] * sum(cast(Factors, k.factors).positions for k, _ in uses)
     return looked_up <= factors.shape[2]
 
