@@ -31,9 +31,11 @@ from dpopt.ghost.values import Contact, wide_dtype
 
 _Rows: TypeAlias = tuple[jax.Array, jax.Array]
 
-# Smaller parameters stay in the cache, but adding pairs of floats takes several times as long as adding floats.
+# Smaller parameters stay in the cache.
 _LARGE_BYTES = 1 << 20
-_LARGE_BYTES_IN_PAIRS = 1 << 17
+
+# Adding pairs of floats takes several times as long as adding floats: a table so much smaller is large, too.
+_OF_PAIRS = 1 / 8
 
 # A matrix that is little larger goes whole: small products take longer, and XLA writes parts with a single core.
 _PART_BYTES = 1 << 21
@@ -49,7 +51,7 @@ def is_large(uses: Sequence[tuple[Contact, Recorded]], rows: int) -> bool:
     size = math.prod(factors.shape) * wide_dtype(contact.weight.dtype).itemsize
     if not all(cast(Factors, k.factors).one_hot for k, _ in uses):
         return len(uses) == 1 and contact.primitive is DOT and size > _LARGE_BYTES
-    if size <= (_LARGE_BYTES_IN_PAIRS if sums.needs_remainder(rows) else _LARGE_BYTES):
+    if size <= _LARGE_BYTES * (_OF_PAIRS if sums.needs_remainder(rows) else 1):
         return False
     looked_up = rounding.groups(rows)[1] * sum(cast(Factors, k.factors).positions for k, _ in uses)
     return looked_up <= factors.shape[2]
