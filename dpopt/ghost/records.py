@@ -81,6 +81,6 @@ def norms_in_place(
 
 
 def _only_squared(plan: Plan) -> dict[int, Contact]:
-    """For some parameters, the contact whose input is an array of the batch, of which the norm takes the norm alone."""
-    alone = {p.leaf: p.contacts[0] for p in plan.leaves if p.method == "rank_one" and not plan.scaled[p.leaf]}
+    """For some parameters, the contact whose input is an array of the batch, of which norms read one row's squares."""
+    alone = {p.leaf: p.contacts[0] for p in plan.leaves if p.method == "rank_one"}
     return {i: c for i, c in alone.items() if c.given is not None}
