@@ -93,7 +93,7 @@ def _expected(loss_fn, params, batch, mask, clip, diagonal=None, offset=None):
     return tree.unflatten([s.reshape(leaf.shape[1:]) for s, leaf in zip(sums, leaves, strict=True)]), ok
 
 
-@pytest.mark.parametrize("seed", slow_unless(range(18), range(180)))
+@pytest.mark.parametrize("seed", slow_unless({*range(18), 53}, range(180)))
 def test_bad_examples_contribute_nothing(seed, monkeypatch):
     """Whatever they hold: in blocks or whole, recorded, in one pass or two, with sums that count as large or not.
 
