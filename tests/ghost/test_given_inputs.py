@@ -93,17 +93,34 @@ def _expected(loss_fn, params, batch, mask, clip, diagonal=None, offset=None):
     return tree.unflatten([s.reshape(leaf.shape[1:]) for s, leaf in zip(sums, leaves, strict=True)]), ok
 
 
-@pytest.mark.parametrize("seed", slow_unless({*range(18), 53}, range(180)))
+def _clipped(loss_fn, clip, diagonal=None, offset=None, **options):
+    """The engine's sum, and who is all right, of parameters, a batch and a mask."""
+
+    @jax.jit
+    def clipped(params, batch, mask):
+        grads = dpopt.per_example_grads(loss_fn, engine="ghost", **options)(params, batch, mask=mask)
+        grads = grads if diagonal is None else grads.scale(diagonal)
+        found = (grads if offset is None else grads.shift(offset)).clipped_sum(CLIPS[clip])
+        return found.sum, found.sensitive.is_example & found.sensitive.is_finite
+
+    return clipped
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(18), range(180)))
 def test_bad_examples_contribute_nothing(seed, monkeypatch):
     """Whatever they hold: in blocks or whole, recorded, in one pass or two, with sums that count as large or not.
 
-    In float32 norms pay for the rounding of terms that cancel, so losses that have any are compared in float64."""
-    kind = KINDS[seed % len(KINDS)]
-    with enable_x64(kind not in SINGLE):
-        _check(np.random.default_rng(seed), kind, [*CLIPS][seed // len(KINDS) % 2], monkeypatch)
+    In float32 norms pay for the rounding of terms that cancel, so gradients that have any are compared in float64."""
+    rng, kind, clip = np.random.default_rng(seed), KINDS[seed % len(KINDS)], [*CLIPS][seed // len(KINDS) % 2]
+    has_offset = rng.random() < 0.4
+    is_double = has_offset or kind not in SINGLE
+    with enable_x64(is_double):
+        found, expected = _found_and_expected(rng, kind, clip, has_offset, monkeypatch)
+    rtol, atol = (1e-9, 1e-9) if is_double else (1e-5, 2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected)
 
 
-def _check(rng, kind, clip, monkeypatch):
+def _found_and_expected(rng, kind, clip, has_offset, monkeypatch):
     loss_fn, params, shape = _drawn(rng, kind)
     size = int(rng.choice([5, rounding.ROWS, 97, 300, 300]))
     batch, mask = _batch(rng, size, shape)
@@ -119,21 +136,12 @@ def _check(rng, kind, clip, monkeypatch):
     if kind == "absolute":  # as samplers fill up
         batch = (jnp.where(mask[:, None], batch[0], 0), *batch[1:])
     diagonal = _uniform(rng, 0.1, params) if rng.random() < 0.4 else None
-    offset = _uniform(rng, -2, params) if rng.random() < 0.4 else None
-
-    @jax.jit
-    def clipped(params, batch, mask):
-        grads = dpopt.per_example_grads(loss_fn, engine="ghost", memory=1e9)(params, batch, mask=mask)
-        grads = grads if diagonal is None else grads.scale(diagonal)
-        found = (grads if offset is None else grads.shift(offset)).clipped_sum(CLIPS[clip])
-        return found.sum, found.sensitive.is_example & found.sensitive.is_finite
-
+    offset = _uniform(rng, -2, params) if has_offset else None
+    clipped = _clipped(loss_fn, clip, diagonal, offset, memory=1e9)
     found, found_ok = clipped(params, batch, None if mask.all() else mask)
     expected, ok = _expected(loss_fn, params, batch, mask, clip, diagonal, offset)
     assert (found_ok == ok).all()
-    share = 1e-5 if kind in SINGLE else 1e-9
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=share * max(1, np.linalg.norm(b)))
+    return jax.tree.map(np.asarray, found), expected
 
 
 @pytest.mark.parametrize("large_bytes", [16, 1 << 30])
@@ -147,12 +155,7 @@ def test_padding_whose_cotangents_are_not_finite(clip, size, large_bytes, monkey
     expected, ok = _expected(loss_fn, params, (x, y, ids), mask, clip)
     monkeypatch.setattr("dpopt.ghost.memory._SMALL_BYTES", 0)  # by layer, in one pass
     monkeypatch.setattr("dpopt.ghost.large_sums._LARGE_BYTES", large_bytes)
-
-    @jax.jit
-    def clipped(params, batch, mask):
-        return dpopt.per_example_grads(loss_fn, engine="ghost")(params, batch, mask=mask).clipped_sum(CLIPS[clip]).sum
-
-    found = clipped(params, (x, y, ids), mask)
+    found, _ = _clipped(loss_fn, clip)(params, (x, y, ids), mask)
     assert ok.any() and not mask.all()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), found, expected)
 
@@ -181,14 +184,7 @@ def test_padding_takes_no_slow_path(kind, has_diagonal, monkeypatch):
     mask = mask & np.isfinite(x).all(axis=tuple(range(1, x.ndim))) & np.isfinite(y).all(axis=1)
     expected, _ = _expected(loss_fn, params, (x, y, ids), mask, "flat", diagonal)
     monkeypatch.setattr(one_by_one, "_norms", lambda run, chosen, norms, *_: jnp.full_like(norms, jnp.nan))
-
-    @jax.jit
-    def clipped(params, batch, mask):
-        grads = dpopt.per_example_grads(loss_fn, engine="ghost")(params, batch, mask=mask)
-        grads = grads.scale(diagonal) if has_diagonal else grads
-        return grads.clipped_sum(CLIPS["flat"]).sum
-
-    found = clipped(params, (x, y, ids), mask)
+    found, _ = _clipped(loss_fn, "flat", diagonal)(params, (x, y, ids), mask)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
 
@@ -198,15 +194,10 @@ def test_padding_takes_no_slow_path(kind, has_diagonal, monkeypatch):
 @pytest.mark.parametrize("clip", CLIPS)
 def test_the_batch_is_not_copied(clip, has_mask, has_diagonal):
     batch, params = jnp.ones((512, 4000)), {"w": jnp.zeros((4000, 20)), "b": jnp.zeros(20)}
-
-    def added_up(params, batch, mask):
-        promise = dpopt.per_example_grads(lambda p, x: jnp.sum(jnp.tanh(x @ p["w"] + p["b"])), engine="ghost")
-        grads = promise(params, batch, mask=mask)
-        grads = grads.scale(jax.tree.map(jnp.ones_like, params)) if has_diagonal else grads
-        return grads.clipped_sum(CLIPS[clip]).sum
-
     mask = jnp.ones(512, bool) if has_mask else None
-    planned = jax.jit(added_up).lower(params, batch, mask).compile()
+    diagonal = jax.tree.map(jnp.ones_like, params) if has_diagonal else None
+    clipped = _clipped(lambda p, x: jnp.sum(jnp.tanh(x @ p["w"] + p["b"])), clip, diagonal)
+    planned = clipped.lower(params, batch, mask).compile()
     assert planned.memory_analysis().temp_size_in_bytes < 0.4 * batch.nbytes
 
 
