@@ -20,6 +20,7 @@ from jax import lax
 from dpopt.common.trees import per_example
 from dpopt.engines import rounding, sums
 from dpopt.engines.norms import safe_norm, shrink_to
+from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import contacts, quick_sums
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.hook_vjp import batched, with_hook
@@ -201,11 +202,14 @@ def _clipped_as_formed(
         formed = jax.vmap(lambda x, y: contacts.form(contact, contacts.Seen(x, y), for_sum=True))(x, y)
         scaled = formed if diagonal is None else formed * diagonal[None]
         norm = safe_norm(scaled.reshape(len(keep), -1), axis=1)
-        fine = (keep > 0) & jnp.isfinite(norm)
+        is_finite = jnp.isfinite(norm)
+        fine = (keep > 0) & is_finite
         c, other = jnp.where(fine, shrink_to(limit[None], norm), 0), jnp.ones_like(norm)
         lost = contacts.lost_to_weighing(contact, other, size) * (1 if diagonal is None else largest(diagonal))
         c = jnp.where(contacts.can_weigh(c, limit[None], lost * formed[0].size ** 0.5, hook.tiny), c, 0)
-        total = contacts.combined(contact, selected(fine, formed), c).astype(hook.total.value.dtype)
+        # Hardly ever: a selection copies all gradients of the chunk.
+        formed = if_any(~is_finite, functools.partial(selected, is_finite), formed)
+        total = contacts.combined(contact, formed, c).astype(hook.total.value.dtype)
         return jnp.stack([norm, norm, other], axis=1).astype(hook.bounds.dtype), total
 
     chunk = together(size, hook.chunk)

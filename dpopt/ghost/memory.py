@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from dpopt.engines import rounding, sums
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, largest_value, nbytes
 from dpopt.ghost.failures import CannotFollow
-from dpopt.ghost.kept import kept_bytes, recomputed_bytes
+from dpopt.ghost.kept import formed_in_calls, kept_bytes, recomputed_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.planner import keeping_more
 from dpopt.ghost.values import Contact, Entry, is_narrow
@@ -45,10 +45,15 @@ class Memory(NamedTuple):
     vmap: float
     weights: float
     examples: float  # records of all examples, and what differentiation keeps besides
+    passing: float  # what is alive of all examples if contacts are streamed
 
     def recorded(self, parts: int) -> float:
         """The peak of the ghost engine in one pass, with the batch in so many parts whose sums are added up."""
         return self.examples / parts + (2 + (parts > 1)) * self.weights
+
+    def one_pass(self, parts: int) -> float:
+        """The same if every parameter is clipped in that pass (streamed.py)."""
+        return self.passing / parts + (2 + (parts > 1)) * self.weights
 
 
 def estimate(plan: Plan) -> Memory:
@@ -73,17 +78,26 @@ def estimate(plan: Plan) -> Memory:
     kept += max(again.values(), default=0)
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)
+    left += _formed_anyway(plan)
     formed = sum(_nbytes(v.shape, v.dtype) for v in plan.trace.products)
+    called = sum(taps[c] for c in formed_in_calls(plan.trace))
     rows, blocks = _of_two_passes(size)
     more = (blocks > 1) + (not rounding.floats_suffice(rows, blocks)) if jax.device_count() == 1 else 0
     return Memory(
         # Look-ups come last in the backward pass, which has all other gradients by then.
-        ordinary=size * max([kept, *_looked_up(contacts, taps)]) + 2 * weights + formed,
+        ordinary=size * max([kept, *_looked_up(contacts, taps), called]) + 2 * weights + formed,
         streamed=rows * (kept + left) + (2 + more) * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,
         examples=size * recorded + _more_bytes(plan),
+        passing=size * (kept + left),
     )
+
+
+def _formed_anyway(plan: Plan) -> int:
+    """Bytes of the largest gradient of one example that the backward pass forms, of a weight that no rule covers."""
+    alone = (c for c in plan.streaming().streamed if c.apply is None and not c.loops)
+    return max((_nbytes(c.tap_shape, c.tap_dtype) for c in alone), default=0)
 
 
 def _of_two_passes(size: int) -> tuple[int, int]:
@@ -166,7 +180,7 @@ def choose(
     if plan.streaming(single).is_one_pass:  # nothing is recorded, and nothing is computed twice
         one_pass = _streamed(plan, parts, single, "every parameter is clipped by its own norm, as its gradient comes")
         if wants_vmap or not _records_are_faster(plan):
-            return one_pass
+            return _within(one_pass, plan, memory) if may_split else one_pass
     found = estimate(plan)
     limit, reason = allowed(memory, found.ordinary), f"{fastest}, and the memory allows it"
     if wants_vmap and found.vmap <= limit:
@@ -192,6 +206,18 @@ def _streamed(plan: Plan, parts: int, single: frozenset[int], reason: str) -> Wa
         return Way(whole, 1, reason)
     parts = next((n for n in range(parts // 2, 0, -1) if parts % n == 0), 1)
     return Way(whole.of(plan.batch_size // parts), parts, reason)
+
+
+def _within(one_pass: Way, plan: Plan, memory: float | int) -> Way:
+    """One pass in as many parts as its memory takes, if the backward pass forms gradients whatever is streamed."""
+    size = plan.batch_size
+    if jax.device_count() > 1 or size // one_pass.parts * _formed_anyway(plan) <= _SMALL_BYTES:
+        return one_pass
+    found = estimate(plan)
+    parts = [k for k in range(one_pass.parts, size + 1) if size % k == 0]
+    enough = max(allowed(memory, found.ordinary), _HARDLY_MORE * min(map(found.one_pass, parts)))
+    k = next(k for k in parts if found.one_pass(k) <= enough)
+    return one_pass if k == one_pass.parts else Way(cast(Plan, one_pass.plan).of(size // k), k, _IN_FEWER)
 
 
 def _records_are_faster(plan: Plan) -> bool:

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ _CHUNK_BYTES = 1 << 22
 # It may only be this share of what an ordinary gradient takes, or this small: a program has a few of them at a time.
 _CHUNK_SHARE = 1 / 16
 _SMALL_CHUNK_BYTES = 1 << 20
-# In two passes the buffer has this size, because a loop over chunks holds its inputs twice.
+# In hooks the buffer may be as large as this, because a loop over chunks holds its inputs twice.
 _STREAMED_CHUNK_BYTES = 1 << 26
 # Dtypes of factors that TF32 represents, or rounds without leaving its range.
 _ROUNDED = {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
@@ -114,10 +114,11 @@ class Plan:
     def fitting(self, size: float) -> int:
         """How many examples to process at a time if each needs buffers of ``size`` bytes."""
         most = max(_SMALL_CHUNK_BYTES, _CHUNK_SHARE * self._ordinary_bytes)
-        if jax.default_backend() == "cpu":
+        if self.streamed:
+            most = min(_STREAMED_CHUNK_BYTES, most)
+        elif jax.default_backend() == "cpu":
             most = min(_CHUNK_BYTES, most)
-        limit = _STREAMED_CHUNK_BYTES if self.streamed else most
-        return _divisor(self.batch_size, limit / max(size, 1))
+        return _divisor(self.batch_size, most / max(size, 1))
 
     def norm_bytes(self, leaf: LeafPlan) -> float:
         """Bytes of what the norms of a parameter are computed from, and nothing else reads."""
@@ -190,7 +191,9 @@ class Plan:
     def streamed_chunk(self, contact: Contact) -> int:
         """How many examples' gradients, or Gram matrices, of one step to form at a time."""
         one, scaling = cast(Contact, contact.of_step), not cast(Entry, contact.weight.entry).copy
-        chunk = self.fitting(norm_cost(one, self.streamed[contact], scaling)[1])
+        method = self.streamed[contact]
+        is_formed = method == "explicit" and one.factors is not None
+        chunk = self.fitting(forming_bytes(one) if is_formed else norm_cost(one, method, scaling)[1])
         if contact.given is None or not self.is_one_pass:  # two passes have a copy of each block of the batch
             return chunk
         # Factors are scaled before they are squared, which copies a chunk of the batch.
@@ -266,10 +269,10 @@ def _may_be_quick(contact: Contact, added_up: Contact | None) -> bool:
     return contact.is_rounded and is_copy and is_matrix and dtypes <= _ROUNDED
 
 
-def orientation(contact: Contact) -> tuple[int, int] | None:
-    """The parameter's axes that are a and p at this contact, if the parameter is a matrix that is used unchanged."""
+def orientation(contact: Contact) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The parameter's axes that a and p at this contact consist of, if it is used unchanged, as a matrix."""
     entry, factors = contact.weight.entry, contact.factors
     if not is_direct(contact) or entry is None or not entry.copy or factors is None or factors.axes is None:
         return None
-    order = entry.order or ()
-    return (order[factors.axes[0]], order[factors.axes[1]]) if len(order) == 2 else None
+    order = entry.order
+    return None if order is None else cast(Any, tuple(tuple(order[i] for i in axes) for axes in factors.axes))

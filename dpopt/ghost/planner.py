@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 
@@ -106,7 +106,7 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
 def _shared_methods(contacts: Sequence[Contact], scaled: bool) -> dict[str, tuple[float, float]]:
     """The methods of shared.py for a matrix with several contacts, each with its operations and bytes."""
     turned = [orientation(c) for c in contacts]
-    if None in turned:
+    if None in turned or not {*turned} <= {turned[0], cast(Any, turned[0])[::-1]}:
         return {}
     factors, is_turned = [cast(Factors, c.factors) for c in contacts], [t != turned[0] for t in turned]
     looked_up, rows = [f.one_hot for f in factors], sum(f.positions for f in factors)

@@ -14,6 +14,7 @@ from emulated_gpu import emulated_gpu
 from ghost_check import flat_clip
 from helpers import slow_unless
 
+import dpopt
 from dpopt import ghost
 from dpopt.ghost import leaf_norms, memory, one_by_one
 from dpopt.ghost.trace import trace_loss
@@ -71,6 +72,29 @@ def test_the_squares_of_wide_inputs_are_never_in_memory_as_a_whole(size):
     with jax.numpy_rank_promotion("allow"):
         plain, scaled = planned(clipped, params, batch), planned(clipped, params, batch, params)
     assert scaled <= plain + 4 * (4 * 4000 * 100)  # some diagonals; the inputs are 5 or 7
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(2), range(12)))
+def test_one_pass_over_a_small_network_takes_at_most_a_quarter_more(seed):
+    """Windows of all images were in memory together, 64 MB of them: up to three times an ordinary gradient's."""
+    rng = np.random.default_rng(seed)
+    widths = [3, *(int(n) for n in rng.choice([8, 16, 32], rng.integers(2, 5)))]
+    filters = [jax.ShapeDtypeStruct((3, 3, a, b), jnp.float32) for a, b in itertools.pairwise(widths)]
+    images = jax.ShapeDtypeStruct((int(rng.choice([16, 32])), 32, 32, 3), jnp.float32)
+
+    def loss(filters, x):
+        for w in filters:
+            x = jnp.tanh(ghost_cases.conv(x, w))
+        return jnp.sum(x)
+
+    def ordinary(filters, images):
+        return jax.grad(lambda w: jnp.mean(jax.vmap(loss, (None, 0))(w, images)))(filters)
+
+    def clipped(filters, images):
+        return dpopt.per_example_grads(loss)(filters, images, mask=None).clipped_sum(dpopt.LayerwiseClip(1.0)).sum
+
+    with jax.numpy_rank_promotion("allow"):
+        assert planned(clipped, filters, images) <= 1.25 * planned(ordinary, filters, images)
 
 
 BARRIERS = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers too early on CPUs")

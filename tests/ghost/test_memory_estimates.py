@@ -96,3 +96,39 @@ def test_weights_that_are_products(seed):
     x = jax.ShapeDtypeStruct((8, widths[0]), "float32")
     found = memory.estimate(ghost.plan_clipped_sum(loss, params, x))
     assert 0.9 < (found.ordinary - 2 * found.weights) / scratch(ordinary_gradient(loss), params, x) < 1.1
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(2), range(20)))
+def test_an_ordinary_gradient_forms_those_of_weights_in_a_conditional(seed):
+    """Heads that an example chooses from were recorded in two passes, for want of memory that both take."""
+    rng = np.random.default_rng(seed)
+    size, *widths = (int(n) for n in rng.choice([64, 128, 256], rng.integers(3, 6)))
+
+    def loss(heads, example):
+        which, x = example
+        return jax.lax.switch(which, [lambda x, w=w: jnp.sum(jnp.tanh(x @ w)) for w in heads], x)
+
+    heads = [jax.ShapeDtypeStruct((64, n), "float32") for n in widths]
+    batch = jax.ShapeDtypeStruct((size,), "int32"), jax.ShapeDtypeStruct((size, 64), "float32")
+    found = memory.estimate(ghost.plan_clipped_sum(loss, heads, batch))
+    assert 0.85 < (found.ordinary - 2 * found.weights) / scratch(ordinary_gradient(loss), heads, batch) < 1.05
+
+
+@pytest.mark.parametrize("clip", [dpopt.FlatClip, dpopt.LayerwiseClip])
+def test_gradients_that_the_backward_pass_forms_are_not_streamed(clip):
+    """A complex matrix of two real ones went in two passes over the whole batch, or one, in 13 times the memory."""
+    size, n = 64, 128
+
+    def loss(p, x):
+        return jnp.sum(jnp.abs((x + 0j) @ (p["re"] + 1j * p["im"])))
+
+    params = {name: jax.ShapeDtypeStruct((n, n), "float32") for name in ("re", "im")}
+    x = jax.ShapeDtypeStruct((size, n), "float32")
+
+    def clipped(params, x):
+        return dpopt.per_example_grads(loss)(params, x, mask=None).clipped_sum(clip(1.0)).sum
+
+    plan = ghost.plan_clipped_sum(loss, params, x)
+    assert memory.estimate(plan).streamed > size * n * n * 4
+    formed = size * n * n * 4  # of one of the two
+    assert scratch(clipped, params, x) < formed / 2

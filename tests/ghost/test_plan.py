@@ -94,6 +94,34 @@ def test_method_under_a_diagonal(looked_up, rows, method, plain):
 
 
 @pytest.mark.parametrize(
+    "shape, uses, method",
+    [
+        ((5000, 2, 20), ["t[i]", "t[i]"], "shared_gram"),
+        ((5000,), ["t[i]", "t[i]"], "shared_segments"),
+        ((50, 8, 20), ["ti,ihk->thk", "thk,ihk->ti"], "shared_gram"),  # one transposes the other
+        ((50, 8, 20), ["ti,ihk->thk", "ti,ihk->thk"], "shared_gram"),
+        ((50, 8, 50), ["ti,ihk->thk", "tk,ihk->tih"], "pulled_back"),  # no one matrix for both
+    ],
+)
+def test_an_array_of_any_rank_may_be_used_several_times(shape, uses, method):
+    """A table of several axes, or of single numbers, was formed as a whole for every example: nine times the time."""
+
+    def loss(t, x):
+        sizes = dict(zip("ihk", shape, strict=False)) | {"t": 3}
+        total = 0.0
+        for n, use in enumerate(uses):
+            if use == "t[i]":
+                total = total + jnp.sum(jnp.sin(t[x["ids"] + n]))
+            else:
+                read, _ = use.split(",")
+                total = total + jnp.sum(jnp.sin(jnp.einsum(use, jnp.ones([sizes[i] for i in read]) * x["x"], t)))
+        return total
+
+    batch = {"ids": jnp.zeros((2, 3), int), "x": jnp.zeros(2)}
+    assert ghost.plan_clipped_sum(loss, jnp.zeros(shape), batch).leaves[0].method == method
+
+
+@pytest.mark.parametrize(
     "dilation, groups, padding", [(1, 1, "SAME"), (2, 1, "SAME"), (1, 2, "SAME"), (1, 2, [(2, 0), (0, 1)])]
 )
 def test_products_of_windows_are_sums_of_products_of_pixels(dilation, groups, padding, x64):

@@ -1,4 +1,4 @@
-"""Several uses of one weight whose factors are joined: a search over ways to use a square matrix, filter or table.
+"""Several uses of one weight whose factors are joined: a search over ways to use a matrix, filter, table or tensor.
 
 Uses look alike where their factors have one shape, but may arrange the weight differently (`contacts.usage`). Sizes are
 drawn so that norms come from Gram matrices, from gradients formed together, and from the loop for rare examples.
@@ -54,11 +54,45 @@ def table(rng, w):
     return use
 
 
-KINDS = {"matrix": (matrix, (N, N)), "filters": (filters, (3, N, N)), "table": (table, (N, N))}
+def tensor(rng, w):
+    """A product over some axes of an array of three, which others may transpose, or a look-up along one or two."""
+    how = str(rng.choice(["last", "first two", "first two", "swapped", "first", "row", "column", "entry", "entry"]))
+    ids = rng.integers(0, 6, 2)
+
+    def use(x):
+        t, z = w(), x[:, : 2 * 3].reshape(-1, 2, 3)
+        i, j = (ids + jnp.abs(x[0, 0] * 10).astype(int)) % np.array([2, 3])
+        found = {
+            "last": lambda: jnp.einsum("ti,abi->tab", x, t),
+            "first two": lambda: jnp.einsum("tab,abi->ti", z, t),
+            "swapped": lambda: jnp.einsum("tab,bai->ti", z, t.transpose(1, 0, 2)),
+            "first": lambda: jnp.einsum("ta,abi->tbi", x[:, :2], t),
+            "row": lambda: t[i] * x[0], "column": lambda: t[:, j] * x[0], "entry": lambda: t[i, j] * x[0],
+        }[how]()  # fmt: skip
+        return jnp.sum(jnp.tanh(found) ** 2)
+
+    return use
+
+
+def vector(rng, w):
+    """A product with a vector, or entries of it."""
+    ids, is_product = rng.integers(0, N, int(rng.integers(1, 4))), rng.random() < 0.3
+
+    def use(x):
+        i = (ids + jnp.abs(x[0, 0] * 10).astype(int)) % N
+        return jnp.sum(jnp.tanh(x @ w() if is_product else w()[i] * x[0, 1]) ** 2)
+
+    return use
+
+
+KINDS = {
+    "matrix": (matrix, (N, N)), "filters": (filters, (3, N, N)), "table": (table, (N, N)),
+    "tensor": (tensor, (2, 3, N)), "vector": (vector, (N,)),
+}  # fmt: skip
 GAINS = {
     "plain": lambda p: p["w"],
     "gain": lambda p: p["w"] * p["g"],  # pulled back
-    "low rank": lambda p: p["w"] + p["g"][:, None] * p["h"],
+    "low rank": lambda p: p["w"] + (p["g"][:, None] * p["h"] if p["w"].shape[-2:] == (N, N) else p["g"] * p["h"]),
 }
 
 
@@ -92,7 +126,7 @@ def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
     loss, params, x = drawn(rng, kind)
     scale = random_like(params, seed) if rng.random() < 0.5 else None
     clips = (leaf_clip if rng.random() < 0.5 else flat_clip,)
-    two_passes, method = rng.random() < 0.5, "segments" if kind == "table" else "pairs"
+    two_passes, method = rng.random() < 0.5, "segments" if kind in ("table", "vector") else "pairs"
     with jax.numpy_rank_promotion("allow"), preferring(method if rng.random() < 0.7 else ""):
         check(loss, params, x, scale=scale, clips=clips, two_passes=two_passes)
 
@@ -102,7 +136,7 @@ def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
 def test_a_diagonal_of_uses_that_are_alike(seed, kind, x64):
     """In two passes the diagonal of a table stays one, which otherwise multiplies rows as they are recorded."""
     loss, params, x = drawn(np.random.default_rng([seed, 5, list(KINDS).index(kind)]), kind, alike=True)
-    with jax.numpy_rank_promotion("allow"), preferring("segments" if kind == "table" else "pairs"):
+    with jax.numpy_rank_promotion("allow"), preferring("segments" if kind in ("table", "vector") else "pairs"):
         check(loss, params, x, scale=random_like(params, seed), clips=(flat_clip,), two_passes=True)
 
 

@@ -320,7 +320,9 @@ def test_no_more_parts_are_taken_than_help():
     plan = ghost.plan_clipped_sum(lambda w, x: jnp.sum(x @ w), w, x)
     taken = set()
     for of_examples, streamed, limit in 10 ** rng.uniform(-2, 2, (500, 3)):
-        found = memory.Memory(ordinary=1.0, streamed=streamed, vmap=100.0, weights=1.0, examples=of_examples)
+        found = memory.Memory(
+            ordinary=1.0, streamed=streamed, vmap=100.0, weights=1.0, examples=of_examples, passing=1.0
+        )
         way = memory._slower(limit, found, plan, parts, frozenset())
         least = min(streamed, *map(found.recorded, parts))
         taken.add((bool(way.plan.streamed), least > limit, way.parts))
@@ -484,6 +486,29 @@ def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
     np.testing.assert_allclose(got.sum["a"], want["a"], rtol=1e-6)
     np.testing.assert_allclose(got.sum["b"], clipped(good, jnp.arange(4) != 1).sum["b"], rtol=1e-6)
     assert got.sensitive.is_finite.tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("case", [ghost_cases.dense, ghost_cases.conv2d], ids=lambda case: case.__name__)
+def test_one_pass_leaves_out_gradients_that_are_not_finite(case, value, monkeypatch):
+    """Their entries would make those of the sum NaN, times a coefficient of zero, too."""
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
+    loss, params, batch = case(ghost_cases.Arrays())
+    size, clip = jax.tree.leaves(batch)[0].shape[0], dpopt.LayerwiseClip(0.1)
+
+    def clipped(engine, batch, mask):
+        of = dpopt.per_example_grads(loss, engine=engine)
+        return jax.jit(lambda batch: of(params, batch, mask=mask).clipped_sum(clip).sum)(batch)
+
+    with jax.numpy_rank_promotion("allow"):
+        bad = spoiled(batch, 1, value)
+        assert ghost.choose(
+            ghost.plan_clipped_sum(loss, params, bad), 1.25, may_split=True, may_vmap=False, limits=[0.1] * 9
+        ).plan.is_one_pass
+        for mask in (np.ones(size, bool), np.arange(size) != 2):
+            got = clipped("ghost", bad, mask)
+            assert_trees_close(got, clipped("vmap", bad, mask), rtol=1e-5, atol=1e-6)
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
 
 
 class _Half(dpopt.GroupClip):

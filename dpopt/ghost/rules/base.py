@@ -42,7 +42,8 @@ class Factors(NamedTuple):
     unfold: Callable[[jax.Array], jax.Array]
     """The inverse of ``fold``."""
     one_hot: bool = False  # left holds indices of one-hot vectors
-    axes: tuple[int, int] | None = None  # weight axes of a and p if each is one axis and K = N = 1
+    axes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """The weight's axes that ``fold`` merges into a, and those that it merges into p, if that is all and K = N = 1."""
     filters: tuple[int, ...] | None = None  # weight axes that make up N, then p, if there are such
     inner: Callable[[jax.Array, Callable[[jax.Array], jax.Array]], jax.Array] | None = None
     """``(x, product) -> sum_k left[k] left[k]'`` [N, T, T], if there is a cheaper way than from ``left``.

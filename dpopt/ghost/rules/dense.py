@@ -29,5 +29,5 @@ def dot_general(use: Use) -> Factors | None:
         return left, right
 
     fold, unfold = arranger(use.weight, w_batch, w_contract, w_free)
-    axes = (w_contract[0], w_free[0]) if len(w_contract) == len(w_free) == 1 and not w_batch else None
+    axes = None if w_batch else (w_contract, w_free)
     return Factors((1, groups, a, p), positions, split, fold, unfold, axes=axes, filters=(*w_batch, *w_free))

@@ -55,5 +55,4 @@ def gather(use: Use) -> Factors | None:
         return ids, jnp.where(((ids >= 0) & (ids < size))[..., None], right, 0)
 
     fold, unfold = arranger(use.weight, (), axes, rest)
-    single = (axes[0], rest[0]) if len(axes) == len(rest) == 1 else None
-    return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=single)
+    return Factors((1, 1, size, p), positions, split, fold, unfold, one_hot=True, axes=(axes, rest))
