@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.engines import rounding
+from dpopt.ghost import costs
 from dpopt.ghost.costs import activation_bytes, forming_bytes, forward_work, leaf_bytes, nbytes, norm_cost
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.program import Trace
@@ -177,11 +178,10 @@ class Plan:
                 (contact,), one = leaf.contacts, cast(Contact, leaf.contacts[0].of_step)
                 scaling = self.scaled[leaf.leaf] or not cast(Entry, contact.weight.entry).copy
                 if all(is_mapped for _, is_mapped in contact.loops):
-                    ways = methods(one, scaling)
-                    # One pass has to form the gradient for the sum anyway, so its norm is almost free.
-                    if leaf.leaf in single and self.batch_size <= rounding.ROWS and jax.device_count() == 1:
-                        ways = [m for m in ways if m in ("explicit", "rank_one", "segments")]
-                    chosen[contact] = min(ways, key=lambda m, c=one, s=scaling: norm_cost(c, m, s)[0])
+                    # In one pass, gradients that are formed for the norm are added up as they are (hooks.py).
+                    kept = leaf.leaf in single and self.batch_size <= rounding.ROWS and jax.device_count() == 1
+                    cost = functools.partial(_streamed_cost, one, scaled=scaling, are_added_up=kept)
+                    chosen[contact] = min(methods(one, scaling), key=cost)
         # Contacts that share a tap are recorded together or not at all.
         recorded = {c.shares or c for c in self.trace.contacts if c not in chosen}
         chosen = {c: m for c, m in chosen.items() if (c.shares or c) not in recorded}
@@ -232,6 +232,15 @@ def _processors() -> int:
 def _divisor(size: int, most: float) -> int:
     """The largest divisor of ``size`` up to ``most``, at least one."""
     return max(n for n in range(1, size + 1) if size % n == 0 and n <= max(1, most))
+
+
+def _streamed_cost(contact: Contact, method: str, *, scaled: bool, are_added_up: bool) -> float:
+    """Operations of one example's norm in a hook, and of its part of the sum.
+
+    ``are_added_up``: gradients that are formed are, so that the sum multiplies nothing."""
+    is_read = are_added_up and method == "explicit"
+    of_sum = costs.OPERATIONS_PER_BYTE * costs.formed_bytes(contact) if is_read else costs.product(contact)
+    return norm_cost(contact, method, scaled)[0] + of_sum
 
 
 def methods(contact: Contact, scaled: bool) -> list[str]:

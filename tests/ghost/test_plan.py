@@ -121,6 +121,14 @@ def test_an_array_of_any_rank_may_be_used_several_times(shape, uses, method):
     assert ghost.plan_clipped_sum(loss, jnp.zeros(shape), batch).leaves[0].method == method
 
 
+@pytest.mark.parametrize("positions, width, method", [(2, 256, "gram"), (256, 64, "explicit")])
+def test_one_pass_forms_gradients_only_where_that_takes_least(positions, width, method):
+    """It formed all of them, since the sum can be read from them: a VGG took twice the time."""
+    w, x = jax.ShapeDtypeStruct((width, width), "float32"), jax.ShapeDtypeStruct((8, positions, width), "float32")
+    plan = ghost.plan_clipped_sum(lambda w, x: jnp.sum(jnp.tanh(x @ w)), w, x)
+    assert [*plan.streaming(ghost.single_parameters(plan, [1.0], [])).streamed.values()] == [method]
+
+
 @pytest.mark.parametrize(
     "dilation, groups, padding", [(1, 1, "SAME"), (2, 1, "SAME"), (1, 2, "SAME"), (1, 2, [(2, 0), (0, 1)])]
 )
