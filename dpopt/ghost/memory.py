@@ -80,7 +80,7 @@ def estimate(plan: Plan) -> Memory:
     left = sum(records[c] for c in contacts if c not in streamed)
     left += _formed_anyway(plan)
     formed = sum(_nbytes(v.shape, v.dtype) for v in plan.trace.products)
-    called = sum(taps[c] for c in formed_in_calls(plan.trace))
+    called = sum(taps[c] for c in {*formed_in_calls(plan.trace)})
     rows, blocks = _of_two_passes(size)
     more = (blocks > 1) + (not rounding.floats_suffice(rows, blocks)) if jax.device_count() == 1 else 0
     return Memory(
