@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpopt.engines.programs import subprograms
-from dpopt.ghost.primitives import CALLS, RECOMPUTED
+from dpopt.ghost.primitives import CALLS, COND, RECOMPUTED
 from dpopt.ghost.program import Remat, Trace
 from dpopt.ghost.values import Contact, Op, aval, read
 
@@ -55,16 +54,14 @@ def recomputed_bytes(block: Remat, by_weights: bool) -> float:
     return max(0, _kept_bytes(run, avals, own, by) - _kept_bytes(saved, avals, own, by))
 
 
-def formed_in_calls(trace: Trace) -> Iterator[Contact]:
-    """The contacts whose gradients an ordinary gradient forms for every example, too.
+def formed_in_conditionals(trace: Trace) -> set[Contact]:
+    """The contacts whose gradients an ordinary gradient forms for every example, too: on weights in a conditional.
 
-    They are on weights that enter a conditional, or a function with a derivative of its own, next to values of the
-    example: under `vmap` the cotangents of all inputs are those of single examples."""
+    Under `vmap` the cotangents of its inputs are those of single examples. (So are those of a function with a
+    derivative of its own, but where XLA fuses them with their sum, none is in memory.)"""
     at = {op.outputs[0]: op.contact for op in trace.identities}
-    for op in trace.body.ops:
-        if isinstance(op, Op) and op.params and any(subprograms(cast(core.JaxprEqn, op))):
-            if any(v.dynamic and v not in at for v in op.inputs):
-                yield from (at[v] for v in op.inputs if v in at)
+    read = (v for op in trace.body.ops if isinstance(op, Op) and op.primitive is COND for v in op.inputs)
+    return {at[v] for v in read if v in at}
 
 
 def _kept_bytes(

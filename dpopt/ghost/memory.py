@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from dpopt.engines import rounding, sums
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, largest_value, nbytes
 from dpopt.ghost.failures import CannotFollow
-from dpopt.ghost.kept import formed_in_calls, kept_bytes, recomputed_bytes
+from dpopt.ghost.kept import formed_in_conditionals, kept_bytes, recomputed_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.planner import keeping_more
 from dpopt.ghost.values import Contact, Entry, is_narrow
@@ -80,12 +80,12 @@ def estimate(plan: Plan) -> Memory:
     left = sum(records[c] for c in contacts if c not in streamed)
     left += _formed_anyway(plan)
     formed = sum(_nbytes(v.shape, v.dtype) for v in plan.trace.products)
-    called = sum(taps[c] for c in {*formed_in_calls(plan.trace)})
+    chosen = sum(taps[c] for c in formed_in_conditionals(plan.trace))
     rows, blocks = _of_two_passes(size)
     more = (blocks > 1) + (not rounding.floats_suffice(rows, blocks)) if jax.device_count() == 1 else 0
     return Memory(
         # Look-ups come last in the backward pass, which has all other gradients by then.
-        ordinary=size * max([kept, *_looked_up(contacts, taps), called]) + 2 * weights + formed,
+        ordinary=size * max([kept, *_looked_up(contacts, taps), chosen]) + 2 * weights + formed,
         streamed=rows * (kept + left) + (2 + more) * weights,
         vmap=size * (kept + weights) + 2 * weights,
         weights=weights,
