@@ -14,9 +14,10 @@ from benchmarks.cost import gradients, memory, speed, timing
 from benchmarks.cost.checked import Checked, call, compiled
 from benchmarks.cost.families import Family
 from benchmarks.zoo.entries import Entry, first
+from benchmarks.zoo.summary import BY_LAYER
 from dpopt.engines import fallback
 
-LIGHT = ("ordinary", "auto", "ghost")
+LIGHT = ("ordinary", "auto", "ghost", BY_LAYER)
 WAYS = (*LIGHT, "vmap")
 FELL_BACK = "vmap, fallen back"
 
@@ -80,8 +81,9 @@ def measure(name: str, entry: Entry, budget_s: float) -> dict[str, Any]:
         seconds = timing.with_few_slow(light, {n: timing.seconds_of(c) for n, c in light.items()}, budget_s)
         again = speed.rounded(family, clip)
         checked = Checked(name, args, {"vmap": ways["vmap"]}, again, rounding(family), programs)
+        by_layer = gradients.by_name(family, BY_LAYER.replace("auto", "vmap"), clip)(*args)
         for n in WAYS:
-            checked.add(n, ways[n])
+            checked.add(n, ways[n], by_layer if n == BY_LAYER else None)
         seconds |= timing.with_few_slow({"vmap": calls["vmap"]}, checked.once, budget_s / 4)
         choice = chosen(family)
     if any("Falling back" in m for m in messages):  # some fallbacks show only when the engine runs

@@ -1,7 +1,7 @@
 """Tables of the zoo's measurements, compared with targets. Imports none of the frameworks."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -11,9 +11,11 @@ MEMORY = 1.25  # the target for auto's memory over the ordinary gradient's, on e
 WITHIN = 1.3  # the target for auto's time over the ordinary gradient's, on 90% of the models
 
 HEAD = (
-    "model", "ordinary (ms)", "auto", "ghost (planned)", "vmap (planned)", "compile time: auto", "ghost", "vmap",
-    "memory: auto", "ghost", "vmap", "auto takes",
+    "model", "ordinary (ms)", "auto", "by layer", "ghost (planned)", "vmap (planned)",
+    "compile time: auto", "by layer", "ghost", "vmap", "memory: auto", "by layer", "ghost", "vmap", "auto takes",
 )  # fmt: skip
+BY_LAYER = "auto, by layer"
+_COLUMNS = ("auto", BY_LAYER, "ghost", "vmap")
 
 
 class Finding(NamedTuple):
@@ -40,18 +42,17 @@ def cells(row: dict[str, Any]) -> list[str]:
     if "error" in row:
         return [row["model"], *[""] * (len(HEAD) - 2), row["error"].partition("\n")[0]]
 
-    def beside(way: str) -> str:
-        planned = row["predicted"].get(way)
-        return f"{row['ratio'][way]:.2f}" + (f" ({planned:.2f})" if planned is not None else "")
+    def figures(kind: str, planned: Mapping[str, float] | None = None) -> list[str]:
+        found = row[kind]  # of rows that were measured before a way had a column, some are missing
+        beside = {way: f" ({x:.2f})" for way, x in (planned or {}).items()}
+        return [f"{found[way]:.2f}" + beside.get(way, "") if way in found else "" for way in _COLUMNS]
 
     return [
         row["model"],
         f"{1e3 * row['seconds']['ordinary']:.1f}",
-        f"{row['ratio']['auto']:.2f}",
-        beside("ghost"),
-        beside("vmap"),
-        *(f"{row['compile_ratio'][n]:.2f}" for n in ("auto", "ghost", "vmap")),
-        *(f"{row['memory_ratio'][n]:.2f}" for n in ("auto", "ghost", "vmap")),
+        *figures("ratio", row["predicted"]),
+        *figures("compile_ratio"),
+        *figures("memory_ratio"),
         row["taken"],
     ]
 
@@ -65,28 +66,32 @@ def findings(rows: Sequence[dict[str, Any]]) -> list[Finding]:
     rows = measured(rows)
     if not rows:
         return []
-    ratios = [r["ratio"]["auto"] for r in rows]
-    within = sum(x <= WITHIN for x in ratios) / len(ratios)
-    median, compiling = statistics.median(ratios), statistics.median(r["compile_ratio"]["auto"] for r in rows)
     slower = _over(rows, {r["model"]: r["ratio"]["auto"] / r["ratio"]["vmap"] for r in rows}, SLOWER)
-    heavy = _over(rows, {r["model"]: r["memory_ratio"]["auto"] for r in rows}, MEMORY)
+    compiling = statistics.median(r["compile_ratio"]["auto"] for r in rows)
+    flat = _of_way(rows, "auto", "auto")
+    flat.insert(2, _none(f"models where auto takes more than {SLOWER} times vmap's time", slower))
+    by_layer = _of_way([r for r in rows if BY_LAYER in r["ratio"]], BY_LAYER, "auto by layer")
+    what = "median compile time of auto over the ordinary gradient's"
+    return [*flat, Finding(what, f"{compiling:.2f}", "at most 2", compiling <= 2), *by_layer]
 
-    def listed(names: list[str]) -> str:
-        return f"{len(names)}: {'; '.join(names)}" if names else "none"
 
+def _of_way(rows: Sequence[dict[str, Any]], way: str, name: str) -> list[Finding]:
+    """Times and memory of one way over the ordinary gradient's."""
+    if not rows:
+        return []
+    ratios = [r["ratio"][way] for r in rows]
+    median, within = statistics.median(ratios), sum(x <= WITHIN for x in ratios) / len(ratios)
+    heavy = _over(rows, {r["model"]: r["memory_ratio"][way] for r in rows}, MEMORY)
+    what = f"models where {name} takes at most {WITHIN} times the ordinary time"
     return [
-        Finding("median time of auto over the ordinary gradient's", f"{median:.2f}", "at most 1.1", median <= 1.1),
-        Finding(
-            f"models where auto takes at most {WITHIN} times the ordinary time", f"{within:.0%}", "90%", within >= 0.9
-        ),
-        Finding(f"models where auto takes more than {SLOWER} times vmap's time", listed(slower), "none", not slower),
-        Finding(
-            f"models where auto takes more than {MEMORY} times the ordinary memory", listed(heavy), "none", not heavy
-        ),
-        Finding(
-            "median compile time of auto over the ordinary gradient's", f"{compiling:.2f}", "at most 2", compiling <= 2
-        ),
+        Finding(f"median time of {name} over the ordinary gradient's", f"{median:.2f}", "at most 1.1", median <= 1.1),
+        Finding(what, f"{within:.0%}", "90%", within >= 0.9),
+        _none(f"models where {name} takes more than {MEMORY} times the ordinary memory", heavy),
     ]
+
+
+def _none(what: str, names: list[str]) -> Finding:
+    return Finding(what, f"{len(names)}: {'; '.join(names)}" if names else "none", "none", not names)
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -70,10 +70,11 @@ def test_engines_agree_on_every_model(name):
         clip = speed.clip_norm(family)
         again = speed.rounded(family, clip)
         args = (family.params, family.batch, None)
-        ways = {n: gradients.by_name(family, n, clip) for n in ("vmap", "auto", "ghost")}
-        checked = Checked(name, args, {"vmap": ways.pop("vmap")}, again, measure.rounding(family))
-        for way, fn in ways.items():
-            checked.add(way, fn)
+        vmap, by_layer = (gradients.by_name(family, n, clip) for n in ("vmap", "vmap, by layer"))
+        checked = Checked(name, args, {"vmap": vmap}, again, measure.rounding(family))
+        for way in ("auto", "ghost"):
+            checked.add(way, gradients.by_name(family, way, clip))
+        checked.add(summary.BY_LAYER, gradients.by_name(family, summary.BY_LAYER, clip), by_layer(*args))
 
 
 def _tiny() -> Family:
@@ -166,6 +167,16 @@ def test_targets_are_met_or_missed():
     assert found[1].found == "82%" and found[2].found == "1: bad 1.10" and found[3].found == "1: bad 1.30"
     assert summary.notes(bad) == ["bad: dropped"] and summary.findings([]) == []
     assert [t.row_count for t in summary.tables(bad)] == [11, 5]
-    assert "| good 0 | 10.0 | 1.05 | 1.00 (1.10) | 2.00 | 1.50 |" in summary.markdown(
+    assert "| good 0 | 10.0 | 1.05 |  | 1.00 (1.10) | 2.00 | 1.50 |" in summary.markdown(
         {"runs": bad, "models": 12, "environment": {"device": "a device", "cores": 2}}
     )
+
+
+def test_rows_from_before_there_was_a_column_by_layer():
+    old, new = _row("old", 1.05), _row("new", 1.05)
+    new["ratio"][summary.BY_LAYER], new["memory_ratio"][summary.BY_LAYER] = 1.2, 1.31
+    found = summary.findings([old, new])
+    assert [f.is_met for f in found] == [True] * 5 + [False, True, False]
+    assert found[5].found == "1.20" and found[6].found == "100%" and found[7].found == "1: new 1.31"
+    assert summary.cells(old)[2:5] == ["1.05", "", "1.00 (1.10)"]
+    assert summary.cells(new)[2:5] == ["1.05", "1.20", "1.00 (1.10)"]
