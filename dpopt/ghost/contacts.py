@@ -206,8 +206,6 @@ def is_added_up(contact: Contact, record: Recorded) -> bool:
     """Whether entries of one example's weighted gradient are sums of several products."""
     if isinstance(record, Formed) or contact.apply is None:
         return False
-    if jnp.issubdtype(record.y.dtype, jnp.complexfloating):
-        return True  # real and imaginary parts
     return contact.factors is None or contact.factors.positions > 1
 
 

@@ -21,7 +21,8 @@ def factored(
 ) -> ContactOp | None:
     """The equation with a contact on its output, or None where no rule covers it. Input ``position`` is the weight."""
     moving = [i for i, v in enumerate(inputs) if v.dynamic]
-    if len(moving) != 1:
+    # A real weight's gradient is only the real part of a product of complex factors.
+    if len(moving) != 1 or jnp.issubdtype(outputs[0].dtype, jnp.complexfloating):
         return None
     fixed = {i: v.constant for i, v in enumerate(inputs) if i not in (position, moving[0])}
     if any(value is None for value in fixed.values()):

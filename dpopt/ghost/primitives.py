@@ -29,6 +29,7 @@ DOT, CONVOLUTION, GATHER, DYNAMIC_SLICE = (
 TRANSPOSE, RESHAPE, BROADCAST, CAST, ROUND_TO = (
     primitive(name) for name in ("transpose", "reshape", "broadcast_in_dim", "convert_element_type", "reduce_precision")
 )
+COMPLEX, CONJ, REAL, IMAG = (primitive(name) for name in ("complex", "conj", "real", "imag"))
 STOP_GRADIENT, SCAN, WHILE, COND, REMAT, CUSTOM_JVP = (
     primitive(name) for name in ("stop_gradient", "scan", "while", "cond", "remat", "custom_jvp_call")
 )
@@ -47,6 +48,8 @@ LAYOUT = _all("""
 RESHAPING = _all("reshape squeeze broadcast_in_dim")
 # The same, and every entry stays in its place.
 CASTS = _all("convert_element_type reduce_precision copy")
+# The same for the real parts of complex numbers and for the imaginary ones.
+OF_PARTS = _all("transpose reshape broadcast_in_dim squeeze slice rev copy reduce_sum")
 # Linear in one input: equal cotangents of the outputs give equal cotangents of the input.
 SPLITTING = _all("split reshape squeeze transpose")
 # An output entry depends only on the input entries in the same place.

@@ -34,6 +34,7 @@ from dpopt.engines.programs import equations, scan_arguments
 from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost import primitives
 from dpopt.ghost.canonical import as_gather, binder, differentiated, weight_last
+from dpopt.ghost.complex_weights import in_real_numbers
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.derivatives import differentiated_inputs, differentiated_variables, of_steps
 from dpopt.ghost.entries import describe
@@ -60,11 +61,14 @@ def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool 
     for eqn in equations(closed.jaxpr):
         if eqn.effects and not eqn.primitive.name.startswith("debug_"):
             raise CannotFollow(eqn.primitive.name, "it has side effects")
-    # Unused outputs would make contacts: `nnx.scan` returns the state of the layers, and with it every weight.
-    needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     trace = Trace(closed, aux_tree=jax.tree.structure(shape[1]) if has_aux else None)
     with planning():
-        _sort(needed, closed.consts, len(jax.tree.leaves(params)), trace)
+        count = len(jax.tree.leaves(params))
+        is_weight = [i < count for i in range(len(closed.jaxpr.invars))]
+        real = in_real_numbers(closed, is_weight, [not own for own in is_weight])
+        # Unused outputs would make contacts: `nnx.scan` returns the state of the layers, and with it every weight.
+        needed, _ = partial_eval.dce_jaxpr(real.jaxpr, [True] * len(real.jaxpr.outvars), instantiate=True)
+        _sort(needed, real.consts, count, trace)
     return trace
 
 

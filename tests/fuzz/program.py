@@ -30,6 +30,7 @@ MULTIPLIED = 0.05  # the share of weights without a prologue that are multiplied
 MADE_OF_PRODUCTS = 0.05  # and the share of those left that are products of matrices
 STOPPED = 0.05  # the share of layers whose output, besides, is used again as a constant
 CROSSED = 0.05  # the share of programs that use a square matrix or filter in several ways more
+COMPLEX = 0.05  # the share of programs that compute with complex numbers, too
 _ROWS = ["tame", "tiny", "huge", "spread", "beyond", "cancelling", "nan", "inf", "zero"]
 
 
@@ -75,7 +76,7 @@ def draw(seed: int) -> Program:
         prologues = _drawn(seed, [7, len(uses)], prologues, PRODUCTS, MADE_OF_PRODUCTS)
         features += [p for p in prologues if p in MULTIPLES | PRODUCTS]
         uses.append((_stopped(seed, len(uses), KINDS[kind][1], features), list(zip(names, prologues, strict=True))))
-    uses += _crossings(seed, params, features)
+    uses = _complex(seed, uses + _crossings(seed, params, features), params, features)
     head = str(rng.choice(list(_HEADS)))
     regularized = rng.random() < PENALIZED
     params, computed_in, casts_first = _dtypes(seed, params, features)
@@ -111,7 +112,7 @@ def draw(seed: int) -> Program:
     # Entries that are roundings and nothing else may be the largest under an uneven diagonal.
     precise = (
         "scale_uneven" not in used
-        and used.isdisjoint({*HALVES, *KINDS} - losses.PRECISE)
+        and used.isdisjoint({*HALVES, *KINDS, "complex"} - losses.PRECISE)
         and used.isdisjoint(set(PROLOGUES) - weights.PRECISE)
     )
     return Program(
@@ -160,6 +161,21 @@ def _crossings(seed, params, features):
     )
     features += ["crossed", *(p for p in prologues if p != "plain")]
     return [(ways[i], [(name, str(rng.choice(prologues)))]) for i in chosen]
+
+
+def _complex(seed, uses, params, features):
+    """Uses of a matrix of the program, or of one of its own, next to complex numbers: after the others, or alone."""
+    rng = np.random.default_rng([seed, 8])  # like `_uneven`
+    if rng.random() >= COMPLEX:
+        return uses
+    features.append("complex")
+    name = str(rng.choice([*(k for k, w in params.items() if w.shape == losses.SQUARE), "complex"]))
+    if name == "complex":
+        params[name] = (rng.normal(size=losses.SQUARE) * 0.5).astype(np.float32)
+    prologue = str(rng.choice([*PROLOGUES, *MULTIPLES])) if rng.random() < 0.4 else "plain"
+    chosen = rng.choice(len(losses.COMPLEX), size=rng.integers(1, 3), replace=False)
+    more = [(losses.COMPLEX[i], [(name, prologue)]) for i in chosen]
+    return more if rng.random() < 0.5 else uses + more
 
 
 def _dtypes(seed, params, features):
