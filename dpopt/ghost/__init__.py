@@ -7,7 +7,7 @@ Tracing the loss:
 * trace.py         finds where parameters meet the example, and puts taps there
 * linear.py        the operations through which a sum can be pulled back; cotangents.py contacts that can share a tap
 * entries.py       weights that are mapped entry by entry; multiples.py those multiplied by a number; products.py
-                   those that are products of matrices
+                   those that are products of matrices; complex_weights.py those with complex numbers
 * derivatives.py   which uses of a weight have a derivative
 * canonical.py     equations rewritten into a form that is fast or that rules cover
 * factored.py      contacts that a rule covers; failures.py the error for a loss that cannot be traced

@@ -157,18 +157,20 @@ def _parts(eqn: core.JaxprEqn, inputs: Sequence[_Known]) -> Parts | None:
         return _each(lax.neg, real, imaginary)
     if primitive is primitives.CONJ:
         return real, _negative(imaginary)
+    if len(others) != 1:
+        return None
+    ((second_real, second_imaginary),) = others
+    if primitive in (primitives.ADD, primitives.ADD_ANY):
+        return _sum(real, second_real), _sum(imaginary, second_imaginary)
+    if primitive is primitives.SUB:
+        return _sum(real, _negative(second_real)), _sum(imaginary, _negative(second_imaginary))
     # What data multiply entry by entry stays complex: what it is made of may be smaller.
-    is_of_both = any(v.of_weights for v in inputs) and any(v.of_example for v in inputs)
-    for second_real, second_imaginary in others:
-        if primitive in (primitives.ADD, primitives.ADD_ANY):
-            return _sum(real, second_real), _sum(imaginary, second_imaginary)
-        if primitive is primitives.SUB:
-            return _sum(real, _negative(second_real)), _sum(imaginary, _negative(second_imaginary))
-        if primitive is primitives.MUL and not is_of_both:
-            rows = [[_times(p, q) for q in (second_real, second_imaginary)] for p in (real, imaginary)]
-            return _combined(rows)
-        if primitive is primitives.DIV and second_imaginary is None and not is_of_both:
-            return _each(lambda part, by=second_real: part / by, real, imaginary)
+    if any(v.of_weights for v in inputs) and any(v.of_example for v in inputs):
+        return None
+    if primitive is primitives.MUL:
+        return _combined([[_times(p, q) for q in (second_real, second_imaginary)] for p in (real, imaginary)])
+    if primitive is primitives.DIV and second_imaginary is None:
+        return _each(lambda part: part / second_real, real, imaginary)
     return None
 
 
