@@ -39,17 +39,16 @@ class _Known:
 
 def in_real_numbers(
     closed: core.ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]  it is public
-    of_weights: Sequence[bool],
-    of_example: Sequence[bool],
+    count: int,
 ) -> core.ClosedJaxpr:  # pyright: ignore[reportPrivateImportUsage]
-    """A program with its products of complex weights and data written in real numbers.
+    """A loss, whose first ``count`` inputs are the parameters, with products of complex weights in real numbers.
 
-    What is no longer used is still in it. ``of_weights`` and ``of_example`` say what its inputs depend on."""
+    What is no longer used is still in it."""
     if not _has_complex(closed.jaxpr):
         return closed
 
     def run(*args: jax.Array) -> list[Any]:
-        known = [_Known(*each) for each in zip(args, of_weights, of_example, strict=True)]
+        known = [_Known(x, of_weights=i < count, of_example=i >= count) for i, x in enumerate(args)]
         return [out.array for out in _walk(closed.jaxpr, closed.consts, known)]
 
     avals = [aval(v) for v in closed.jaxpr.invars]

@@ -64,8 +64,7 @@ def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool 
     trace = Trace(closed, aux_tree=jax.tree.structure(shape[1]) if has_aux else None)
     with planning():
         count = len(jax.tree.leaves(params))
-        is_weight = [i < count for i in range(len(closed.jaxpr.invars))]
-        real = in_real_numbers(closed, is_weight, [not own for own in is_weight])
+        real = in_real_numbers(closed, count)
         # Unused outputs would make contacts: `nnx.scan` returns the state of the layers, and with it every weight.
         needed, _ = partial_eval.dce_jaxpr(real.jaxpr, [True] * len(real.jaxpr.outvars), instantiate=True)
         _sort(needed, real.consts, count, trace)
