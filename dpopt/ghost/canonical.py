@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from dpopt.ghost.few_channels import add_up, can_add_up
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.rows import bounded
 from dpopt.ghost.values import aval, is_narrow
@@ -179,7 +180,7 @@ def _convolve(
     *,
     dimension_numbers: lax.ConvDimensionNumbers,
     bind: Callable[..., jax.Array] = CONVOLUTION.bind,
-    **params: object,
+    **params: Any,
 ) -> jax.Array:
     lhs_spec, rhs_spec, out_spec = dimension_numbers
     n = lhs.ndim
@@ -188,7 +189,8 @@ def _convolve(
     rhs = jnp.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
     images, filters = (0, n - 1, *inner), (n - 1, n - 2, *range(n - 2))
     numbers = lax.ConvDimensionNumbers(images, filters, images)
-    out = bind(lhs, rhs, dimension_numbers=numbers, **params)
+    adds_up = bind == CONVOLUTION.bind and can_add_up(rhs, **params)
+    out = add_up(lhs, rhs, **params) if adds_up else bind(lhs, rhs, dimension_numbers=numbers, **params)
     sources = [0] * n  # the axis of `out` that becomes each axis of the result
     for axis, place in zip((0, n - 1, *inner), out_spec, strict=True):
         sources[place] = axis
