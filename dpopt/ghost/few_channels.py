@@ -22,7 +22,7 @@ _MOST_TERMS = 64  # of an entry of the result, such as 7 x 7: each takes time to
 
 def can_add_up(rhs: jax.Array, *, feature_group_count: int, batch_group_count: int, **_: Any) -> bool:
     """Whether `add_up` is the fastest way, channels last."""
-    *window, channels, _ = rhs.shape
+    *window, channels, _outputs = rhs.shape
     is_small = channels <= _MOST_CHANNELS and math.prod(window) * channels <= _MOST_TERMS
     is_grouped = feature_group_count > 1 and batch_group_count == 1
     return is_grouped and is_small and jax.default_backend() == "cpu" and jnp.issubdtype(rhs.dtype, jnp.floating)
@@ -43,7 +43,7 @@ def add_up(
     """A convolution, channels last: the sum over a filter's entries of the shifted image times the entry."""
     dtype = preferred_element_type or jnp.result_type(lhs, rhs)
     lhs, rhs = wide(lhs), wide(rhs)
-    *window, channels, _ = rhs.shape
+    *window, channels, _outputs = rhs.shape
     within = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
     lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *within, (0, 0, 0)])
     sizes = [
