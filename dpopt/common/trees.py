@@ -14,7 +14,13 @@ from dpopt.common.types import PyTree
 
 def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype of sums, noise and moments for values of ``dtype``: float32, or float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
+    # JAX promotes no floating-point numbers of 8 bits by itself.
+    return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.promote_types(dtype, jnp.float32)
+
+
+def is_narrow(dtype: DTypeLike) -> bool:
+    """Whether a dtype is floating-point with fewer than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 def upcast(tree: PyTree) -> PyTree:

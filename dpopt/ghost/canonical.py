@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from dpopt.common.trees import accumulator_dtype, is_narrow
 from dpopt.ghost.few_channels import add_up, can_add_up
-from dpopt.ghost.primitives import CONVOLUTION
+from dpopt.ghost.primitives import CONVOLUTION, RESHAPE
 from dpopt.ghost.rows import bounded
-from dpopt.ghost.values import aval, is_narrow
+from dpopt.ghost.values import aval
 
 _MOST_PRODUCTS = 128  # entries of a filter, such as 11 x 11
 
@@ -220,6 +221,21 @@ def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., l
     return convolution(eqn, moving) if eqn.primitive is CONVOLUTION else binder(eqn)
 
 
+def in_steps(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
+    """An equation that does two things, as the jaxpr of one after the other, and its constants; None for any other.
+
+    A reshape may transpose first (``x.ravel(order="F")``): no property of reshapes allows for that. And a product of
+    wide factors may be rounded to 16 bits, in which its cotangents would be added up."""
+    params, primitive = eqn.params, eqn.primitive
+    if primitive is RESHAPE and (axes := params["dimensions"]) is not None:
+        return _traced(lambda x: primitive.bind(lax.transpose(x, axes), **{**params, "dimensions": None}), eqn)
+    narrow = params.get("preferred_element_type")
+    if narrow is None or not is_narrow(narrow) or any(is_narrow(aval(v).dtype) for v in eqn.invars):
+        return None
+    wanted = max((accumulator_dtype(aval(v).dtype) for v in eqn.invars), key=lambda dtype: dtype.itemsize)
+    return _traced(lambda *x: primitive.bind(*x, **{**params, "preferred_element_type": wanted}).astype(narrow), eqn)
+
+
 def weight_last(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
     """A matrix product as the jaxpr of one with its operands swapped, and its constants.
 
@@ -259,8 +275,11 @@ def binder(eqn: core.JaxprEqn) -> Callable[..., list[jax.Array]]:
         params = eqn.primitive.get_bind_params(eqn.params)
         functions, params = params if isinstance(params, tuple) else ((), params)
         wanted = params.get("preferred_element_type")
-        if wanted is not None and is_narrow(wanted) and not is_narrow(args[0].dtype):  # run wide: see `Op.wide`
-            params = {**params, "preferred_element_type": args[0].dtype}
+        if wanted is not None and is_narrow(wanted):
+            operands = zip(args, eqn.invars, strict=True)
+            widened = [x.dtype for x, v in operands if is_narrow(aval(v).dtype) and not is_narrow(x.dtype)]
+            if widened:  # see `Op.wide`
+                params = {**params, "preferred_element_type": widened[0]}
         out = eqn.primitive.bind(*functions, *args, **params)
         return list(out) if eqn.primitive.multiple_results else [out]
 

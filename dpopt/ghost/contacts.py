@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.common.trees import per_example
+from dpopt.common.trees import accumulator_dtype, per_example
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.costs import view_bytes
@@ -26,7 +26,7 @@ from dpopt.ghost.rows import quick_products, summed_products, tf32
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
-from dpopt.ghost.values import Contact, wide_dtype
+from dpopt.ghost.values import Contact
 
 _PRECISION = lax.Precision.HIGHEST
 # Windows of a convolution's input may take so much for a block of examples.
@@ -62,7 +62,7 @@ def form(contact: Contact, record: Recorded, for_sum: bool = False) -> jax.Array
     if isinstance(record, Formed):
         return record.gradient
     if contact.factors is None:
-        return record.y.astype(wide_dtype(record.y.dtype))
+        return record.y.astype(accumulator_dtype(record.y.dtype))
     return norms.explicit(contact.factors, record.x, record.y, is_quick=for_sum and contact.is_rounded)
 
 
@@ -173,7 +173,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_qu
         total = products(*(z.reshape(-1, z.shape[-1]) for z in (left, right)))
         return factors.unfold(total.reshape(factors.shape))
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
-    shape = jax.ShapeDtypeStruct(contact.weight.shape, wide_dtype(contact.weight.dtype))
+    shape = jax.ShapeDtypeStruct(contact.weight.shape, accumulator_dtype(contact.weight.dtype))
     out = jax.eval_shape(batched, shape, x)
     transposed = jax.linear_transpose(lambda w: batched(w, x), shape)
     return channels_last(lambda y: transposed(y)[0])(y.astype(out.dtype))
@@ -243,7 +243,7 @@ def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array, tiny: float)
 
 
 def weighed(x: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
-    weighted = x * c.reshape(*c.shape, *[1] * (x.ndim - c.ndim)).astype(wide_dtype(x.dtype))
+    weighted = x * c.reshape(*c.shape, *[1] * (x.ndim - c.ndim)).astype(accumulator_dtype(x.dtype))
     return tf32(weighted) if is_quick else weighted
 
 

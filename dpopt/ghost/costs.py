@@ -12,10 +12,11 @@ from typing import cast
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost.primitives import LAYOUT
 from dpopt.ghost.program import Block, Loop, Scope, Trace
 from dpopt.ghost.rules import SHIFTED_SUM, Factors
-from dpopt.ghost.values import Contact, wide_dtype
+from dpopt.ghost.values import Contact
 
 # Operations in the time that it takes to move one byte to or from memory: 5 to 20 on most CPUs and GPUs.
 OPERATIONS_PER_BYTE = 8
@@ -23,7 +24,7 @@ _SORT = 4  # bytes in whose time an index is compared when it is sorted
 
 
 def nbytes(shape: Sequence[int], dtype: DTypeLike) -> int:
-    return math.prod(shape) * wide_dtype(dtype).itemsize
+    return math.prod(shape) * accumulator_dtype(dtype).itemsize
 
 
 def formed_bytes(contact: Contact) -> int:
@@ -42,7 +43,7 @@ def view_bytes(factors: Factors, dtype: DTypeLike) -> int:
     """Bytes of windows of the input, or of the output's cotangent where it is these that are looked up."""
     K, N, a, p = factors.shape
     columns = (K * a if K > 1 else 0) + (p if factors.views else 0)
-    return N * factors.positions * columns * wide_dtype(dtype).itemsize
+    return N * factors.positions * columns * accumulator_dtype(dtype).itemsize
 
 
 def activation_bytes(contact: Contact) -> int:
@@ -69,7 +70,7 @@ def norm_cost(contact: Contact, method: str, scaled: bool) -> tuple[float, float
     factors = cast(Factors, contact.factors)  # all other methods need them
     K, N, a, p = factors.shape
     T = factors.positions
-    width = wide_dtype(contact.weight.dtype).itemsize
+    width = accumulator_dtype(contact.weight.dtype).itemsize
     if method == "rank_one":
         reads = OPERATIONS_PER_BYTE * width * N * (K * a + p)
         return reads + (2 * K * N * a * p if scaled and not factors.one_hot else 0), 0

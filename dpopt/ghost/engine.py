@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from dpopt.common.trees import at_once, per_example
+from dpopt.common.trees import accumulator_dtype, at_once, per_example
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums, streamed
@@ -32,7 +32,6 @@ from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, settled, without_bad_entries
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.underflow import without_underflowing
-from dpopt.ghost.values import wide_dtype
 from dpopt.ghost.weighted_sum import weighted_sum
 
 
@@ -179,7 +178,7 @@ def _like(params: PyTree, tree: PyTree) -> list[jax.Array | None]:
         return [None] * len(leaves)
 
     def shaped(x: ArrayLike, p: jax.Array) -> jax.Array:  # a single number stays one: it costs less than a diagonal
-        x = jnp.asarray(x, wide_dtype(p.dtype))
+        x = jnp.asarray(x, accumulator_dtype(p.dtype))
         return x.reshape(()) if x.size == 1 and p.size > 1 else jnp.broadcast_to(x, p.shape)
 
     return [shaped(x, p) for x, p in zip(structure.flatten_up_to(tree), leaves, strict=True)]

@@ -9,12 +9,13 @@ from typing import Any, TypeAlias, TypeVar, cast
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost import term_sizes
 from dpopt.ghost.contacts import Recorded, Seen, is_sum
 from dpopt.ghost.plan import is_direct
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square, sum_squares, tiny
-from dpopt.ghost.values import Contact, wide_dtype
+from dpopt.ghost.values import Contact
 
 _Size = TypeVar("_Size")
 # For each parameter, the factor from each of its contacts' gradients to its own (`Run.gains`).
@@ -88,4 +89,4 @@ def _root_of(square: Square) -> Array:
 
 def _root(x: Array) -> Array:
     """An upper bound on the norm of an array, underflow included (`safe_norm` would read the array twice)."""
-    return jnp.sqrt(sum_squares(x) + x.size * tiny(wide_dtype(x.dtype)))
+    return jnp.sqrt(sum_squares(x) + x.size * tiny(accumulator_dtype(x.dtype)))

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from dpopt.common.trees import is_narrow
 from dpopt.engines.programs import equations
 from dpopt.ghost.canonical import binder
 from dpopt.ghost.primitives import HOLDING, ORDINARY, WIDENED
-from dpopt.ghost.values import Value, is_narrow
+from dpopt.ghost.values import Value
 
 
 def may_pull_back_sums(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Value]) -> bool:

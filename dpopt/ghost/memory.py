@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.typing import ArrayLike
 
+from dpopt.common.trees import is_narrow
 from dpopt.engines import rounding, sums
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, largest_value, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import formed_in_conditionals, kept_bytes, recomputed_bytes
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.planner import keeping_more
-from dpopt.ghost.values import Contact, Entry, is_narrow
+from dpopt.ghost.values import Contact, Entry
 
 _SMALL_BYTES = 1 << 20  # always allowed, on each device that has a share of the batch
 # Bytes moved in memory in the time that one is sent between devices.

@@ -16,18 +16,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from dpopt.common.trees import is_narrow
 from dpopt.ghost.canonical import binder
 from dpopt.ghost.entries import describe
 from dpopt.ghost.factored import factored
 from dpopt.ghost.primitives import BILINEAR, BROADCAST, CASTS, DIV, LAYOUT, MUL
 from dpopt.ghost.program import Scope
-from dpopt.ghost.values import Multiple, Op, Value, is_narrow
+from dpopt.ghost.values import Multiple, Op, Value
 
 
 def describe_multiple(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Value], scope: Scope) -> None:
     """Notes whether the output of a prologue equation is a multiple of a weight, perhaps rearranged."""
-    out, *others = outputs
-    if others or not out.leaves or is_narrow(out.dtype):  # half precision would round elsewhere
+    if len(outputs) != 1:
+        return
+    (out,) = outputs
+    if not out.leaves or is_narrow(out.dtype):  # half precision would round elsewhere
         return
     if eqn.primitive in (MUL, DIV):
         for weight, factor in (inputs, inputs[::-1]) if eqn.primitive is MUL else (inputs,):

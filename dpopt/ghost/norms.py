@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from dpopt.common.trees import is_narrow
 from dpopt.common.types import PyTree
 from dpopt.ghost import squares
 from dpopt.ghost.rows import Dense, OneHot, Rows, einsum, summed_products, wide
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square
 from dpopt.ghost.standardized import Coefficients, PerFilter
-from dpopt.ghost.values import is_narrow
 
 _Folded: TypeAlias = Float[Array, "K N a p"]
 _Input: TypeAlias = Shaped[Array, " ..."]

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import jax
 
+from dpopt.common.trees import accumulator_dtype
 from dpopt.common.types import PyTree
 from dpopt.ghost import costs
 from dpopt.ghost.plan import FEW, LeafPlan, Plan, is_direct, is_number, methods, orientation
@@ -25,7 +26,7 @@ from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.standardized import standardized
-from dpopt.ghost.values import Contact, Entry, wide_dtype
+from dpopt.ghost.values import Contact, Entry
 
 # XLA turns a vmapped filter gradient into a grouped convolution, which takes about three times as long
 # (924 ms against 304 on two cores for 128x32x32x64 to 64 channels).
@@ -110,7 +111,7 @@ def _shared_methods(contacts: Sequence[Contact], scaled: bool) -> dict[str, tupl
         return {}
     factors, is_turned = [cast(Factors, c.factors) for c in contacts], [t != turned[0] for t in turned]
     looked_up, rows = [f.one_hot for f in factors], sum(f.positions for f in factors)
-    a, p, width = *factors[0].shape[2:], wide_dtype(contacts[0].weight.dtype).itemsize
+    a, p, width = *factors[0].shape[2:], accumulator_dtype(contacts[0].weight.dtype).itemsize
     found = {}
     if all(looked_up) and not any(is_turned):
         found["shared_segments"] = costs.segments_cost(1, rows, p, width)
@@ -145,7 +146,7 @@ def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> Lea
 
 def _standardized_methods(contact: Contact, scaled: bool) -> list[str]:
     # The Gram method reads the contact's output, which must be as precise as the Gram matrices.
-    reads_output = contact.is_precise and contact.tap_dtype == wide_dtype(contact.tap_dtype)
+    reads_output = contact.is_precise and contact.tap_dtype == accumulator_dtype(contact.tap_dtype)
     return ["gram", "explicit"] if reads_output and not scaled else ["explicit"]
 
 

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from dpopt.common.trees import is_narrow
 from dpopt.ghost.primitives import ADD, BROADCAST, DIV, DOT, MUL, NEG, RESHAPE, SUB, TRANSPOSE
-from dpopt.ghost.values import Made, Value, aval, is_narrow
+from dpopt.ghost.values import Made, Value, aval
 
 # How many times the operations of a product with the whole weight the products with its factors may take.
 _MOST_OPERATIONS = 1.25
@@ -29,8 +30,10 @@ Axes: TypeAlias = Sequence[int]
 
 def remember(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
     """Notes how a prologue value was computed, if a product with it can be taken apart."""
-    out, *others = outputs
-    if others or not out.shape or is_narrow(out.dtype):  # half precision would round elsewhere
+    if len(outputs) != 1:
+        return
+    (out,) = outputs
+    if not out.shape or is_narrow(out.dtype):  # half precision would round elsewhere
         return
     if eqn.primitive is BROADCAST:
         out.made = Made(eqn, inputs, False)

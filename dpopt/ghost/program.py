@@ -18,7 +18,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read, wide_dtype
+from dpopt.common.trees import accumulator_dtype
+from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read
 
 
 class Scope:
@@ -241,7 +242,7 @@ class Trace:
         A loss may compute in float32 with parameters, and so with coefficients, in float64."""
         dtypes = [c.tap_dtype for c in self.contacts]
         dtypes += [v.dtype for op in self.prologue for v in op.outputs if v.leaves]
-        wide = (jnp.finfo(wide_dtype(d)).dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact))
+        wide = (jnp.finfo(accumulator_dtype(d)).dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact))
         return min(wide, key=lambda d: d.itemsize, default=np.dtype(np.float32))
 
     def behind(self, values: Iterable[Value]) -> list[Op]:

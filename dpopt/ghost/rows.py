@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.common.trees import accumulator_dtype
+
 # Norms bound the sensitivity, so they are computed in full float32 precision on accelerators too.
 _PRECISION = lax.Precision.HIGHEST
 _LONG = 256
@@ -20,7 +22,7 @@ _LONG = 256
 
 def wide(x: jax.Array) -> jax.Array:
     """The array in at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(accumulator_dtype(x.dtype))
 
 
 def bounded(x: jax.Array, size: int) -> jax.Array:
@@ -32,7 +34,7 @@ def bounded(x: jax.Array, size: int) -> jax.Array:
 
 def einsum(spec: str, *operands: jax.Array, is_quick: bool = False) -> jax.Array:
     """``jnp.einsum`` in at least float32 and full precision, or for ``is_quick`` in the device's default one."""
-    dtype = jnp.promote_types(jnp.result_type(*operands), jnp.float32)
+    dtype = accumulator_dtype(jnp.result_type(*operands))
     precision = lax.Precision.DEFAULT if is_quick else _PRECISION
     return jnp.einsum(spec, *operands, precision=precision, preferred_element_type=dtype)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 
+from dpopt.common.trees import accumulator_dtype
 from dpopt.common.types import PyTree
 from dpopt.engines.norms import safe_norm
 from dpopt.ghost.contacts import Seen, along
@@ -16,7 +17,7 @@ from dpopt.ghost.plan import Plan, is_direct
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.squares import largest
 from dpopt.ghost.standardized import Coefficients, Standardized
-from dpopt.ghost.values import Contact, Entry, Record, wide_dtype
+from dpopt.ghost.values import Contact, Entry, Record
 
 PerLeaf: TypeAlias = Sequence[jax.Array | None]
 
@@ -33,7 +34,7 @@ class Run:
         self.offsets = offsets
         # Of every diagonal, read once for whatever needs it.
         self.largest = [None if s is None else largest(s) for s in self.scales]
-        self.wide = [x.astype(wide_dtype(x.dtype)) if v.leaves else x
+        self.wide = [x.astype(accumulator_dtype(x.dtype)) if v.leaves else x
                      for x, v in zip(leaves, self.trace.leaves, strict=True)]  # fmt: skip
         self.pull_back = PullBack(self.trace, self.wide)
         self._coefficients: dict[int, Coefficients] = {}

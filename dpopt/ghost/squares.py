@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost.rows import wide
 
 # The fraction by which coefficients may exceed their bound because of what is missing from a norm.
@@ -59,7 +60,7 @@ def eps(*dtypes: jax.typing.DTypeLike) -> float:
     """The largest rounding error among dtypes, each at least float32.
 
     Parameters and diagonals may be float64 where the terms of a gradient are added up in float32."""
-    return max(float(jnp.finfo(jnp.promote_types(d, jnp.float32)).eps) for d in dtypes)
+    return max(float(jnp.finfo(accumulator_dtype(d)).eps) for d in dtypes)
 
 
 def to_one(x: Any) -> tuple[Any, jax.Array]:

@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost import primitives
 from dpopt.ghost.program import Trace
-from dpopt.ghost.values import Contact, Op, Value, read, wide_dtype
+from dpopt.ghost.values import Contact, Op, Value, read
 
 
 class PerFilter(NamedTuple):
@@ -132,11 +133,11 @@ def standardized(trace: Trace, contact: Contact) -> Standardized | None:
     outputs = [v for op in ops for v in op.outputs]
     if contact.weight.shape != source.shape or len(outputs) != len(ops):
         return None
-    if any(v.dtype != wide_dtype(source.dtype) for v in outputs if v.leaves and v is not contact.weight):
+    if any(v.dtype != accumulator_dtype(source.dtype) for v in outputs if v.leaves and v is not contact.weight):
         return None  # half precision rounds on the way, which the closed form does not
     found = Standardized(ops, source, contact.weight, axes, filters, factors.shape[1])
     try:
-        jax.eval_shape(found.coefficients, jax.ShapeDtypeStruct(source.shape, wide_dtype(source.dtype)))
+        jax.eval_shape(found.coefficients, jax.ShapeDtypeStruct(source.shape, accumulator_dtype(source.dtype)))
     except _NotStandardized:
         return None
     return found

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpopt.common.trees import accumulator_dtype
 from dpopt.common.types import PyTree
 from dpopt.engines import rounding, sums
 from dpopt.engines.blocks import Blocks
@@ -42,7 +43,7 @@ from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected
 from dpopt.ghost.squares import tiny
 from dpopt.ghost.underflow import without_underflowing
-from dpopt.ghost.values import Contact, Entry, wide_dtype
+from dpopt.ghost.values import Contact, Entry
 from dpopt.ghost.weighted_sum import Weigh, grouped, to_leaf, to_leaves, weighted_sum
 
 
@@ -250,8 +251,8 @@ def _hooks(run: Run, clip: Clip, groups: Mapping[int, int], adds_up: jax.Array |
         steps = [length for length, _ in contact.loops]
         if leaf in run.plan.single and clip.layer_axes[leaf] > len(steps):  # the weight itself, with all its layers
             steps = list(contact.weight.shape[: clip.layer_axes[leaf]])
-        dtype = wide_dtype(contact.tap_dtype)
-        zeros = jnp.zeros(contact.weight.shape, wide_dtype(contact.weight.dtype))
+        dtype = accumulator_dtype(contact.tap_dtype)
+        zeros = jnp.zeros(contact.weight.shape, accumulator_dtype(contact.weight.dtype))
         common: dict[str, Any] = dict(
             bounds=jnp.zeros((*steps, 3), dtype),
             total=Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None),

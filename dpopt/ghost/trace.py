@@ -33,7 +33,7 @@ from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines.programs import equations, scan_arguments
 from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost import primitives
-from dpopt.ghost.canonical import as_gather, binder, differentiated, weight_last
+from dpopt.ghost.canonical import as_gather, binder, differentiated, in_steps, weight_last
 from dpopt.ghost.complex_weights import in_real_numbers
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.derivatives import differentiated_inputs, differentiated_variables, of_steps
@@ -128,6 +128,8 @@ def _walk(
 def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scope: Scope) -> list[Value]:
     """Adds one equation to the prologue or the body and returns its outputs; ``needed`` as for `_walk`."""
     primitive = eqn.primitive
+    if steps := in_steps(eqn):
+        return _walk(*steps, inputs, needed, scope)
     if primitive in primitives.CALLS and any(v.leaves for v in inputs):
         inner = eqn.params[primitives.CALLS[primitive]]
         return _walk(inner.jaxpr, inner.consts, inputs, needed, scope)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 
+from dpopt.common.trees import accumulator_dtype, is_narrow
 from dpopt.ghost import rules
 from dpopt.ghost.primitives import CAST, LAYOUT, ROUND_TO
 from dpopt.ghost.rows import tf32
@@ -99,7 +99,7 @@ class Op:
             return self.run(*values)
         if not any(v.leaves for v in self.outputs):  # no gradient: as the loss computes it
             return self.run(*(x.astype(v.dtype) if v.leaves else x for x, v in zip(values, self.inputs, strict=True)))
-        values = [x.astype(wide_dtype(v.dtype)) if is_narrow(v.dtype) else x
+        values = [x.astype(accumulator_dtype(v.dtype)) if is_narrow(v.dtype) else x
                   for x, v in zip(values, self.inputs, strict=True)]  # fmt: skip
         if self.primitive in LAYOUT - {CAST}:
             return self.run(*values)
@@ -110,7 +110,7 @@ class Op:
 def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     if not is_narrow(dtype):
         return x.astype(dtype)
-    return _straight_through(lambda x: x.astype(dtype).astype(x.dtype), x.astype(wide_dtype(dtype)))
+    return _straight_through(lambda x: x.astype(dtype).astype(x.dtype), x.astype(accumulator_dtype(dtype)))
 
 
 def _straight_through(rounding: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -239,13 +239,3 @@ def _tap_jvp(is_rounded: bool, primals: list[jax.Array], tangents: list[jax.Arra
 def read(env: dict[Value, Any], values: Sequence[Value]) -> list[jax.Array]:
     """The arrays of ``values``."""
     return [env[v] if v.constant is None else v.constant for v in values]
-
-
-def is_narrow(dtype: DTypeLike) -> bool:
-    """Whether a dtype is floating-point with fewer than 32 bits."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-
-
-def wide_dtype(dtype: DTypeLike) -> np.dtype:
-    """The type in which gradients are summed: at least float32."""
-    return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.promote_types(dtype, jnp.float32)

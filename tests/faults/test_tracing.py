@@ -444,3 +444,15 @@ def test_nnx_models_that_change_themselves(kind, message):
     model.eval()
     loss, params = dpopt.flax.nnx_loss(model, lambda m, x: jnp.sum(m(x) ** 2))
     assert jnp.isfinite(clipped(loss, params, jnp.ones((2, 4))).sensitive.norms).all()
+
+
+def test_a_print_of_parameters_alone_is_followed():
+    """It has no outputs."""
+
+    def loss(w, x):
+        jax.debug.callback(lambda _: None, w)
+        return jnp.sum(jnp.tanh(x @ w))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a fallback warns
+        assert_as_one_by_one(loss)

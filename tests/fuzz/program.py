@@ -12,7 +12,7 @@ import numpy as np
 
 import dpopt
 
-from . import losses, weights
+from . import layouts, losses, weights
 from .losses import KINDS, D, T, V
 from .weights import MULTIPLES, PRODUCTS, PROLOGUES
 
@@ -31,6 +31,9 @@ MADE_OF_PRODUCTS = 0.05  # and the share of those left that are products of matr
 STOPPED = 0.05  # the share of layers whose output, besides, is used again as a constant
 CROSSED = 0.05  # the share of programs that use a square matrix or filter in several ways more
 COMPLEX = 0.05  # the share of programs that compute with complex numbers, too
+REORDERED = (
+    0.05  # the share that reads its examples in another order, and uses its weights, or their statistics, in one
+)
 _ROWS = ["tame", "tiny", "huge", "spread", "beyond", "cancelling", "nan", "inf", "zero"]
 
 
@@ -77,16 +80,18 @@ def draw(seed: int) -> Program:
         features += [p for p in prologues if p in MULTIPLES | PRODUCTS]
         uses.append((_stopped(seed, len(uses), KINDS[kind][1], features), list(zip(names, prologues, strict=True))))
     uses = _complex(seed, uses + _crossings(seed, params, features), params, features)
+    read, arranged = _orders(seed, features)
     head = str(rng.choice(list(_HEADS)))
     regularized = rng.random() < PENALIZED
     params, computed_in, casts_first = _dtypes(seed, params, features)
 
     def used_as(w, prologue):
         w = w.astype(computed_in) if casts_first else w
-        return (PROLOGUES | MULTIPLES | PRODUCTS)[prologue](w).astype(computed_in)
+        return arranged((PROLOGUES | MULTIPLES | PRODUCTS)[prologue](w).astype(computed_in))
 
     def loss(params, e):
         e = {k: x.astype(computed_in) if jnp.issubdtype(x.dtype, jnp.floating) else x for k, x in e.items()}
+        e = read(e)
         h = e["x"]
         for function, sources in uses:
             h = function(h, [used_as(params[name], p) for name, p in sources], e)
@@ -176,6 +181,17 @@ def _complex(seed, uses, params, features):
     chosen = rng.choice(len(losses.COMPLEX), size=rng.integers(1, 3), replace=False)
     more = [(losses.COMPLEX[i], [(name, prologue)]) for i in chosen]
     return more if rng.random() < 0.5 else uses + more
+
+
+def _orders(seed, features):
+    """How a program reads its examples, and how it arranges its weights."""
+    rng = np.random.default_rng([seed, 9])  # like `_uneven`
+    if rng.random() >= REORDERED:
+        return (lambda e: e), (lambda w: w)
+    features.append("reordered")
+    orders = {name: layouts.reordered(rng) for name in ("x", "u", "v", "ids") if name == "x" or rng.random() < 0.5}
+    arranged = layouts.of_weight(rng) if rng.random() < 0.7 else lambda w: w
+    return (lambda e: e | {name: order(e[name]) for name, order in orders.items()}), arranged
 
 
 def _dtypes(seed, params, features):
