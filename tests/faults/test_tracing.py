@@ -446,7 +446,7 @@ def test_nnx_models_that_change_themselves(kind, message):
     assert jnp.isfinite(clipped(loss, params, jnp.ones((2, 4))).sensitive.norms).all()
 
 
-def test_a_print_of_parameters_alone_is_followed():
+def test_a_print_of_parameters_alone_is_followed(x64):
     """It has no outputs."""
 
     def loss(w, x):
