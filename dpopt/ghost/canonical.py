@@ -22,7 +22,8 @@ from jax.extend import core
 
 from dpopt.common.trees import accumulator_dtype, is_narrow
 from dpopt.ghost.few_channels import add_up, can_add_up
-from dpopt.ghost.primitives import CONVOLUTION, RESHAPE
+from dpopt.ghost.max_pooling import max_pooling
+from dpopt.ghost.primitives import CONVOLUTION, MAX_POOL, RESHAPE
 from dpopt.ghost.rows import bounded
 from dpopt.ghost.values import aval
 
@@ -218,6 +219,8 @@ def as_gather(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | No
 
 def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """The equation as a function that is differentiated by its inputs in ``moving``."""
+    if eqn.primitive is MAX_POOL and (pooling := max_pooling(eqn)):
+        return pooling
     return convolution(eqn, moving) if eqn.primitive is CONVOLUTION else binder(eqn)
 
 

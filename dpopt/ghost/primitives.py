@@ -29,6 +29,7 @@ DOT, CONVOLUTION, GATHER, DYNAMIC_SLICE = (
 TRANSPOSE, RESHAPE, BROADCAST, CAST, ROUND_TO = (
     primitive(name) for name in ("transpose", "reshape", "broadcast_in_dim", "convert_element_type", "reduce_precision")
 )
+MAX_POOL = primitive("reduce_window_max")
 COMPLEX, CONJ, REAL, IMAG = (primitive(name) for name in ("complex", "conj", "real", "imag"))
 STOP_GRADIENT, SCAN, WHILE, COND, REMAT, CUSTOM_JVP = (
     primitive(name) for name in ("stop_gradient", "scan", "while", "cond", "remat", "custom_jvp_call")
