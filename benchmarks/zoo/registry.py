@@ -11,7 +11,7 @@ _MODULES = (
     "convnets", "mobile", "image_tokens", "decoders", "encoders", "experts", "recurrent", "long_convolutions",
     "state_space", "generative", "graphs", "recommenders", "science", "audio", "sets_and_control", "penalties",
     "shared_weights", "made_weights", "flows_and_codes", "structured_weights", "chosen_weights",
-    "embeddings_and_structures", "token_mixing", "time_and_space",
+    "embeddings_and_structures", "token_mixing", "time_and_space", "pooled",
 )  # fmt: skip
 
 for _name in _MODULES:
