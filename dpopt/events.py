@@ -77,7 +77,8 @@ event=GaussianDpEvent(noise_multiplier=0.999...)), count=3)
         raise TypeError(
             f"sampling must be a sampler or a scheme of dpopt.sampling, such as Poisson(0.01); got {sampling!r}."
         )
-    return composer(privacy, scheme, start)(int(steps))  # dp_accounting rejects NumPy integers
+    # Not what these steps add to those before them, whose cost is not part of this event.
+    return composer(privacy, scheme, start, origin=start)(int(steps))  # dp_accounting rejects NumPy integers
 
 
 def composer(privacy: Privacy, scheme: Scheme | InParts, start: int, origin: int = 0) -> Callable[[int], dp.DpEvent]:

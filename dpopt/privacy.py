@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 
 from dpopt import _stages
-from dpopt.common import validate
+from dpopt.common import trees, validate
 from dpopt.common.averages import at_step
 from dpopt.common.lazy import dp_accounting
 from dpopt.common.types import ScalarOrSchedule
@@ -168,7 +168,7 @@ def privacy_of_stages(stages: Sequence[_stages.Stage]) -> Privacy:
             raise ValueError("noise on a sum with an infinite clip norm protects nothing: pass a finite l2_clip_norm.")
         if validate.concrete(clip.sensitivity) == 0:
             raise ValueError("a clip norm of 0 scales every example to zero: pass a positive one.")
-        return stddev / clip.sensitivity
+        return trees.widened(stddev) / trees.widened(clip.sensitivity)
 
     sigma = multiplier if callable(noise.noise_stddev) else multiplier(0)
     return Privacy((Query(sigma, strategy=noise.strategy),), unit=clip.unit)

@@ -1,6 +1,7 @@
 """The private mean gradient, which every named optimizer starts with."""
 
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax.core import Tracer
 
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function, clip_and_sum
-from dpopt.common import validate
+from dpopt.common import trees, validate
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.noise import add_correlated_noise
 from dpopt.correlated.strategies import Strategy
@@ -77,7 +78,9 @@ def noise_stddev(noise_multiplier: ScalarOrSchedule, sensitivity: float | jax.Ar
     (1.0, 0.0)
     """
     if callable(noise_multiplier):
-        return lambda step: noise_multiplier(step) * sensitivity
+        return lambda step: trees.widened(noise_multiplier(step)) * trees.widened(sensitivity)
+    noise_multiplier = cast(float | jax.Array, trees.widened(noise_multiplier))
+    sensitivity = cast(float | jax.Array, trees.widened(sensitivity))
     if validate.concrete(noise_multiplier) == 0:
         return 0.0  # 0 * inf is not 0
     if isinstance(noise_multiplier, Tracer):

@@ -23,14 +23,20 @@ def is_narrow(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
+def widened(number: Any) -> Any:
+    """A number that is not rounded to 16 bits when another one multiplies or divides it: an array of at least 32."""
+    dtype = getattr(number, "dtype", None)
+    return number if dtype is None or not is_narrow(dtype) else number.astype(accumulator_dtype(dtype))
+
+
 def upcast(tree: PyTree) -> PyTree:
     """``tree`` with every floating leaf narrower than float32 cast to float32."""
 
-    def widened(x: ArrayLike) -> ArrayLike:
+    def wide(x: ArrayLike) -> ArrayLike:
         dtype = jnp.result_type(x)
         return jnp.asarray(x, accumulator_dtype(dtype)) if jnp.issubdtype(dtype, jnp.floating) else x
 
-    return jax.tree.map(widened, tree)
+    return jax.tree.map(wide, tree)
 
 
 def at_once(function: Callable[..., jax.Array], *trees: PyTree) -> PyTree:

@@ -50,11 +50,17 @@ def merged(event: dp.DpEvent) -> dp.DpEvent:
             return event
 
 
-def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
+def flattened(event: dp.DpEvent, for_replacing: bool | None = None) -> Counter[dp.DpEvent]:
     """The steps of an event, with the number of times each occurs, since order does not matter.
 
     Steps are Gaussian queries, on all data or on a sample, and selections of the best of several runs. Steps that cost
     nothing are dropped; all queries on all data are merged into one.
+
+    Next to samples of fixed size, which are accounted for under replace-one, a query on all data counts with half its
+    multiplier: replacing an example may move a sum by twice as much as adding or removing one.
+
+    Args:
+        for_replacing: whether the event is part of one with samples of fixed size; None: whether it has such itself.
 
     Raises:
         ValueError: for queries on a sample that are not Gaussian, or Poisson samples together with samples of fixed
@@ -64,7 +70,9 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
     Counter({GaussianDpEvent(noise_multiplier=1.0): 1})
     """
     steps: Counter[dp.DpEvent] = Counter()
-    _collect(merged(event), 1, steps)
+    if for_replacing is None:
+        for_replacing = any(isinstance(e, dp.SampledWithoutReplacementDpEvent) for e in everything_in(event))
+    _collect(merged(event), 1, steps, for_replacing)
     kinds = {type(e) for step in steps for e in everything_in(step)}
     poisson = {dp.PoissonSampledDpEvent, dp.TruncatedSubsampledGaussianDpEvent}
     if dp.SampledWithoutReplacementDpEvent in kinds and kinds & poisson:
@@ -75,9 +83,12 @@ def flattened(event: dp.DpEvent) -> Counter[dp.DpEvent]:
     unsampled: list[dp.DpEvent] = [
         dp.SelfComposedDpEvent(e, n) for e, n in steps.items() if isinstance(e, dp.GaussianDpEvent)
     ]
-    if len(unsampled) > 1:
+    if len(unsampled) > 1 or (unsampled and for_replacing):
         steps = Counter({e: n for e, n in steps.items() if not isinstance(e, dp.GaussianDpEvent)})
-        steps[merged(dp.ComposedDpEvent(unsampled))] += 1
+        together = merged(dp.ComposedDpEvent(unsampled))
+        if for_replacing and isinstance(together, dp.GaussianDpEvent):
+            together = merged(dp.GaussianDpEvent(together.noise_multiplier / 2))
+        steps[together] += 1
     return steps
 
 
@@ -95,7 +106,7 @@ def flattened_both_ways(event: dp.DpEvent) -> list[Counter[dp.DpEvent]]:
     return [flattened(e) for e in ([event, with_one_more(event)] if sized else [event])]
 
 
-def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
+def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent], for_replacing: bool) -> None:
     match event:
         case dp.PoissonSampledDpEvent(sampling_probability=0) | dp.SampledWithoutReplacementDpEvent(sample_size=0):
             pass
@@ -104,14 +115,14 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
                 if step_events.prob_full(event) > 0:
                     steps[event] += count
                 else:
-                    _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps)
+                    _collect(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count, steps, for_replacing)
         case dp.ComposedDpEvent(events=parts):
             for part in parts:
-                _collect(part, count, steps)
+                _collect(part, count, steps, for_replacing)
         case dp.SelfComposedDpEvent(event=inner, count=times):
-            _collect(inner, count * int(times), steps)
+            _collect(inner, count * int(times), steps, for_replacing)
         case dp.PoissonSampledDpEvent(sampling_probability=1, event=inner):
-            _collect(merged(dp.SelfComposedDpEvent(inner, count)), 1, steps)
+            _collect(merged(dp.SelfComposedDpEvent(inner, count)), 1, steps, for_replacing)
         case dp.GaussianDpEvent() | dp.NonPrivateDpEvent():
             steps[merged(dp.SelfComposedDpEvent(event, count))] += 1
         case dp.PoissonSampledDpEvent() | dp.SampledWithoutReplacementDpEvent():
@@ -119,7 +130,7 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent]) -> None:
                 raise ValueError(f"only Gaussian queries on a sample can be accounted for; got {event!r}.")
             steps[event] += count
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
-            parts = [dp.SelfComposedDpEvent(e, n) for e, n in flattened(inner).items()]
+            parts = [dp.SelfComposedDpEvent(e, n) for e, n in flattened(inner, for_replacing).items()]
             if parts:
                 runs = dp.ComposedDpEvent(cast(Any, tuple(parts)))  # hashable, as a list is not
                 steps[dp.dp_event.RepeatAndSelectDpEvent(runs, mean, shape)] += count

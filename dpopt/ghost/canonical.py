@@ -23,7 +23,7 @@ from jax.extend import core
 from dpopt.common.trees import accumulator_dtype, is_narrow
 from dpopt.ghost.few_channels import add_up, can_add_up
 from dpopt.ghost.max_pooling import max_pooling
-from dpopt.ghost.primitives import CONVOLUTION, MAX_POOL, RESHAPE
+from dpopt.ghost.primitives import BROADCAST, CONVOLUTION, MAX_POOL, RESHAPE
 from dpopt.ghost.rows import bounded
 from dpopt.ghost.values import aval
 
@@ -227,11 +227,17 @@ def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., l
 def in_steps(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
     """An equation that does two things, as the jaxpr of one after the other, and its constants; None for any other.
 
-    A reshape may transpose first (``x.ravel(order="F")``): no property of reshapes allows for that. And a product of
-    wide factors may be rounded to 16 bits, in which its cotangents would be added up."""
+    A reshape may transpose first (``x.ravel(order="F")``), and so may a broadcast: no property of either allows for
+    that. And a product of wide factors may be rounded to 16 bits, in which its cotangents would be added up."""
     params, primitive = eqn.params, eqn.primitive
     if primitive is RESHAPE and (axes := params["dimensions"]) is not None:
         return _traced(lambda x: primitive.bind(lax.transpose(x, axes), **{**params, "dimensions": None}), eqn)
+    if primitive is BROADCAST and [*params["broadcast_dimensions"]] != (
+        places := sorted(params["broadcast_dimensions"])
+    ):
+        order = [params["broadcast_dimensions"].index(place) for place in places]
+        sorted_params = {**params, "broadcast_dimensions": tuple(places)}
+        return _traced(lambda x: primitive.bind(lax.transpose(x, order), **sorted_params), eqn)
     narrow = params.get("preferred_element_type")
     if narrow is None or not is_narrow(narrow) or any(is_narrow(aval(v).dtype) for v in eqn.invars):
         return None

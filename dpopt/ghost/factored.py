@@ -12,6 +12,7 @@ from jax.extend import core
 
 from dpopt.ghost import rules
 from dpopt.ghost.canonical import differentiated
+from dpopt.ghost.precision import is_precise, precisions
 from dpopt.ghost.program import Scope
 from dpopt.ghost.values import Contact, ContactOp, Value
 
@@ -34,7 +35,7 @@ def factored(
         return None
     located, loops = scope.locate(weight)
     steps = tuple(length for length, _ in loops)
-    apply, precision = _wide_apply(eqn, position, moving[0], fixed), (_is_precise(eqn), _is_rounded(eqn))
+    apply, precision = _wide_apply(eqn, position, moving[0], fixed), (is_precise(eqn), _is_rounded(eqn))
     of_step = Contact(-1, weight, eqn.primitive, out.shape, out.dtype, factors, apply, x.shape, x.dtype, *precision)
     for length, mapped in reversed(loops):
         factors = rules.lift(factors, length, mapped)
@@ -46,25 +47,8 @@ def factored(
     return ContactOp(contact, differentiated(eqn, moving), inputs, outputs, moving[0])
 
 
-_EXACT = {lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.F64_F64_F64}
-
-
-def _precisions(eqn: core.JaxprEqn) -> set[Any]:
-    """That of each factor, or an algorithm for the product."""
-    given = eqn.params.get("precision")
-    return set(given) if isinstance(given, tuple) else {given}
-
-
-def _is_precise(eqn: core.JaxprEqn) -> bool:
-    found = _precisions(eqn)
-    if not found <= {None, *lax.Precision}:
-        return found <= _EXACT
-    # Other devices than CPUs multiply in fewer bits by default.
-    return found == {lax.Precision.HIGHEST} or jax.default_backend() == "cpu"
-
-
 def _is_rounded(eqn: core.JaxprEqn) -> bool:
-    return _precisions(eqn) <= {None, lax.Precision.DEFAULT} and jax.default_backend() == "gpu"
+    return precisions(eqn) <= {None, lax.Precision.DEFAULT} and jax.default_backend() == "gpu"
 
 
 def _wide_apply(eqn: core.JaxprEqn, position: int, moving: int, fixed: dict[int, Any]) -> Callable[..., jax.Array]:

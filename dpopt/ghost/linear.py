@@ -17,8 +17,9 @@ from jax.extend import core
 from dpopt.common.trees import is_narrow
 from dpopt.engines.programs import equations
 from dpopt.ghost.canonical import binder
-from dpopt.ghost.primitives import HOLDING, ORDINARY, WIDENED
-from dpopt.ghost.values import Value
+from dpopt.ghost.precision import precise
+from dpopt.ghost.primitives import HOLDING, ORDINARY, ROUND_TO, WIDENED
+from dpopt.ghost.values import Value, aval
 
 
 def may_pull_back_sums(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Value]) -> bool:
@@ -57,4 +58,11 @@ def _is_linear(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
         program = jax.make_jaxpr(push)(values, [values[i] for i in moving])
     except Exception:  # no forward derivative, such as a `custom_vjp`
         return False
-    return all(e.primitive in ORDINARY | HOLDING for e in equations(program.jaxpr))
+    return all(_is_wide_and_ordinary(e) for e in equations(program.jaxpr))
+
+
+def _is_wide_and_ordinary(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation within another one is linear, and rounds nothing: it cannot be run in more bits."""
+    if eqn.primitive not in (ORDINARY | HOLDING) - {ROUND_TO} or precise(eqn) is not eqn:
+        return False
+    return not any(is_narrow(aval(v).dtype) for v in (*eqn.invars, *eqn.outvars))

@@ -145,7 +145,9 @@ def _of_multiple(product: _Product, x: Any, made: Made, shape: _Shape, ours: Axe
     free = [i for i in range(len(shape)) if i not in ours]
 
     def spread(over: _Shape, places: Axes) -> jax.Array:
-        return lax.broadcast_in_dim(lax.reshape(product.read(array), [*along.values()]), over, places)
+        order = sorted(range(len(places)), key=places.__getitem__)  # a broadcast need not transpose
+        turned = lax.transpose(lax.reshape(product.read(array), [*along.values()]), order)
+        return lax.broadcast_in_dim(turned, over, sorted(places))
 
     if along.keys() <= {*free}:
         out = product(x, weight, ours, theirs)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpopt.common.trees import accumulator_dtype
+from dpopt.common.trees import accumulator_dtype, is_narrow
 from dpopt.ghost import primitives
 from dpopt.ghost.program import Trace
 from dpopt.ghost.values import Contact, Op, Value, read
@@ -188,7 +188,7 @@ class _FilterAlgebra(NamedTuple):
                 return self._spread(op, *args)
             return op.run(*args)[0]
         if op.primitive in primitives.CASTS:
-            return args[0]
+            return self._cast(op, args[0])
         if op.primitive is primitives.REDUCE_SUM and tuple(op.params["axes"]) == self.axes:
             return jnp.squeeze(self._total(args[0]), self.axes)
         if op.primitive is primitives.SQUARE or (op.primitive is primitives.INTEGER_POW and op.params["y"] == 2):
@@ -198,6 +198,13 @@ class _FilterAlgebra(NamedTuple):
         if op.primitive not in _AFFINE_RULES:
             raise _NotStandardized(op)
         return _AFFINE_RULES[op.primitive](*(self._affine(x) for x in args))
+
+    def _cast(self, op: Op, x: _Operand) -> _Operand:
+        (out,) = op.outputs
+        is_float = jnp.issubdtype(out.dtype, jnp.floating) and not is_narrow(out.dtype)
+        if op.primitive is primitives.ROUND_TO or not is_float:  # a function of each entry that is not affine
+            raise _NotStandardized(op)
+        return x
 
     def _affine(self, x: _Operand) -> _Affine:
         if isinstance(x, _Quadratic):

@@ -42,6 +42,7 @@ from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import may_pull_back_sums
 from dpopt.ghost.multiples import describe_multiple, moved_out
+from dpopt.ghost.precision import precise
 from dpopt.ghost.products import remember, taken_apart
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
 from dpopt.ghost.values import ContactOp, Entry, Op, Value
@@ -148,6 +149,7 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
         describe(eqn, inputs, outputs)
         describe_multiple(eqn, inputs, outputs, scope)
         remember(eqn, inputs, outputs)
+        eqn = precise(eqn) if weights else eqn
         scope.hoist(Op(binder(eqn), primitive, inputs, outputs, eqn.params))
         return outputs
     if weights and primitive is primitives.REMAT:

@@ -15,6 +15,11 @@ from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.privacy import Privacy, Query
 
+# Sums are counted in units of 2^-20, and the noise is rounded to these. So the noisy sum is a rounding of a sum of real
+# numbers, and may be any whole number of units whatever the data are. The last digits of a float would show to which
+# sums a draw can have been added.
+_UNITS = 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class PublicScore:
@@ -105,6 +110,8 @@ class PrivateScore:
         each = np.asarray(self.per_example(value), np.float64)
         if each.shape != (self.num_examples,):
             raise ValueError(f"per_example must return {self.num_examples} numbers; got the shape {each.shape}.")
-        total = float(np.sum(np.clip(np.nan_to_num(each, nan=0.0), 0.0, 1.0)))
-        drawn = float(noise.standard_normal_like(key, jnp.zeros(())))
-        return (total + self.noise_multiplier * drawn) / self.num_examples
+        counts = np.rint(np.clip(np.nan_to_num(each, nan=0.0), 0.0, 1.0) * _UNITS).astype(np.int64)
+        with jax.enable_x64(True):
+            drawn = float(noise.standard_normal_like(key, jnp.zeros((), jnp.float64)))
+        noisy = int(np.sum(counts)) + round(float(self.noise_multiplier) * drawn * _UNITS)
+        return noisy / _UNITS / self.num_examples
