@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpopt.common.trees import accumulator_dtype, is_narrow
+from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost import primitives
 from dpopt.ghost.program import Trace
 from dpopt.ghost.values import Contact, Op, Value, read
@@ -200,9 +200,8 @@ class _FilterAlgebra(NamedTuple):
         return _AFFINE_RULES[op.primitive](*(self._affine(x) for x in args))
 
     def _cast(self, op: Op, x: _Operand) -> _Operand:
-        (out,) = op.outputs
-        is_float = jnp.issubdtype(out.dtype, jnp.floating) and not is_narrow(out.dtype)
-        if op.primitive is primitives.ROUND_TO or not is_float:  # a function of each entry that is not affine
+        is_float = jnp.issubdtype(op.outputs[0].dtype, jnp.floating)
+        if op.primitive is primitives.ROUND_TO or not is_float:  # no affine function of each entry
             raise _NotStandardized(op)
         return x
 

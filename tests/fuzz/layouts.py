@@ -17,6 +17,8 @@ _AT_ONCE: list[Callable] = [
     lambda x: x.reshape(x.shape[::-1], order="F"),
     lambda x: lax.reshape(x, x.shape, dimensions=(*range(1, x.ndim), 0)),
 ]
+# JAX's own derivative by the operand of a broadcast that transposes is wrong: for examples alone.
+_BROADCAST: list[Callable] = [lambda x: lax.broadcast_in_dim(x, (1, *x.shape[::-1]), range(x.ndim, 0, -1))]
 _OTHERS: list[Callable] = [
     lambda x: jnp.swapaxes(x, 0, -1).reshape(x.shape),
     lambda x: x.reshape(1, -1)[0].reshape(x.shape),
@@ -33,9 +35,14 @@ def _of_shape(order: Callable) -> Callable:
     return lambda x: order(x).reshape(x.shape)
 
 
-def reordered(rng) -> Callable:
+def of_example(rng) -> Callable:
     """One or two of the orders, one after the other."""
-    kinds = [_AT_ONCE if rng.random() < 0.5 else _OTHERS for _ in range(rng.integers(1, 3))]
+    return reordered(rng, _AT_ONCE + _BROADCAST)
+
+
+def reordered(rng, at_once=_AT_ONCE) -> Callable:
+    """One or two of the orders, one after the other."""
+    kinds = [at_once if rng.random() < 0.5 else _OTHERS for _ in range(rng.integers(1, 3))]
     orders = [_of_shape(kind[rng.integers(len(kind))]) for kind in kinds]
 
     def function(x):
@@ -46,13 +53,23 @@ def reordered(rng) -> Callable:
     return function
 
 
+_STATISTICS: list[Callable] = [
+    lambda w, axis: jnp.mean(w, axis),
+    lambda w, axis: jnp.sum(w**2, axis),
+    lambda w, axis: jnp.sum((w**2).astype(w.dtype), axis) / jnp.sum((w > 0).astype(w.dtype) + 1, axis),
+    lambda w, axis: jnp.sum(w**2, axis) / (1 + jnp.sum(w.astype(bool), axis)),
+    lambda w, axis: jnp.sum(w.astype(jnp.int32), axis).astype(w.dtype),
+]
+
+
 def _by_statistic(rng) -> Callable:
-    """A weight times numbers that are computed from it along one axis, in another order."""
-    order, place, divides = reordered(rng), rng.integers(4), rng.random() < 0.5
+    """A weight times numbers that are computed from it along one axis, in another order or as they are."""
+    order = reordered(rng) if rng.random() < 0.7 else lambda x: x
+    statistic, place, divides = _STATISTICS[rng.integers(len(_STATISTICS))], rng.integers(4), rng.random() < 0.5
 
     def function(w):
         axis = int(place) % w.ndim
-        numbers = jnp.expand_dims(order(jnp.mean(w, axis) if divides else jnp.sum(w**2, axis)), axis)
+        numbers = jnp.expand_dims(order(statistic(w, axis)), axis)
         return w / (1.5 + jnp.tanh(numbers)) if divides else w * (1 + 0.3 * numbers)
 
     return function

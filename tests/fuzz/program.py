@@ -189,7 +189,7 @@ def _orders(seed, features):
     if rng.random() >= REORDERED:
         return (lambda e: e), (lambda w: w)
     features.append("reordered")
-    orders = {name: layouts.reordered(rng) for name in ("x", "u", "v", "ids") if name == "x" or rng.random() < 0.5}
+    orders = {name: layouts.of_example(rng) for name in ("x", "u", "v", "ids") if name == "x" or rng.random() < 0.5}
     arranged = layouts.of_weight(rng) if rng.random() < 0.7 else lambda w: w
     return (lambda e: e | {name: order(e[name]) for name, order in orders.items()}), arranged
 

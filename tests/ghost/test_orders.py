@@ -1,7 +1,7 @@
 """Examples, weights and their statistics in another order, and products that are rounded as they are computed.
 
-A reshape that transposed first passed for one that keeps the order: an example was read in another one, and a
-statistic was taken for another filter's.
+A reshape or a broadcast that transposed first passed for one that keeps the order: an example was read in another
+one, and a statistic was taken for another filter's.
 """
 
 import itertools
@@ -15,6 +15,7 @@ from helpers import contributions, enable_x64, slow_unless
 from jax import lax
 
 import dpopt
+from dpopt.ghost.trace import trace_loss
 
 _WAYS = "recorded", "two passes", "one pass"
 
@@ -44,7 +45,7 @@ def _drawn(seed):
     rng = np.random.default_rng(seed)
     name = list(MEETINGS)[seed % len(MEETINGS)]
     example, weight, meet = MEETINGS[name]
-    read = layouts.reordered(rng) if rng.random() < 0.6 else lambda x: x
+    read = layouts.of_example(rng) if rng.random() < 0.6 else lambda x: x
     arranged = layouts.of_weight(rng) if rng.random() < 0.8 else lambda w: w
 
     def loss(params, x):
@@ -96,6 +97,55 @@ def test_a_product_is_rounded_where_the_loss_rounds_it(kind):
     np.testing.assert_allclose(ours.sensitive.losses, theirs.sensitive.losses, rtol=1e-5 if kind != "weights" else 1e-2)
     np.testing.assert_allclose(ours.sensitive.norms, theirs.sensitive.norms, rtol=2e-2)
     np.testing.assert_allclose(*(np.asarray(c.sum, np.float32) for c in (ours, theirs)), atol=2e-2)
+
+
+@jax.custom_jvp
+def _quantised(w):
+    return w.astype(jnp.float8_e5m2).astype(w.dtype)
+
+
+_quantised.defjvp(lambda primals, tangents: (_quantised(*primals), _quantised(*tangents)))
+ROUNDING = {
+    "remat": jax.checkpoint(lambda w: w.astype(jnp.bfloat16).astype(w.dtype)),
+    "remat, precision": jax.checkpoint(lambda w: lax.reduce_precision(w, 8, 2)),
+    "remat, product": jax.checkpoint(
+        lambda w: jnp.dot(w, jnp.ones((1, 1)), preferred_element_type=jnp.bfloat16).astype(w.dtype)
+    ),
+    "custom_jvp": _quantised,
+    "scan": lambda w: lax.scan(lambda c, _: (c.astype(jnp.float8_e5m2).astype(c.dtype), None), w, None, length=1)[0],
+    "cond": lambda w: lax.cond(w[0, 0] > 9, lambda w: w, lambda w: w.astype(jnp.bfloat16).astype(w.dtype), w),
+}
+
+
+@pytest.mark.parametrize("engine", ["ghost", "auto"])
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_no_sum_is_rounded_within_another_equation(kind, engine):
+    """A sum that is pulled back through an equation of 16 or 8 bits is rounded by more than one example adds."""
+    x = jnp.asarray(1 + 0.5 * np.random.default_rng(0).random((240, 1, 1)), jnp.float32)
+
+    def loss(w, x):
+        return jnp.sum(x @ ROUNDING[kind](w))
+
+    @jax.jit
+    def total(mask):
+        promise = dpopt.per_example_grads(loss, engine=engine)(jnp.ones((1, 1)), x, mask=mask)
+        return promise.clipped_sum(dpopt.FlatClip(0.55)).sum
+
+    everyone = jnp.ones(len(x), bool)
+    moved = [abs(float((total(everyone) - total(everyone.at[i].set(False))).sum())) for i in range(4)]
+    assert max(moved) <= 0.55 * (1 + 2.0**-10)
+
+
+def test_sums_are_pulled_back_at_full_precision_on_a_gpu(monkeypatch):
+    """Products of weights, whose transposes sums go through, would be in TF32 there."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ jnp.sin(w @ w)))
+
+    trace = trace_loss(loss, jnp.ones((3, 3)), jnp.ones((2, 3)))
+    products = [op for op in trace.prologue if op.primitive.name == "dot_general"]
+    assert products and all(op.params["precision"] == (lax.Precision.HIGHEST,) * 2 for op in products)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "auto"])

@@ -53,6 +53,9 @@ OTHERS = {
     "divided by entries": lambda w: w.mean(AXES) / w,
     "in half precision": lambda w: ghost_cases.standardized(w.astype(jnp.bfloat16)).astype(jnp.float32),
     "turned": lambda w: (w - w.mean(AXES))[::-1],
+    "cast to integers": lambda w: w - w.astype(jnp.int32).astype(w.dtype) * 0.3,
+    "entries counted": lambda w: w * lax.rsqrt(jnp.sum(w**2, AXES) / jnp.sum(w.astype(bool), AXES)),
+    "a mean of rounded entries": lambda w: w - lax.reduce_precision(w, 8, 2).mean(AXES),
 }
 
 
