@@ -88,6 +88,7 @@ from dpopt.run.results import BudgetExceeded as BudgetExceeded
 from dpopt.run.loop import train as train
 from dpopt.keys import example_keys as example_keys
 from dpopt.keys import secure_key as secure_key
+from dpopt.keys import secure_seed as secure_seed
 
 # Modules: baselines of the papers, user-level privacy, many devices, tuning, diagnostics and more
 from dpopt import adaptive as adaptive

@@ -43,6 +43,29 @@ def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(words).reshape(shape), impl=impl)
 
 
+def secure_seed(*, shared: bool = False) -> int:
+    """A sampler's seed that nobody can guess: 128 random bits from the operating system.
+
+    Amplification by sampling assumes that nobody knows who was in a batch. A short seed can be searched for: each
+    released step tells true batches from others a little, and two or three steps tell 2^32 seeds apart.
+
+    Args:
+        shared: whether all processes of a run, which must all call this, get that of the first (``jax.distributed``).
+
+    Returns:
+        A non-negative integer below 2^128, for ``seed=`` of a sampler.
+
+    *Privacy*: reads no data. Keep it as secret as the noise key.
+
+    >>> secure_seed() == secure_seed()
+    False
+    """
+    words = np.array([secrets.randbits(32) for _ in range(4)], np.uint32)
+    if shared and jax.process_count() > 1:
+        words = np.asarray(multihost_utils.broadcast_one_to_all(words))
+    return int.from_bytes(words.tobytes(), "little")
+
+
 def example_keys(key: jax.Array, step: int | jax.Array, indices: ArrayLike | Sequence[int]) -> jax.Array:
     """One key per example, from step and example, for a loss that draws random numbers (dropout, augmentation).
 

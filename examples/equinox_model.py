@@ -58,8 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # The batches: Poisson samples, whose seed is as secret as the noise.
     key = dpopt.secure_key() if options.seed is None else jax.random.key(options.seed)
-    noise_key, seed_key = jax.random.split(key)
-    seed = int(jax.random.bits(seed_key, dtype=jnp.uint32))
+    seed = dpopt.secure_seed() if options.seed is None else options.seed
     sampler = dpopt.PoissonSampler(len(train_x), BATCH_SIZE, seed=seed, pad_to=256)
 
     # The optimizer: a named one, with noise calibrated to the budget.
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         l2_clip_norm=1.0,
         noise_multiplier=noise_multiplier,
         expected_batch_size=BATCH_SIZE,
-        key=noise_key,
+        key=key,
         gamma=1e-5,  # floor of the corrected second moment; with the learning rate it bounds a step
     )
 

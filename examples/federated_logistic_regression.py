@@ -51,8 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         return optax.softmax_cross_entropy_with_integer_labels(logits, label)
 
     key = dpopt.secure_key() if options.seed is None else jax.random.key(options.seed)
-    noise_key, seed_key = jax.random.split(key)
-    seed = int(jax.random.bits(seed_key, dtype=jnp.uint32))
+    seed = dpopt.secure_seed() if options.seed is None else options.seed
     sampler = dpopt.PoissonSampler(num_clients, options.clients, seed=seed, pad_to=64)  # of clients
     noise_multiplier = dpopt.calibrate(
         epsilon=options.epsilon, delta=DELTA, sampling_prob=sampler.scheme.sampling_prob, steps=options.steps
@@ -64,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
             l2_clip_norm=0.5,
             noise_multiplier=noise_multiplier,
             expected_batch_size=options.clients,
-            key=noise_key,
+            key=key,
             momentum=0.9,
         )
     )

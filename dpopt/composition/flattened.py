@@ -128,7 +128,7 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent], for_repl
         case dp.PoissonSampledDpEvent() | dp.SampledWithoutReplacementDpEvent():
             if not isinstance(event.event, dp.GaussianDpEvent):
                 raise ValueError(f"only Gaussian queries on a sample can be accounted for; got {event!r}.")
-            steps[event] += count
+            steps[_with_bounded_noise(event)] += count
         case dp.dp_event.RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
             parts = [dp.SelfComposedDpEvent(e, n) for e, n in flattened(inner, for_replacing).items()]
             if parts:
@@ -140,3 +140,10 @@ def _collect(event: dp.DpEvent, count: int, steps: Counter[dp.DpEvent], for_repl
 
 def _is_trivial(event: dp.DpEvent) -> bool:
     return isinstance(event, dp.NonPrivateDpEvent | dp.NoOpDpEvent)
+
+
+def _with_bounded_noise(event: dp.DpEvent) -> dp.DpEvent:
+    """A sample of fixed size with no more noise than dp_accounting can handle; what that costs is next to nothing."""
+    if not isinstance(event, dp.SampledWithoutReplacementDpEvent):
+        return event
+    return step_events.with_noise(event, min(step_events.noise(event), 1e6))

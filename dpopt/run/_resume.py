@@ -80,7 +80,7 @@ def check_state(state: TrainState, journal: Journal) -> None:
             f"this state has had {state.update} steps, which are not in this plan's journal ({where}; "
             f"{journal.ledger.steps} steps): their cost would be lost. Continue with the plan that it comes from, or "
             "with its checkpointer. To start a new run from its parameters pass them alone (state.params), and pass "
-            "their cost to the budget: builder.budget(..., earlier=result.ledger.event)."
+            "their cost to the budget: builder.budget(..., earlier=result)."
         )
 
 

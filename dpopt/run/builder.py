@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ from dpopt.run.plan import Budget, Plan, Sampler
 from dpopt.samplers.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
 from dpopt.samplers.truncated import TruncatedPoissonSampler
 from dpopt.sampling import FixedSizeSampler, PoissonSampler
+
+if TYPE_CHECKING:
+    from dpopt.run.results import TrainResult
+    from dpopt.tuning.selection import Selection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,16 +151,18 @@ class Builder:
         epsilon: float,
         delta: float,
         accountant: accounting.Accountant = "pld",
-        earlier: dp_accounting.DpEvent | None = None,
+        earlier: dp_accounting.DpEvent | TrainResult | Selection | None = None,
     ) -> Builder:
         """Calibrates the noise to the least that keeps the whole run within (epsilon, delta).
 
-        ``earlier`` is what was spent before on the same examples (``result.ledger.event``). It and the run together
-        stay within the budget, and every epsilon and statement of the plan and of its results covers both.
+        ``earlier`` is what was spent before on the same records: the result of an earlier run, or an event for the same
+        ``unit``, which an event does not say. It and the run together stay within the budget, and every epsilon and
+        statement of the plan and of its results covers both.
 
         Warns (UserWarning) if delta is not below 1 / num_examples.
         """
         self._check_noise_is_free("budget")
+        earlier = _spent_by(earlier, self.unit)
         budget = Budget(epsilon, delta, accountant, earlier)
         if earlier is not None and (spent := budget.spent(Ledger())) >= epsilon:
             raise ValueError(f"earlier: {spent:.4g} is spent already at delta {delta:g}, and epsilon is {epsilon:g}.")
@@ -275,3 +281,16 @@ class Builder:
                 return BallsInBinsSampler(n, size, seed=seed, pad_to=pad_to)
             case _:
                 return FixedSizeSampler(n, size, seed=seed, pad_to=pad_to or 1)
+
+
+def _spent_by(earlier: dp_accounting.DpEvent | TrainResult | Selection | None, unit: str) -> Any:
+    """The event of what was spent earlier for records of this unit."""
+    if not hasattr(earlier, "ledger"):
+        return earlier  # an event, which the budget checks
+    spent = cast("TrainResult | Selection", earlier)
+    if spent.unit != unit:
+        raise ValueError(
+            f"earlier is a run whose records are {spent.unit}s, and this plan's are {unit}s: what one record of the "
+            "one costs is not what one of the other costs."
+        )
+    return events.following(getattr(spent, "earlier", None), spent.ledger.event)

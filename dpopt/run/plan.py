@@ -43,8 +43,8 @@ class Budget:
     Attributes:
         epsilon, delta: the limit.
         accountant: see `dpopt.epsilon`.
-        earlier: what was spent before the run on the same examples, such as the ``ledger.event`` of an earlier result;
-            it counts against the limit. None: nothing.
+        earlier: what was spent before the run on the same records, for records of the same unit, such as the
+            ``ledger.event`` of an earlier result; it counts against the limit. None: nothing.
 
     *Privacy*: a limit on (epsilon, delta) for the whole run and what came before it.
 
