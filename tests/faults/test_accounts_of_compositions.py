@@ -91,9 +91,8 @@ def test_multipliers_of_16_bits_are_not_rounded_again(dtype):
 
 def test_what_was_spent_for_examples_is_not_counted_for_users():
     def builder(**options):
-        return dpopt.Builder(num_examples=100, expected_batch_size=10, steps=1, key=jax.random.key(0), **options).clip(
-            1.0
-        )
+        given = {"num_examples": 100, "expected_batch_size": 10, "steps": 1, "key": dpopt.secure_key()}
+        return dpopt.Builder(**given, **options).clip(1.0)
 
     first = builder().noise(10.0).then(optax.sgd(0.1)).build()
     result = first.run(lambda w, x: jnp.sum((w - x) ** 2), jnp.zeros(2), np.ones((100, 2), np.float32), progress=False)
