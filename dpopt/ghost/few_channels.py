@@ -47,9 +47,11 @@ def add_up(
     within = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
     lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *within, (0, 0, 0)])
     sizes = [
-        (n - (k - 1) * apart - 1) // step + 1
+        max(0, (n - (k - 1) * apart - 1) // step + 1)
         for n, k, apart, step in zip(lhs.shape[1:-1], window, rhs_dilation, window_strides, strict=True)
     ]
+    if 0 in sizes:
+        return jnp.zeros((len(lhs), *sizes, rhs.shape[-1]), dtype)
     lhs = lhs.reshape(*lhs.shape[:-1], feature_group_count, channels, 1)
     rhs = rhs.reshape(*window, channels, feature_group_count, -1)
 

@@ -76,6 +76,15 @@ def test_second_derivatives():
         np.testing.assert_allclose(own, other, rtol=1e-10, atol=1e-10)
 
 
+def test_a_filter_larger_than_its_image():
+    """The result has no entries."""
+    image, filters, options = np.ones((2, 3, 4)), np.ones((5, 2, 6)), _drawn(0)[2]
+    options |= {"window_strides": (1,), "padding": [(0, 0)], "lhs_dilation": (1,), "rhs_dilation": (1,)}
+    options |= {"feature_group_count": 2}
+    found = add_up(jnp.asarray(image), jnp.asarray(filters), **options, preferred_element_type=None)
+    assert found.shape == _by_xla(image, filters, options).shape == (2, 0, 6)
+
+
 def test_only_where_it_is_faster(monkeypatch):
     grouped = {"feature_group_count": 2, "batch_group_count": 1}
     assert can_add_up(jnp.ones((3, 3, 1, 4)), **grouped)
