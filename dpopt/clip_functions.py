@@ -183,7 +183,8 @@ class LayerwiseClip:
         return [self._share(counts)] * len(counts)
 
     def _share(self, counts: list[int]) -> float | jax.Array:
-        return self.l2_clip_norm / sum(counts) ** 0.5
+        # Not in 16 bits, which would round all shares up together.
+        return trees.widened(self.l2_clip_norm) / sum(counts) ** 0.5
 
 
 @stacked.takes_rows

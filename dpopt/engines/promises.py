@@ -90,6 +90,14 @@ class Rows(abc.ABC):
                 f"{custom} passes all examples to a function that might mix them.",
             )
             return jax.lax.map(self._value_and_grad, batch)
+        has_filters = any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(self._row_program.jaxpr))
+        if has_filters and jax.device_count() > 1:
+            fallback.warn_once(
+                "conv_general_dilated",
+                "engine='vmap' takes the gradients of a loss with convolutions one example after the other where there "
+                "are several devices, which is slow: XLA leaves out rows of a batch that is divided among devices.",
+            )
+            return jax.lax.map(self._value_and_grad, batch)
         try:
             together = jax.vmap(self._value_and_grad)(batch)
         except jax.errors.JaxRuntimeError:
@@ -101,7 +109,7 @@ class Rows(abc.ABC):
                 "They are taken one example after the other, which is slow.",
             )
             return jax.lax.map(self._value_and_grad, batch)
-        if not any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(self._row_program.jaxpr)):
+        if not has_filters:
             return together
         # The examples' filter gradients are one grouped convolution, which XLA may compute as a dense convolution over
         # all examples with zeros between them: 0 * nan then spreads to every example. So bad examples are found one by

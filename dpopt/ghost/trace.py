@@ -30,7 +30,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from dpopt.common.types import Example, LossFn, PyTree
-from dpopt.engines.programs import equations, scan_arguments
+from dpopt.engines.programs import equations, scan_arguments, subprograms
 from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost import primitives
 from dpopt.ghost.canonical import as_gather, binder, differentiated, in_steps, weight_last
@@ -131,7 +131,7 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
     primitive = eqn.primitive
     if steps := in_steps(eqn):
         return _walk(*steps, inputs, needed, scope)
-    if primitive in primitives.CALLS and any(v.leaves for v in inputs):
+    if primitive in primitives.CALLS and any(v.leaves or (v.dynamic and _holds_filters(eqn)) for v in inputs):
         inner = eqn.params[primitives.CALLS[primitive]]
         return _walk(inner.jaxpr, inner.consts, inputs, needed, scope)
     if any(v.dynamic for v in inputs):
@@ -173,10 +173,25 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
             return outputs
     if weights and primitive is primitives.WHILE:
         raise CannotFollow(primitive.name, "it has no reverse-mode derivative; use scan or fori_loop")
+    _refuse_filters_within(eqn)
     inputs = [scope.promote(v) if v.leaves else v for v in inputs]
     moving = [i for i, v in enumerate(inputs) if v.dynamic]
     scope.ops.append(Op(differentiated(eqn, moving), primitive, inputs, outputs, eqn.params))
     return outputs
+
+
+def _refuse_filters_within(eqn: core.JaxprEqn) -> None:
+    """Refuses convolutions within an equation that is run as it is, where there are several devices.
+
+    Gradients of filters are one grouped convolution under vmap, of which XLA leaves out all rows but those of the first
+    device if the batch is divided among devices."""
+    if jax.device_count() > 1 and _holds_filters(eqn):
+        raise CannotFollow(eqn.primitive.name, "it holds a convolution, and there are several devices")
+
+
+def _holds_filters(eqn: core.JaxprEqn) -> bool:
+    within = (inner for program in subprograms(eqn) for inner in equations(program))
+    return any(inner.primitive is primitives.CONVOLUTION for inner in within)
 
 
 def _belongs_to_body(eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], scope: Scope) -> bool:

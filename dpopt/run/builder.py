@@ -162,9 +162,9 @@ class Builder:
         Warns (UserWarning) if delta is not below 1 / num_examples.
         """
         self._check_noise_is_free("budget")
-        earlier = _spent_by(earlier, self.unit)
-        budget = Budget(epsilon, delta, accountant, earlier)
-        if earlier is not None and (spent := budget.spent(Ledger())) >= epsilon:
+        event = _spent_by(earlier, self.unit)
+        budget = Budget(epsilon, delta, accountant, event)
+        if event is not None and (spent := budget.spent(Ledger())) >= epsilon:
             raise ValueError(f"earlier: {spent:.4g} is spent already at delta {delta:g}, and epsilon is {epsilon:g}.")
         validate.small_delta(delta, self.num_examples)
         if self.sampling == "fixed_size" and accountant != "rdp":

@@ -89,6 +89,20 @@ def test_multipliers_of_16_bits_are_not_rounded_again(dtype):
     assert optimizer.privacy.queries[0].multiplier(0) <= float(stddev) / 1.3 * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("count", [2, 3, 5, 7, 13])
+def test_shares_of_a_clip_norm_of_16_bits_are_not_rounded_up(count):
+    clip = dpopt.LayerwiseClip(jnp.asarray(1.0, jnp.bfloat16))
+    params = {str(i): jnp.zeros(1) for i in range(count)}
+
+    def loss(params, x):
+        return sum(jnp.sum(p * x[i]) for i, p in enumerate(params.values()))
+
+    for engine in ("ghost", "vmap"):
+        promise = dpopt.per_example_grads(loss, engine=engine)(params, jnp.full((1, count), 5.0), mask=None)
+        total = promise.clipped_sum(clip).sum
+        assert np.sqrt(sum(float(v[0]) ** 2 for v in total.values())) <= float(clip.sensitivity) * (1 + 2.0**-12)
+
+
 def test_what_was_spent_for_examples_is_not_counted_for_users():
     def builder(**options):
         given = {"num_examples": 100, "expected_batch_size": 10, "steps": 1, "key": dpopt.secure_key()}

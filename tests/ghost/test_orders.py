@@ -133,7 +133,7 @@ def test_no_sum_is_rounded_within_another_equation(kind, engine):
 
     everyone = jnp.ones(len(x), bool)
     moved = [abs(float((total(everyone) - total(everyone.at[i].set(False))).sum())) for i in range(4)]
-    assert max(moved) <= 0.55 * (1 + 2.0**-10)
+    assert max(moved) <= 0.55 * (1 + 6e-4)  # what an event pays for
 
 
 def test_sums_are_pulled_back_at_full_precision_on_a_gpu(monkeypatch):
