@@ -75,8 +75,9 @@ def _selected_curve(event: dp.dp_event.RepeatAndSelectDpEvent, relation: Relatio
 
     The accountant of dp_accounting would apply them to its own curve of a run; hence its private function. Here the
     curve includes rounding errors and is infinite at unusable orders: one that is too small would make all too small.
+    The steps of a run have been flattened with those of the whole: what counts for replacing an example counts already.
     """
-    used, curve = _curve_of_all(rounded(flattened(event.event)), relation, orders)
+    used, curve = _curve_of_all(rounded(flattened(event.event, for_replacing=False)), relation, orders)
     theorems: Any = dp.rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select  # pyright: ignore[reportPrivateUsage]
     return used, theorems(used, curve, event.mean, event.shape)
 
@@ -87,8 +88,8 @@ def _orders(steps: Steps) -> _Orders:
 
 def _num_different(steps: Steps) -> int:
     """The number of different steps, including those of runs inside a selection."""
-    inner = [_num_different(flattened(e.event)) for e in steps if isinstance(e, dp.dp_event.RepeatAndSelectDpEvent)]
-    return len(steps) + sum(inner)
+    selections = [e for e in steps if isinstance(e, dp.dp_event.RepeatAndSelectDpEvent)]
+    return len(steps) + sum(_num_different(flattened(e.event, for_replacing=False)) for e in selections)
 
 
 def renyi(steps: Steps, relation: Relation) -> Callable[[float], float]:

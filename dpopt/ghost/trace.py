@@ -131,7 +131,7 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
     primitive = eqn.primitive
     if steps := in_steps(eqn):
         return _walk(*steps, inputs, needed, scope)
-    if primitive in primitives.CALLS and any(v.leaves or (v.dynamic and _holds_filters(eqn)) for v in inputs):
+    if primitive in primitives.CALLS and (any(v.leaves for v in inputs) or _holds_filters(eqn)):
         inner = eqn.params[primitives.CALLS[primitive]]
         return _walk(inner.jaxpr, inner.consts, inputs, needed, scope)
     if any(v.dynamic for v in inputs):
@@ -190,6 +190,7 @@ def _refuse_filters_within(eqn: core.JaxprEqn) -> None:
 
 
 def _holds_filters(eqn: core.JaxprEqn) -> bool:
+    """Whether there are convolutions within an equation."""
     within = (inner for program in subprograms(eqn) for inner in equations(program))
     return any(inner.primitive is primitives.CONVOLUTION for inner in within)
 

@@ -57,6 +57,18 @@ def test_full_batches_beside_samples_of_fixed_size_are_charged_for_replacing():
     assert alone < exact
 
 
+def test_queries_inside_a_selection_are_charged_for_replacing_once():
+    """The steps of a selection are flattened when the whole is, and again when its cost is computed."""
+    sample = dp.SampledWithoutReplacementDpEvent(1000, 10, dp.GaussianDpEvent(1e5))
+
+    def cost(*events):
+        runs = dp.ComposedDpEvent([*events])
+        return dpopt.epsilon_of_event(dp.dp_event.RepeatAndSelectDpEvent(runs, 5, 1), delta=1e-5, accountant="rdp")
+
+    halved = cost(dp.GaussianDpEvent(4.0))
+    assert cost(dp.GaussianDpEvent(8.0), sample) == pytest.approx(halved, rel=0.01)
+
+
 def test_much_noise_in_a_sample_of_fixed_size_costs_next_to_nothing():
     event = dp.SampledWithoutReplacementDpEvent(1000, 10, dp.GaussianDpEvent(1e10))
     assert 0 <= dpopt.epsilon_of_event(event, delta=1e-5, accountant="rdp") < 0.01
