@@ -228,5 +228,7 @@ class NormalizedClip:
     def coefficients(self, leaf_norms: PyTree) -> PyTree:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape, equal for all leaves."""
         norms = stacked.global_norms(leaf_norms)
-        c = without_denormals(self.l2_clip_norm / (norms + self.gamma), norms.dtype)
+        c = self.l2_clip_norm / (norms + self.gamma)
+        c = jnp.where(jnp.isfinite(c), c, 0)  # a traced clip norm may be too large, or both may be 0
+        c = without_denormals(c, norms.dtype)
         return jax.tree.map(lambda _: c, leaf_norms)

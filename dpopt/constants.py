@@ -8,9 +8,7 @@ reads, so that `dpopt.train` can pass it as an argument and `dpopt.run.sharding.
 from collections.abc import Callable
 from typing import Any, cast
 
-import jax
-import jax.numpy as jnp
-
+from dpopt.common import trees
 from dpopt.common.types import LossFn, PyTree
 
 
@@ -79,4 +77,4 @@ def shapes_of(constants: PyTree) -> PyTree:
     >>> shapes_of(jnp.ones(3))
     ShapeDtypeStruct(shape=(3,), dtype=float32)
     """
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), constants)
+    return trees.structs(constants)

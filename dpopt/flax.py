@@ -18,7 +18,7 @@ from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.constants import with_constants
 from dpopt.engines import batches
 from dpopt.flax_layers import check as check
-from dpopt.flax_layers import draws, refuse, watch
+from dpopt.flax_layers import draws, refuse, statistics, updated, watch
 from dpopt.flax_layers import replace_batch_norm as replace_batch_norm
 from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
 from dpopt.inspection import inspect_optimizer
@@ -91,7 +91,8 @@ def linen_loss(
 
     Raises:
         TypeError: if ``model`` is not a linen module.
-        ValueError: if ``mutable`` is given; in the loss, if the model mixes examples (`check`), or draws without a key.
+        ValueError: if ``mutable`` is given, or parameters among the ``variables``; in the loss, if the model mixes
+            examples (`check`), or draws without a key.
 
     *Privacy*: reads no data. Collections (running statistics) are not updated from private batches.
 
@@ -107,6 +108,11 @@ def linen_loss(
         raise ValueError(
             f"mutable={apply_kwargs['mutable']!r} would keep running statistics of private examples, without noise. "
             "Leave it out; collections in variables= are not updated."
+        )
+    if "params" in (variables or {}):
+        raise ValueError(
+            "variables has 'params', which are trained and come as the first argument of the loss. Pass the other "
+            "collections alone: {'batch_stats': variables['batch_stats']}, or leave it out."
         )
     rngs = [rngs] if isinstance(rngs, str) else list(rngs)
 
@@ -162,7 +168,9 @@ def nnx_loss(model: nnx.Module, loss: Callable[..., jax.Array], *, wrt: Any = nn
     def batch_loss(frozen: PyTree, params: PyTree, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         own = keys if key is None else _streams(keys, key)
         merged = nnx.merge(graphdef, params, own, counts, frozen, rest, copy=True)
+        before = statistics(merged)
         value = loss(merged, batch)
+        refuse(model, updated(merged, before))
         if key is None and _has_drawn(merged, counts):
             raise ValueError(f"{type(model).__name__} {_NO_KEY}")
         return value

@@ -92,7 +92,7 @@ def replace_batch_norm(model: nnx.Module, *, groups: int = 32) -> nnx.Module:
         groups: upper bound on the groups of a layer, which get the largest divisor of the number of features.
 
     Raises:
-        TypeError: if ``model`` is not an NNX module.
+        TypeError: if ``model`` is not an NNX module. ValueError: for a layer within an object that it cannot replace.
 
     *Privacy*: group normalisation treats each example separately.
 
@@ -106,14 +106,29 @@ def replace_batch_norm(model: nnx.Module, *, groups: int = 32) -> nnx.Module:
         return _as_group_norm(model, groups)
     model = nnx.clone(model)
     made: dict[int, nnx.GroupNorm] = {}  # a shared layer stays shared
+
+    def replaced(held: Any) -> Any:
+        """What a module holds, with other layers: a layer, or a tuple, list or dictionary of some."""
+        if isinstance(held, nnx.BatchNorm):
+            if id(held) not in made:
+                made[id(held)] = _as_group_norm(held, groups)
+            return made[id(held)]
+        if isinstance(held, dict):
+            return {name: replaced(x) for name, x in held.items()}
+        return type(held)(map(replaced, held)) if type(held) in (tuple, list) else held
+
+    def holds(held: Any) -> bool:
+        parts = held.values() if isinstance(held, dict) else held if type(held) in (tuple, list) else ()
+        return isinstance(held, nnx.BatchNorm) or any(map(holds, parts))
+
     for _, module in list(nnx.iter_modules(model)):
         items: list[tuple[Any, Any]] = list(enumerate(module) if isinstance(module, nnx.List) else vars(module).items())
         put = module.__setitem__ if isinstance(module, nnx.List) else functools.partial(setattr, module)
-        for name, layer in items:
-            if isinstance(layer, nnx.BatchNorm):
-                if id(layer) not in made:
-                    made[id(layer)] = _as_group_norm(layer, groups)
-                put(name, made[id(layer)])
+        for name, held in items:
+            if holds(held):
+                put(name, replaced(held) if isinstance(held, nnx.BatchNorm) else nnx.data(replaced(held)))
+    if left := [path for path, _ in _batch_norms(model)]:
+        raise ValueError(f"could not replace {', '.join(left)}: hold batch normalisation in attributes or nnx.List.")
     return model
 
 
@@ -131,6 +146,29 @@ def _batch_norms(model: nnx.Module) -> Iterator[tuple[str, nnx.BatchNorm]]:
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.BatchNorm):
             yield ".".join(map(str, path)) or type(module).__name__, module
+
+
+def statistics(model: nnx.Module) -> dict[str, list[Any]]:
+    """The running statistics of every batch normalisation, for `updated`.
+
+    >>> list(statistics(nnx.Sequential(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))))
+    ['layers.0']
+    """
+    return {path: jax.tree.leaves(nnx.state(layer, nnx.BatchStat)) for path, layer in _batch_norms(model)}
+
+
+def updated(model: nnx.Module, before: dict[str, list[Any]]) -> list[str]:
+    """The layers whose statistics have been replaced: also those that a call, or ``train()``, made mix examples.
+
+    >>> model = nnx.Sequential(nnx.BatchNorm(3, use_running_average=True, rngs=nnx.Rngs(0)))
+    >>> before = statistics(model)
+    >>> _ = model.layers[0](jax.numpy.ones((2, 3)), use_running_average=False)
+    >>> updated(model, before)
+    ['layers.0 (BatchNorm)']
+    """
+    after = statistics(model)
+    changed = [p for p in after if p not in before or any(a is not b for a, b in zip(after[p], before[p], strict=True))]
+    return [f"{path} (BatchNorm)" for path in changed]
 
 
 def draws(model: nnx.Module) -> bool:

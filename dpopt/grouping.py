@@ -101,6 +101,8 @@ class UserBatches:
     *Privacy*: reads and returns private data.
     """
 
+    are_ranks = True  # user numbers depend on who else is there
+
     groups: Groups
     fetch: Callable[[npt.NDArray[np.int64]], PyTree]  # row numbers to rows
 
@@ -139,7 +141,7 @@ def group(
         seed: a non-negative integer for the draws, as secret as the data. It may be the seed of the sampler.
 
     Returns:
-        `Groups`. User i has the i-th of the sorted ids.
+        `Groups`. User i has the i-th of the sorted ids; samplers that take parts of the data by number are refused.
 
     Raises:
         ValueError, TypeError: if there is not one id per example, or for another bad argument.

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dpopt import _stages
@@ -146,11 +147,22 @@ def inspect_optimizer(
     if getattr(optimizer, "is_chained", False) or flow.is_inspecting():
         return
     update = optax.with_extra_args_support(optimizer).update
-    leaves, structure = jax.tree.flatten((state, params, extra))
-    signature = structure, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves if not callable(x))
+    given, structure = jax.tree.flatten(extra)
+    # An update may branch on what is not an array, such as a flag: it is inspected for each value.
+    arrays = {i: x for i, x in enumerate(given) if isinstance(x, jax.Array | np.ndarray)}
+    others = tuple((i, type(x), x) for i, x in enumerate(given) if i not in arrays)
+    described = [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in jax.tree.leaves((state, params, arrays))]
+    signature = jax.tree.structure((state, params)), structure, tuple(described), others
     seen = _inspected.setdefault(optimizer.update, set())
     if signature not in seen:
-        inspect_update(lambda g, s, p: update(g, s, p, **extra), state, params, like=grads.like, unit=grads.unit)
+
+        def update_of(grads: PyTree, state: PyTree, params_and_arrays: PyTree) -> tuple[PyTree, PyTree]:
+            params, arrays = params_and_arrays
+            leaves = [arrays.get(i, x) for i, x in enumerate(given)]
+            return update(grads, state, params, **structure.unflatten(leaves))
+
+        like = params if grads.like is None else grads.like
+        inspect_update(update_of, state, (params, arrays), like=like, unit=grads.unit)
         seen.add(signature)
         _trained[optimizer.update] = shapes_of(params)
 

@@ -58,6 +58,7 @@ def standard_normal_like(key: jax.Array, tree: PyTree) -> PyTree:
 
     Raises:
         TypeError: if an array is complex.
+        ValueError: within `jax.shard_map`, where every device would draw the same noise for its own part of an array.
 
     *Privacy*: reads no data. The generator is threefry (or that of the key), not a cryptographic one.
 
@@ -65,6 +66,12 @@ def standard_normal_like(key: jax.Array, tree: PyTree) -> PyTree:
     >>> draw["a"].shape, bool(jnp.all(draw["a"] == draw["b"]))
     ((3,), False)
     """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            "noise cannot be drawn within shard_map (or pmap): devices that hold different parts of an array would all "
+            "draw the same numbers, and the difference of two parts would hold no noise. Return the clipped sum from "
+            "shard_map, and add noise outside: there it is drawn by position in the whole array, shard by shard."
+        )
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(map(jnp.shape, leaves))
     dtypes = tuple(trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from dpopt import _stages
@@ -43,7 +44,9 @@ class Query:
     strategy: Strategy | None = None  # how its noise is correlated over steps; None: not at all
 
     def multiplier(self, step: int) -> float:
-        value = at_step(self.noise_multiplier, step)
+        # Of a step as the noise stage counts it: its powers wrap around, and those of Python integers do not.
+        with jax.ensure_compile_time_eval():
+            value = at_step(self.noise_multiplier, jnp.asarray(step, jnp.int32))
         if isinstance(value, Tracer):
             raise ValueError(
                 "the noise multiplier is a traced value, so its privacy cannot be stated. Under "

@@ -114,8 +114,10 @@ def _prepared(
     has_keys = isinstance(user_batches, tuple) and len(user_batches) == 2 and isinstance(user_batches[0], Users)
     user_batches, keys = user_batches if has_keys else (user_batches, None)  # paired by the training loop
     data, (users, examples), example_mask = arrays_of(user_batches, example_mask, Users, "user")
-    example_mask = jnp.ones((users, examples), bool) if example_mask is None else example_mask
-    data = _without_padding(data, example_mask)
+    if example_mask is None:
+        example_mask = jnp.ones((users, examples), bool)
+    else:
+        data = _without_padding(data, example_mask)
     if keys is not None:
         data = data, jax.vmap(lambda key: jax.random.split(key, examples))(keys)
     each = jax.tree.map(lambda x: x.reshape((users * examples,) + x.shape[2:]), data)

@@ -215,7 +215,7 @@ class _Plain(NamedTuple):
 
 def _tolerance(loss_fn: LossFn, constants: PyTree, params: PyTree, batch: Batch) -> float:
     """2^-8, or 2^-2 for a loss that has floating values of 16 bits or fewer."""
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    example = trees.structs(batch, 1)
     program = jax.make_jaxpr(given(loss_fn, constants))(params, example).jaxpr
     dtypes = [getattr(v.aval, "dtype", None) for e in equations(program) for v in (*e.invars, *e.outvars)]
     is_narrow = any(d is not None and jnp.issubdtype(d, jnp.floating) and d.itemsize <= 2 for d in dtypes)

@@ -55,6 +55,18 @@ def at_once(function: Callable[..., jax.Array], *trees: PyTree) -> PyTree:
     return structure.unflatten(found[i] for i in range(len(leaves)))
 
 
+def structs(tree: PyTree, first_axis: int = 0) -> PyTree:
+    """The shapes, from ``first_axis`` on, and the dtypes of arrays, as a trace sees them: weak types stay weak.
+
+    (``jnp.full(n, 1.0)`` has one, and what it multiplies keeps its own dtype.)"""
+
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
+        t = x if isinstance(x, jax.ShapeDtypeStruct) else cast(Any, jax.typeof(x))
+        return jax.ShapeDtypeStruct(t.shape[first_axis:], t.dtype, weak_type=t.weak_type)
+
+    return jax.tree.map(struct, tree)
+
+
 def zeros(tree: PyTree) -> PyTree:
     """Zeros shaped like ``tree``, in float32 or wider."""
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), accumulator_dtype(jnp.result_type(x))), tree)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from dpopt.common import trees
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.constants import constants_of, given, shapes_of
 
@@ -66,7 +67,7 @@ def checked_example_mask(example_mask: ArrayLike, shape: tuple[int, int], unit: 
 
 
 def check_loss(loss_fn: LossFn, params: PyTree, batch: Batch, has_aux: bool) -> None:
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    example = trees.structs(batch, 1)
     shapes, held = shapes_of(params), shapes_of(constants_of(loss_fn))  # without shardings, as in the engines
     try:
         value = jax.eval_shape(lambda p, x, c: given(loss_fn, c)(p, x), shapes, example, held)

@@ -14,6 +14,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from dpopt.common import trees
 from dpopt.common.types import PyTree
 
 
@@ -42,5 +43,10 @@ def with_automatic_axes(
     function: Callable[..., PyTree], args: tuple[PyTree, ...], shardings: Callable[[PyTree], PyTree]
 ) -> PyTree:
     """``function(*args)``, run without explicit axes; ``shardings`` maps the shapes of the result to shardings."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    return jax.sharding.auto_axes(function, out_sharding=shardings(jax.eval_shape(function, *shapes)))(*args)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            "within shard_map dpopt needs a mesh whose other axes are automatic, and this one has explicit axes "
+            f"({jax.sharding.get_abstract_mesh()}). Make it with axis_types=(jax.sharding.AxisType.Auto, ...)."
+        )
+    out = jax.eval_shape(function, *trees.structs(args))
+    return jax.sharding.auto_axes(function, out_sharding=shardings(out))(*args)

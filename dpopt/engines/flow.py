@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+from jax.experimental import xla_metadata
 from jax.extend import core
 
 from dpopt.engines.programs import CALLS, equations, scan_arguments, subprograms
@@ -44,6 +46,7 @@ Label: TypeAlias = str | Bounded | Counter | None
 _UNCHANGED = {"copy", "copy_p", "optimization_barrier", "sharding_constraint", "reshard"}
 
 _inspecting: contextvars.ContextVar[bool] = contextvars.ContextVar("dpopt_inspecting", default=False)
+_inspections = itertools.count()
 _mark = core.Primitive("dpopt_mark")
 _mark.multiple_results = True
 _mark.def_abstract_eval(lambda *avals, **_: list(avals))
@@ -57,10 +60,14 @@ def is_inspecting() -> bool:
 
 @contextlib.contextmanager
 def inspecting() -> Generator[None]:
-    """While this block runs, values are marked and no noise is drawn."""
+    """While this block runs, values are marked and no noise is drawn.
+
+    JAX caches traces by metadata, too: with its own, a stage within ``jax.jit`` is traced anew, here to be seen, and
+    afterwards to draw noise."""
     token = _inspecting.set(True)
     try:
-        yield
+        with xla_metadata.set_xla_metadata(dpopt_inspection=next(_inspections)):
+            yield
     finally:
         _inspecting.reset(token)
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dpopt.common import trees
 from dpopt.common.lazy import ghost
@@ -77,8 +76,7 @@ class Rows(abc.ABC):
         if jax.sharding.get_abstract_mesh().manual_axes:
             # In shard_map the type of a value, unlike its shape, includes the devices over which it varies.
             return jax.make_jaxpr(lambda batch: self._value_and_grad(jax.tree.map(lambda x: x[0], batch)))(self.batch)
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batch)
-        return jax.make_jaxpr(self._value_and_grad)(row)
+        return jax.make_jaxpr(self._value_and_grad)(trees.structs(self.batch, 1))
 
     def _value_and_grads(self, batch: Batch, mask: jax.typing.ArrayLike) -> tuple[PyTree, PyTree]:
         """Values and gradients of all rows; those of rows that ``mask`` excludes are unspecified."""
@@ -202,20 +200,16 @@ class Rows(abc.ABC):
         if mesh is not None:
 
             def run(*args: PyTree) -> EngineResult:
-                params, batch, mask, scale, offset, constants, clip_arrays = args
+                params, batch, mask, scale, offset, constants, clip = args
                 loss_fn = given(self.loss_fn, constants)
-                loss = dataclasses.replace(self, loss_fn=loss_fn, params=params, batch=batch)
-                return loss.run(mask, scale, offset, clip if clip_arrays is None else clip_arrays)
+                return dataclasses.replace(self, loss_fn=loss_fn, params=params, batch=batch).run(
+                    mask, scale, offset, clip
+                )
 
-            def shardings(result: EngineResult) -> EngineResult:
-                like = jax.tree.map(lambda p: NamedSharding(mesh, jax.typeof(p).sharding.spec), self.params)
-                rows = PartitionSpec(*jax.typeof(jax.tree.leaves(self.batch)[0]).sharding.spec[:1])
-                each = jax.tree.map(lambda _: NamedSharding(mesh, rows), result)
-                return each._replace(sum=like, remainder=None if result.remainder is None else like)
-
-            # The arrays of a clip that is a pytree have explicit axes too.
-            clip_arrays = None if jax.tree_util.all_leaves([clip]) else clip
-            return explicit_axes.with_automatic_axes(run, (*args, clip_arrays), shardings)
+            specs = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, self.params)
+            shardings = stacked.shardings_on(mesh, specs, jax.tree.leaves(self.batch)[0])
+            args = *args, stacked.arrays_of(clip)
+            return explicit_axes.with_automatic_axes(stacked.with_given_clip(run, clip), args, shardings)
         check_rows_are_independent(self._row_program)
         size, plan = self._choose(scale, offset, clip)
         if size == self.batch_size:

@@ -20,4 +20,4 @@ def if_any(rows: jax.Array, step: Callable[[_State], _State], state: _State) -> 
     wanted = jnp.any(rows)
     if not isinstance(wanted, Tracer):  # outside `jit` a loop would be compiled at every call
         return step(state) if bool(wanted) else state
-    return jax.lax.while_loop(lambda s: s[0], lambda s: (jnp.array(False), step(s[1])), (wanted, state))[1]
+    return jax.lax.while_loop(lambda s: s[0], lambda s: (s[0] & False, step(s[1])), (wanted, state))[1]

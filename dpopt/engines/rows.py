@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 _STREAMS = {"rng_bit_generator", "rng_uniform"}  # vmap splits one stream among the rows
 _ALL_AT_ONCE = {"expand_dims", "broadcast_all", "legacy_vectorized"}
+# Operations that name an axis and read no other device's values.
+_OF_ONE_DEVICE = {"axis_index", "pvary", "pcast"}
 _NO_DRAW = {"random_seed", "random_wrap", "random_unwrap", "random_clone"}
 
 
 def check_rows_are_independent(program: Jaxpr) -> None:
     """Raises if the program of one row, a closed jaxpr whose inputs are the row, may read other rows."""
-    axes = sorted(str(cast(Any, e).name) for e in program.effects if type(e).__name__ == "NamedAxisEffect")
-    if axes:
+    axes = sorted({str(cast(Any, e).name) for e in program.effects if type(e).__name__ == "NamedAxisEffect"})
+    if axes := axes or sorted(_outer_axes(program.jaxpr)):
         raise ValueError(
             f"the gradient of one example reads the axis {', '.join(axes)}, which is bound outside the loss (by vmap, "
             "pmap or shard_map). It would depend on other examples, so no clip could bound what one of them adds. Take "
@@ -52,9 +54,24 @@ def custom_batching(program: Jaxpr) -> str | None:
     """The name of an operation whose ``vmap`` is user code, which is given all rows at once, or None."""
     for eqn in equations(program.jaxpr):
         name = eqn.primitive.name
-        if name == "custom_vmap_call" or (eqn.params.get("vmap_method") in _ALL_AT_ONCE and name == "pure_callback"):
+        # Callbacks and foreign functions.
+        if name == "custom_vmap_call" or eqn.params.get("vmap_method") in _ALL_AT_ONCE:
             return name
     return None
+
+
+def _outer_axes(jaxpr: Jaxpr) -> set[str]:
+    """The axes that collectives read and nothing within the program binds (those by which vmap maps are gone)."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in _OF_ONE_DEVICE:
+            named = [eqn.params.get(name, ()) for name in ("axis_name", "axes")]
+            each = [axis for n in named for axis in (n if isinstance(n, tuple | list | frozenset | set) else (n,))]
+            found |= {str(axis) for axis in each if axis is not None and not hasattr(axis, "__index__")}
+        inner = {axis for program in subprograms(eqn) for axis in _outer_axes(program)}
+        mesh = eqn.params.get("mesh") if eqn.primitive.name == "shard_map" else None
+        found |= inner - {str(axis) for axis in getattr(mesh, "axis_names", ())}
+    return found
 
 
 def draws_otherwise_in_rows(eqn: JaxprEqn) -> bool:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from dpopt.common import trees
 from dpopt.common.types import PyTree
-from dpopt.engines import sums
+from dpopt.engines import explicit_axes, sums
 from dpopt.engines.norms import safe_norm, without_denormals
 from dpopt.engines.rare_branch import if_any
 
@@ -177,4 +179,33 @@ class Stacked:
         return self.grads
 
     def run(self, mask: Bool[Array, " batch"], scale: PyTree, offset: PyTree, clip: ClipFunction) -> EngineResult:
-        return clip_stacked(self.grads, mask, scale, offset, clip)
+        args = self.grads, mask, scale, offset
+        mesh = explicit_axes.explicit_mesh(args)
+        if mesh is None:
+            return clip_stacked(*args, clip)
+        specs = jax.tree.map(lambda g: PartitionSpec(*jax.typeof(g).sharding.spec[1:]), self.grads)
+        shardings = shardings_on(mesh, specs, jax.tree.leaves(self.grads)[0])
+        run = with_given_clip(clip_stacked, clip)
+        return explicit_axes.with_automatic_axes(run, (*args, arrays_of(clip)), shardings)
+
+
+def shardings_on(mesh: Any, specs: PyTree, row: jax.Array) -> Callable[[EngineResult], EngineResult]:
+    """How an engine's result lies on a mesh with explicit axes: the sum by ``specs``, the rest as the ``row`` axis."""
+
+    def shardings(result: EngineResult) -> EngineResult:
+        like = jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), result.sum, specs)
+        rows = NamedSharding(mesh, PartitionSpec(*jax.typeof(row).sharding.spec[:1]))
+        each = jax.tree.map(lambda _: rows, result)
+        return each._replace(sum=like, remainder=None if result.remainder is None else like)
+
+    return shardings
+
+
+def arrays_of(clip: ClipFunction) -> ClipFunction | None:
+    """A clip that is a pytree, whose arrays may have explicit axes, too; None for any other."""
+    return None if jax.tree_util.all_leaves([clip]) else clip
+
+
+def with_given_clip(run: Callable[..., EngineResult], clip: ClipFunction) -> Callable[..., EngineResult]:
+    """``run(*args, clip)`` as a function of ``(*args, arrays_of(clip))``."""
+    return lambda *args: run(*args[:-1], clip if args[-1] is None else args[-1])

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from dpopt.common.trees import accumulator_dtype, at_once, per_example
+from dpopt.common.trees import accumulator_dtype, at_once, per_example, structs
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums, streamed
@@ -64,7 +64,7 @@ def plan_clipped_sum(
     Raises:
       CannotFollow: the loss cannot be traced; the exception names the primitive.
     """
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    example = structs(batch, 1)
     sizes = {x.shape[0] for x in jax.tree.leaves(batch)}
     if len(sizes) != 1:
         raise ValueError(f"all leaves of batch need the same leading axis; got sizes {sorted(sizes)}")

@@ -6,9 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-
+from dpopt.common import trees
 from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines.stacked import ClipFunction, layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
@@ -140,7 +138,7 @@ def explain(
     <BLANKLINE>
     engine='auto' takes vmap: all gradients of the batch together take at most 64 kB, where both engines run in microseconds, whatever the table says, and vmap compiles faster.
     """  # noqa: E501
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+    example = trees.structs(example)
     plan = plan_example(loss_fn, params, example, batch_size, scale, None, has_aux)
     limits, axes = ((), ()) if clip is None else (own_clip_norms(clip, params), layer_axes(clip, params))
     way = choose(plan, memory, may_split=True, may_vmap=True, limits=limits, layer_axes=axes)

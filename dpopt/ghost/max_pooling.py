@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -27,7 +28,10 @@ def max_pooling(eqn: core.JaxprEqn) -> Callable[[jax.Array], list[jax.Array]] | 
         return None
     if any(n < 0 for pair in params["padding"] for n in pair):
         return None
-    if not jnp.issubdtype(aval(eqn.invars[0]).dtype, jnp.floating):
+    dtype = aval(eqn.invars[0]).dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or not np.isinf(np.array(np.inf, dtype)):  # some of 8 bits have none
+        return None
+    if 0 in aval(eqn.outvars[0]).shape:
         return None
     windows = _Windows(eqn)
 

@@ -81,7 +81,7 @@ def over_groups(
 
 def mapped(one: Callable[..., PyTree], groups: int) -> Callable[..., PyTree]:
     """``one`` for every group; a single group is not mapped, so that `_mixed` is mapped over the batch only."""
-    if groups > 1:
+    if groups != 1:
         return jax.vmap(one)
     return lambda *only: jax.tree.map(lambda z: z[None], one(*jax.tree.map(lambda z: jnp.squeeze(z, 0), only)))
 
@@ -245,7 +245,7 @@ def _formed(offsets: int, is_quick: bool, group: Group) -> Float[Array, "K a p"]
     left, p = cast(Dense, group.left).x, right.shape[1]
     if left.shape[1] == offsets and p == 1:  # depthwise: a sum of products, which XLA fuses where a matmul would copy
         return jnp.sum(wide(left) * wide(right), axis=0)[:, None, None]
-    return summed_products(left, right, is_quick=is_quick).reshape(offsets, -1, p)
+    return summed_products(left, right, is_quick=is_quick).reshape(offsets, left.shape[1] // max(offsets, 1), p)
 
 
 def along_rows(factors: Factors, direction: Float[Array, " ..."], x: _Input, y: _Cotangent) -> Float[Array, ""]:

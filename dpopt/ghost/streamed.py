@@ -119,7 +119,7 @@ def _first_pass(
         if leaf in run.plan.single:
             totals[leaf] = Sum(*(None if t is None else to_leaf(run, contact, t) for t in total))
         else:  # all steps together
-            largest[contact] = jnp.max(bounds[..., 2].reshape(len(mask), -1), axis=1)
+            largest[contact] = jnp.max(bounds[..., 2].reshape(len(mask), -1), axis=1, initial=0)
             bounds = jnp.stack([safe_norm(b.reshape(len(mask), -1), axis=1) for b in _both(bounds)], axis=1)
         number = run.scalar_scale(leaf)
         known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))

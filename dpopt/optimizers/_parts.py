@@ -1,5 +1,6 @@
 """Parts that most optimizers share: the private mean gradient and weight decay."""
 
+import numbers
 from typing import TypeAlias
 
 import jax
@@ -36,6 +37,13 @@ def private_mean(
 
 
 def decayed_weights(weight_decay: float | jax.Array) -> tuple[optax.GradientTransformation, ...]:
-    """The stage that adds ``weight_decay * params``; none if that is 0, so that ``update`` needs no parameters."""
+    """The stage that adds ``weight_decay * params``; none if that is 0, so that ``update`` needs no parameters.
+
+    Only a number can be seen to be 0: under `optax.inject_hyperparams` an array is known to ``init`` and not to
+    ``update``, which must have the same stages."""
     validate.non_negative(weight_decay=weight_decay)
-    return () if validate.concrete(weight_decay) == 0 else (optax.add_decayed_weights(weight_decay),)
+    return (
+        ()
+        if isinstance(weight_decay, numbers.Real) and weight_decay == 0
+        else (optax.add_decayed_weights(weight_decay),)
+    )

@@ -106,7 +106,7 @@ def scale_by_micro_adam(
     def init_fn(params: optax.Params) -> Any:  # not the state, whose key may be None: Optax's types have no None
         first = jax.tree.map(rule.init, params)
         indices, values, error = (jax.tree.map(lambda _, x, i=i: x[i], params, first) for i in range(3))
-        key = None if rounding_key is None else jnp.asarray(rounding_key)
+        key = None if rounding_key is None else jnp.array(rounding_key, copy=True)  # the state may be donated
         return ScaleByMicroAdamState(jnp.zeros([], jnp.int32), indices, values, error, key)
 
     def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None) -> tuple[Any, Any]:

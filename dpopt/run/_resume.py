@@ -40,6 +40,12 @@ def agree_on_plan(plan: Plan, state: TrainState, constants: PyTree, description:
 @contextlib.contextmanager
 def opened(journal: Journal, checkpointer: Checkpointer | None, run: dict[str, Any]) -> Generator[None]:
     """Keeps the journal's file open, if there is a checkpointer; afterwards another process may continue the run."""
+    with journal.one_call(), _file_opened(journal, checkpointer, run):
+        yield
+
+
+@contextlib.contextmanager
+def _file_opened(journal: Journal, checkpointer: Checkpointer | None, run: dict[str, Any]) -> Generator[None]:
     if checkpointer is None:
         yield
         return

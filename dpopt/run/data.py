@@ -41,6 +41,25 @@ def rows_of(data: Data, num_examples: int) -> Rows:
     return lambda indices: jax.tree.map(lambda x: x[indices], data)
 
 
+def check_parts(rows: Rows, sampler: object) -> None:
+    """Refuses data whose row numbers depend on each other under a sampler that takes parts of the data by number.
+
+    Raises:
+        ValueError: for users that are numbered by the order of their ids: without one, the next is in another part.
+
+    *Privacy*: what samplers of parts cost holds only if an example that is added or removed leaves all others in place.
+
+    >>> from dpopt.samplers.parts import EpochSampler
+    >>> check_parts(lambda indices: indices, EpochSampler(10, 4, seed=0))
+    """
+    if getattr(rows, "are_ranks", False) and getattr(sampler, "goes_by_number", False):
+        raise ValueError(
+            "users are numbered in the order of their ids, so removing one would move all later ones to other parts of "
+            f"the data, and no theorem covers that. {type(sampler).__name__} takes parts by number: use "
+            "BallsInBinsSampler (sampling='balls_in_bins'), which draws the part of each user, or PoissonSampler."
+        )
+
+
 def read(rows: Callable[..., Batch], step: int, indices: np.ndarray) -> Batch:
     """The batch of a step, also from data that change with the step (`dpopt.users.UserBatches`)."""
     at_step = getattr(rows, "at_step", None)

@@ -114,7 +114,7 @@ def claim(opt_state: PyTree, journal: Journal) -> None:
     """Records the noise keys that a run starts with in this process; the journal identifies the run.
 
     Raises:
-        ValueError: if a run with another journal was started with one of the keys.
+        ValueError: if a run with another journal was started with one of the keys, or two queries have the same.
 
     *Privacy*: two runs under one key and ``replay=True`` would share their noise. In all other cases fresh entropy
     prevents that already; this check finds keys that were copied by mistake.
@@ -128,8 +128,14 @@ def claim(opt_state: PyTree, journal: Journal) -> None:
     ValueError: key: this process has trained another run with the same key. Give each run a key of its own \
 (dpopt.secure_key(), or jax.random.split of one key), or continue the first run: with its plan, or its checkpointer.
     """
-    for state in noise_states(opt_state):
-        fingerprint = hashlib.blake2b(_bits(state.key), key=_SALT).digest()
+    keys = [_bits(state.key) for state in noise_states(opt_state)]
+    if len({*keys}) < len(keys):
+        raise ValueError(
+            "two queries of this optimizer have the same noise key, so both draw the same noise, and a combination of "
+            "their results holds none. Give each a key of its own (jax.random.split)."
+        )
+    for key in keys:
+        fingerprint = hashlib.blake2b(key, key=_SALT).digest()
         if _runs.setdefault(fingerprint, journal.run) != journal.run:
             raise ValueError(
                 "key: this process has trained another run with the same key. Give each run a key of its own "

@@ -7,9 +7,11 @@ a resumed run can prove that a step it recomputes is, bit for bit, the one that 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,7 @@ class Journal:
         self._path: Path | None = None
         self._file: journal_file.JournalFile | None = None
         self._is_closed = False
+        self._training = threading.Lock()
 
     @property
     def path(self) -> Path | None:
@@ -107,6 +110,24 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @contextlib.contextmanager
+    def one_call(self) -> Generator[None]:
+        """The time in which one call of `dpopt.run.loop.train` adds entries: what is left of a budget is computed once.
+
+        Raises:
+            JournalError: if there is another one.
+        """
+        if not self._training.acquire(blocking=False):
+            raise JournalError(
+                "this plan is being trained by another call (from on_step, or in a thread), and each would spend what "
+                "is left of the budget. Let it return first, or build a plan for each, with the cost of the others in "
+                "budget(..., earlier=...)."
+            )
+        try:
+            yield
+        finally:
+            self._training.release()
 
     def append(self, entry: Entry) -> None:
         """Adds an entry, and returns once it is on disk.

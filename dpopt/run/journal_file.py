@@ -21,6 +21,10 @@ class InUse(RuntimeError):
     """A file that another process has open for writing."""
 
 
+class Replaced(OSError):
+    """A file that somebody removed, replaced or cut off while it was open for writing."""
+
+
 class Content(NamedTuple):
     """The content of a file."""
 
@@ -38,7 +42,7 @@ class JournalFile:
     """
 
     def __init__(self, path: Path):
-        self._path, self._checksum = path, ""
+        self._path, self._checksum, self._length = path, "", 0
         # Unbuffered: each line is passed to the system in one write, whose failure is seen.
         self._file = open(path, "ab+", buffering=0)
         os.chmod(path, 0o600)
@@ -53,25 +57,41 @@ class JournalFile:
     def follow(self, content: Content) -> None:
         """Continues after this content of the file; an incomplete last line is dropped."""
         self._file.truncate(content.length)
-        self._checksum = content.checksum
+        self._checksum, self._length = content.checksum, content.length
 
     def append(self, body: dict[str, Any]) -> None:
         """Adds a line, and returns once it is on disk.
 
         Raises:
             OSError: if it cannot be written. The file must then be closed.
+            Replaced: if what is at the file's path is no longer what was written to it.
         """
         line, checksum = _line(body, self._checksum)
-        start = self._file.seek(0, os.SEEK_END)
+        self._check()
         try:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, f"{self._path}: no space for an entry of {len(line)} bytes")
             os.fsync(self._file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):  # an incomplete line that stays is dropped when the file is next opened
-                self._file.truncate(start)
+                self._file.truncate(self._length)
             raise
-        self._checksum = checksum
+        self._checksum, self._length = checksum, self._length + len(line)
+        self._check()
+
+    def _check(self) -> None:
+        """An editor, or a tool that synchronises folders, writes a new file in the place of the one that is locked."""
+        own = os.fstat(self._file.fileno())
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            found = None
+        if found is None or not os.path.samestat(own, found) or own.st_size != self._length:
+            raise Replaced(
+                errno.ESTALE,
+                f"{self._path} was removed, replaced or cut off while the run had it open, so that it may lack steps "
+                "that were released. Restore it from a copy, and keep other programs away from it",
+            )
 
     def close(self) -> None:
         """Closes the file, which releases its lock."""

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from dpopt.common import validate
 from dpopt.keys import example_keys
 from dpopt.run._types import RunSampler
-from dpopt.run.data import Data, Rows, read, rows_of
+from dpopt.run.data import Data, Rows, check_parts, read, rows_of
 from dpopt.run.sharding import along_rows
 
 _Item = TypeVar("_Item")
@@ -64,6 +64,8 @@ class Steps(Sequence[Any]):
                 raise ValueError("example_key makes keys for rows, and there are no rows without data.")
         self.sampler, self.start, self.stop, self.example_key = sampler, start, stop, example_key
         self.rows = None if data is None else rows_of(data, sampler.num_examples)
+        if self.rows is not None:
+            check_parts(self.rows, sampler)
         sampler.hand_out(stop)  # other processes may draw them, unseen by this one
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ from dpopt.gradients import Engine
 from dpopt.run import _program, _resume, entropy, identity
 from dpopt.run._monitor import Monitor
 from dpopt.run.allowance import steps_within
-from dpopt.run.data import BatchReader, Data, rows_of
+from dpopt.run.data import BatchReader, Data, check_parts, rows_of
 from dpopt.run.journal import Entry
 from dpopt.run.loading import ahead
 from dpopt.run.results import BudgetExceeded as BudgetExceeded  # what `train` raises can also be imported from here
@@ -131,6 +131,7 @@ def train(
     (4, True)
     """
     rows = rows_of(fetch_batch, plan.sampler.num_examples)
+    check_parts(rows, plan.sampler)
     monitor = Monitor(on_step, eval_fn, eval_every, progress)
     validate.non_negative_int(prefetch=prefetch)
     target = plan.steps if steps is None else steps
@@ -234,7 +235,7 @@ class _Run:
                 if is_due and not pending:
                     self._save(state)
                     is_due = False
-        if not pending and segment:
+        if numbers and not pending:  # else this state may be older than the journal's last step
             self._save(state)
         return state
 

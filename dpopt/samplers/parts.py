@@ -1,7 +1,8 @@
 """Samplers that go through the data part by part, so that the steps of an example are apart, for correlated noise.
 
-The part of an example depends on its index, or on a draw of its own, but not on other examples: adding an example
-leaves all others where they are.
+The part of an example depends on its index, or on a draw of its own, but not on other examples. An example that is
+added is the last one, so that all others stay where they are; one that is removed leaves its index free. (If indices
+were ranks, as `dpopt.users.group` numbers users, all later ones would move to other parts: `dpopt.train` refuses it.)
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class InParts:
 
 
 class _PartSampler(_Sampler[InParts]):
+    goes_by_number = True  # whether the part of an example is determined by its index
+
     def part(self, step: int) -> Indices:
         """The indices of the part that step ``step`` reads."""
         return np.arange(step % self.scheme.parts, self.num_examples, self.scheme.parts)
@@ -218,6 +221,8 @@ class BallsInBinsSampler(_PartSampler):
         super().__init__(num_examples, seed=seed, pad_to=pad_to, start=start)
         self.expected_batch_size = expected_batch_size
         self.scheme = InParts(num_examples // expected_batch_size)
+
+    goes_by_number = False
 
     def part(self, step: int) -> Indices:
         return np.flatnonzero(_bins(self.seed, self.num_examples, self.scheme.parts) == step % self.scheme.parts)

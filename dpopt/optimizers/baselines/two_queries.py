@@ -158,8 +158,8 @@ def _two_queries(
     is_adaptive = _NotARefresh(delay)
 
     def init_fn(params: optax.Params):
-        zeros = trees.zeros(params)
-        return TwoQueriesState(jnp.zeros([], jnp.int32), plain.init(params), adaptive.init(params), zeros, zeros)
+        v, total = trees.zeros(params), trees.zeros(params)  # apart, so that a training step may donate them
+        return TwoQueriesState(jnp.zeros([], jnp.int32), plain.init(params), adaptive.init(params), v, total)
 
     def run(updates: PyTree, state: PyTree, params: optax.Params | None = None, **_: Any):
         is_refresh = ~is_adaptive(state.count)
