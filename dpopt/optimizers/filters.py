@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -176,4 +176,5 @@ def look_ahead(
             return loss_fn(params, example)
         return share * loss_fn(ahead, example) + (1 - share) * loss_fn(params, example)
 
+    cast(Any, loss).takes_key = getattr(loss_fn, "takes_key", False)  # read by `dpopt.train`
     return loss

@@ -468,3 +468,90 @@ def test_a_hand_made_private_optimizer_is_inspected():
     for tx in (made, dpopt.chain(made, optax.sgd(1.0)), dpopt.chain(made)):
         with pytest.raises(ValueError, match=LEAKS):
             tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+def test_an_update_is_inspected_for_each_value_of_a_flag():
+    """A flag decides whether there is any noise; what was inspected without it does not hold with it."""
+    clip, noise = dpopt.clip_and_sum(1.0), dpopt.add_gaussian_noise(1.0, KEY)
+
+    def update(grads, state, params=None, *, public_warmup=False):
+        total, first = clip.update(grads, state[0], params)
+        if public_warmup:
+            return total, (first, state[1])
+        total, second = noise.update(total, state[1], params)
+        return total, (first, second)
+
+    tx = optax.GradientTransformationExtraArgs(lambda p: (clip.init(p), noise.init(p)), update)
+    step = dpopt.make_train_step(loss, tx)
+    for warmup in (False, np.False_):
+        step(PARAMS, tx.init(PARAMS), BATCH, mask=None, public_warmup=warmup)
+    with pytest.raises(ValueError, match="no add_gaussian_noise"):
+        step(PARAMS, tx.init(PARAMS), BATCH, mask=None, public_warmup=True)
+    with pytest.raises(ValueError, match="not private"):  # an array: whether there is noise may not depend on it
+        step(PARAMS, tx.init(PARAMS), BATCH, mask=None, public_warmup=jnp.array(True))
+
+
+def test_a_stage_may_be_jitted():
+    """JAX would otherwise take what an inspection traced, marks and all, for the stage itself."""
+    noise = dpopt.add_gaussian_noise(1.0, KEY)
+    jitted = optax.GradientTransformation(noise.init, jax.jit(noise.update))
+    tx = optax.chain(dpopt.clip_and_sum(1.0), jitted, optax.sgd(1.0))
+    step = dpopt.make_train_step(loss, tx)
+    expected = dpopt.make_train_step(loss, by_hand())(PARAMS, by_hand().init(PARAMS), BATCH, mask=None)[0]
+    for _ in range(2):
+        found = step(PARAMS, tx.init(PARAMS), BATCH, mask=None)[0]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+        assert dpopt.privacy_of(tx, PARAMS).queries[0].noise_multiplier == 1.0
+
+
+@pytest.mark.parametrize("schedule", [lambda t: 1 + t**3 / 2.0**33, lambda t: 1 + (t * 1_000_003) % 7 / 8], ids=str)
+def test_a_schedule_of_integers_is_accounted_for_as_it_is_drawn(schedule):
+    """The step is counted in 32 bits, in which powers wrap around; Python's integers would not."""
+    tx = dpopt.dp_sgd(1.0, **{**FOUR, "noise_multiplier": schedule, "expected_batch_size": 1})
+    zeros, params = jnp.zeros((1, 50_000)), jnp.zeros(50_000)
+    update = jax.jit(tx.update)
+    for t in (100, 1290, 1291, 1626, 2500):
+        drawn = update(zeros, optax.tree.set(tx.init(params), count=jnp.int32(t)), params)[0]
+        assert abs(float(jnp.std(drawn)) / tx.privacy.queries[0].multiplier(t) - 1) < 0.02
+
+
+EVERY = {
+    "dp_sgd": dpopt.dp_sgd,
+    "dp_adam": dpopt.dp_adam,
+    "dp_adam_bc": dpopt.dp_adam_bc,
+    "dp2": dpopt.dp2,
+    "dp2_noise_first": dpopt.baselines.dp2_noise_first,
+    "dp2_extra_query": lambda rate, **four: dpopt.baselines.dp2_extra_query(rate, adaptive_l2_clip_norm=2.0, **four),
+    "dp_micro_adam": lambda rate, **four: dpopt.dp_micro_adam(
+        rate, density=0.5, rounding_key=jax.random.clone(ROUNDING), **four
+    ),
+}
+ROUNDING = jax.random.key(1)
+DELAYED = {"delay": 2, "adaptive_learning_rate": 0.1}
+MORE = {
+    "dp2": {**DELAYED, "adaptive_l2_clip_norm": 2.0},
+    "dp2_noise_first": DELAYED,
+    "dp2_extra_query": {"delay": 2},
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_donated_state_holds_nothing_of_the_caller(name):
+    """Nor anything twice: XLA takes no buffer for two arguments that are donated."""
+    tx = EVERY[name](0.1, **FOUR, **MORE.get(name, {}))
+    step = jax.jit(dpopt.make_train_step(loss, tx), donate_argnums=(0, 1))
+    for _ in range(2):
+        params = jax.tree.map(jnp.copy, PARAMS)
+        params, state, _ = step(params, tx.init(params), BATCH, None)
+        step(params, state, BATCH, None)
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if n not in ("dp2_extra_query", "dp_micro_adam")])
+def test_hyperparameters_are_injected_into_every_optimizer(name):
+    """A weight decay of 0 is a number for ``init`` and unknown to ``update``: both must have the same stages."""
+    more = MORE.get(name, {})
+    tx = optax.inject_hyperparams(EVERY[name], static_args=(*STATIC, *more))(0.1, **FOUR, **more)
+    plain = EVERY[name](0.1, **FOUR, **more)
+    found = dpopt.make_train_step(loss, tx)(PARAMS, tx.init(PARAMS), BATCH, None)[0]
+    expected = dpopt.make_train_step(loss, plain)(PARAMS, plain.init(PARAMS), BATCH, None)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
