@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 _FLOOR, _FAR_BELOW = 2.0**-2, 2.0**-6
 # How often a disagreement must occur, each time at parameters that are moved by this share of themselves.
 _TIMES, _MOVE = 3, 2.0**-12
+_MOST_BYTES = 1 << 32  # of parameters and examples that are gathered on one device
 
 
 class VerificationError(RuntimeError):
@@ -177,9 +178,16 @@ class _Plain(NamedTuple):
     ) -> _Plain:
         gradient = jax.jit(jax.grad(lambda p, x, constants: given(loss_fn, constants)(p, x), has_aux=has_aux))
         scales = None if scale is None else jax.tree.leaves(trees.broadcast_prefix(scale, params, "scale"))
+        examples = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(rows)]
+        args = params, examples, constants
+        try:
+            params, examples, constants = _on_one_device(args)
+            jax.eval_shape(gradient, params, examples[0], constants)
+        except ValueError:  # a loss that names the devices of a mesh
+            params, examples, constants = args
         grads = []
-        for i in range(rows):
-            found = gradient(params, jax.tree.map(lambda x, i=i: x[i], batch), constants)
+        for example in examples:
+            found = gradient(params, example, constants)
             leaves = jax.tree.leaves(jax.device_get(found[0] if has_aux else found))
             wide = [np.asarray(g).astype(np.float64) for g in leaves]
             grads.append(wide if scales is None else [g * np.asarray(s) for g, s in zip(wide, scales, strict=True)])
@@ -213,6 +221,17 @@ class _Plain(NamedTuple):
         return None
 
 
+def _on_one_device(tree: PyTree) -> PyTree:
+    """Arrays that are divided among devices on a single one, unless they are too large.
+
+    XLA divides the operations of an ordinary gradient among devices, too, and may be mistaken there: it leaves out
+    parts of convolutions whose filters and images are divided along several axes."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if sum(x.nbytes for x in leaves) > _MOST_BYTES or all(len(x.devices()) == 1 for x in leaves):
+        return tree
+    return jax.device_put(tree, jax.local_devices()[0])
+
+
 def _tolerance(loss_fn: LossFn, constants: PyTree, params: PyTree, batch: Batch) -> float:
     """2^-8, or 2^-2 for a loss that has floating values of 16 bits or fewer."""
     example = trees.structs(batch, 1)
@@ -226,7 +245,8 @@ def _advice(engine: str) -> str:
     if engine == "vmap":
         return (
             "The loss depends on more than the parameters and its own example: on other rows of the batch, or on "
-            "something that changes from call to call. Then clipping examples one by one bounds nothing."
+            "something that changes from call to call. Then clipping examples one by one bounds nothing. (If it agrees "
+            "on a single device, XLA divides the loss wrongly among these: keep its convolutions' filters whole.)"
         )
     return (
         "Pass engine='vmap', which forms every gradient, and please report the loss: this is a bug in dpopt. (If "

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
@@ -237,5 +238,6 @@ def _tap_jvp(is_rounded: bool, primals: list[jax.Array], tangents: list[jax.Arra
 
 
 def read(env: dict[Value, Any], values: Sequence[Value]) -> list[jax.Array]:
-    """The arrays of ``values``."""
-    return [env[v] if v.constant is None else v.constant for v in values]
+    """The arrays of ``values``: those of JAX, which users' derivative rules may index by a traced number."""
+    found = [env[v] if v.constant is None else v.constant for v in values]
+    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in found]

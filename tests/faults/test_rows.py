@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -167,6 +168,17 @@ def test_what_is_empty_is_no_reason_to_fall_back(name, memory, x64):
         )
         total = run(W, X)
     np.testing.assert_allclose(total, jax.vmap(jax.grad(loss), (None, 0))(W, X).sum(0), rtol=1e-9)
+
+
+def test_a_rule_of_the_user_s_may_index_constants():
+    """The times of an ordinary differential equation, which its own derivative rule reads one by one."""
+    w, x = W.astype(np.float32), X.astype(np.float32)
+
+    def loss(w, x):
+        return jnp.sum(odeint(lambda y, t, w: jnp.tanh(y @ w), x, jnp.array([0.0, 0.5]), w)[-1])
+
+    total = clipped(loss, w, x, clip_norm=1e6).sum  # warns of no fallback
+    np.testing.assert_allclose(total, jax.vmap(jax.grad(loss), (None, 0))(w, x).sum(0), rtol=1e-4)
 
 
 def test_max_pooling_of_numbers_without_an_infinity():

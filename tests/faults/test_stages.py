@@ -504,7 +504,9 @@ def test_a_stage_may_be_jitted():
         assert dpopt.privacy_of(tx, PARAMS).queries[0].noise_multiplier == 1.0
 
 
-@pytest.mark.parametrize("schedule", [lambda t: 1 + t**3 / 2.0**33, lambda t: 1 + (t * 1_000_003) % 7 / 8], ids=["cube", "cycle"])
+@pytest.mark.parametrize(
+    "schedule", [lambda t: 1 + t**3 / 2.0**33, lambda t: 1 + (t * 1_000_003) % 7 / 8], ids=["cube", "cycle"]
+)
 def test_a_schedule_of_integers_is_accounted_for_as_it_is_drawn(schedule):
     """The step is counted in 32 bits, in which powers wrap around; Python's integers would not."""
     tx = dpopt.dp_sgd(1.0, **{**FOUR, "noise_multiplier": schedule, "expected_batch_size": 1})

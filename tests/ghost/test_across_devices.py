@@ -31,6 +31,14 @@ def test_no_device_s_rows_are_left_out(devices):
     assert {way: off for way, off in found.items() if off > 1e-4} == {}
 
 
+def test_what_xla_divides_wrongly_is_not_verified():
+    """It may miscompute a gradient on several devices, the ordinary one included: the oracle takes it on one."""
+    found = script(ROOT / "tests" / "programs" / "placed_run.py", devices=8)
+    assert all(passes == is_right for passes, is_right in found["verified"])
+    assert found["verified"][-1] == [True, True]
+    assert {way: off for way, off in found["explicit"].items() if off > 1e-5} == {}
+
+
 @st.composite
 def convolutions(draw):
     """Shapes of shares of images and of a filter, and the options of a convolution, in one to three dimensions."""

@@ -1,0 +1,75 @@
+"""What is checked, and what runs, where parameters and batches lie on a mesh of 8 simulated devices."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dpopt
+
+
+def strided(p, x):
+    h = jnp.tanh(lax.conv_general_dilated(x[None, None], p["filters"], (2, 1), "SAME")[0].mean(1))
+    return jnp.sum((h.repeat(2, 0) @ p["head"]).mean(0) ** 2)
+
+
+def verified(mesh, engine, microbatch_size):
+    """Whether the engine passes, and whether it is right, on a placement of which XLA's partitions may be wrong."""
+    rng = np.random.default_rng(0)
+    params = {"filters": rng.normal(size=(4, 1, 3, 3)) / 3, "head": rng.normal(size=(8, 4)) / 3}
+    params, x = jax.tree.map(np.float32, (params, rng.normal(size=(12, 8, 8))))
+    grads = dpopt.per_example_grads(strided, engine=engine, microbatch_size=microbatch_size)
+    norms = jax.jit(lambda p, x: grads(p, x, mask=None).clipped_sum(dpopt.FlatClip(1.0)).sensitive.norms)
+    specs = {"filters": P("tensor"), "head": P("data")}
+    placed = {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in params.items()}
+    rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+    try:
+        dpopt.verify(strided, placed, rows, engine=engine, microbatch_size=microbatch_size)
+        passes = True
+    except dpopt.VerificationError:
+        passes = False
+    return [passes, bool(np.allclose(norms(placed, rows), norms(params, x), rtol=1e-4))]
+
+
+def explicit(mesh):
+    """Ways to a clipped sum on a mesh with explicit axes, by their distance from one device."""
+    rng = np.random.default_rng(0)
+    w, x, many = (np.float32(rng.normal(size=s)) for s in ((4, 8), (8, 4), (8, 3, 4)))
+    specs = P(None, "tensor"), P("data"), P("data"), P("data", None, "tensor")
+    clip = dpopt.FlatClip(1.0)
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    stacked = np.asarray(jax.vmap(jax.grad(loss), (None, 0))(w, x))
+    ways = {
+        "shift": lambda w, x, many, g: dpopt.per_example_grads(loss)(w, x, mask=None).shift(0.1).clipped_sum(clip).sum,
+        "scale": lambda w, x, many, g: dpopt.per_example_grads(loss)(w, x, mask=None).scale(0.5).clipped_sum(clip).sum,
+        "users": lambda w, x, many, g: dpopt.users.per_user_grads(loss)(w, many, mask=None).clipped_sum(clip).sum,
+        "stacked": lambda w, x, many, g: dpopt.clip_and_sum(1.0).update(g, None, w)[0],
+    }
+    args = w, x, many, stacked
+    placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(args, specs, strict=True)]
+
+    def total(way, args):
+        found = jax.jit(way)(*args)
+        return np.asarray(getattr(found, "total", found))
+
+    return {name: float(np.abs(total(way, placed) - total(way, args)).max()) for name, way in ways.items()}
+
+
+def main():
+    warnings.simplefilter("ignore")
+    automatic, typed = (jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2) for kind in
+                        (AxisType.Auto, AxisType.Explicit))  # fmt: skip
+    ways = ("vmap", None), ("ghost", 5), ("ghost", None)
+    print(json.dumps({"verified": [verified(automatic, *way) for way in ways], "explicit": explicit(typed)}))
+
+
+if __name__ == "__main__":
+    main()
