@@ -31,8 +31,9 @@ TRANSPOSE, RESHAPE, BROADCAST, CAST, ROUND_TO = (
 )
 MAX_POOL = primitive("reduce_window_max")
 COMPLEX, CONJ, REAL, IMAG = (primitive(name) for name in ("complex", "conj", "real", "imag"))
-STOP_GRADIENT, SCAN, WHILE, COND, REMAT, CUSTOM_JVP = (
-    primitive(name) for name in ("stop_gradient", "scan", "while", "cond", "remat", "custom_jvp_call")
+STOP_GRADIENT, SCAN, WHILE, COND, REMAT, CUSTOM_JVP, CUSTOM_VJP = (
+    primitive(name)
+    for name in ("stop_gradient", "scan", "while", "cond", "remat", "custom_jvp_call", "custom_vjp_call")
 )
 
 # Calls, whose equations are inlined, and the parameter that holds them.

@@ -133,6 +133,8 @@ def standardized(trace: Trace, contact: Contact) -> Standardized | None:
     outputs = [v for op in ops for v in op.outputs]
     if contact.weight.shape != source.shape or len(outputs) != len(ops):
         return None
+    if any(v is not source and v in trace.leaves for op in ops for v in op.inputs):
+        return None  # through `stop_gradient` it depends on another parameter
     if any(v.dtype != accumulator_dtype(source.dtype) for v in outputs if v.leaves and v is not contact.weight):
         return None  # half precision rounds on the way, which the closed form does not
     found = Standardized(ops, source, contact.weight, axes, filters, factors.shape[1])

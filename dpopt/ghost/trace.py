@@ -42,6 +42,7 @@ from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import may_pull_back_sums
 from dpopt.ghost.multiples import describe_multiple, moved_out
+from dpopt.ghost.own_rules import with_products
 from dpopt.ghost.precision import precise
 from dpopt.ghost.products import remember, taken_apart
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
@@ -171,6 +172,8 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
         if contact_op := factored(eqn, inputs, outputs, weights[0], scope):
             scope.ops.append(contact_op)
             return outputs
+    if weights and (parts := with_products(eqn, inputs)):
+        return _walk(*parts, inputs, needed, scope)
     if weights and primitive is primitives.WHILE:
         raise CannotFollow(primitive.name, "it has no reverse-mode derivative; use scan or fori_loop")
     _refuse_filters_within(eqn)

@@ -1,0 +1,210 @@
+"""Products that derivative rules of users compute: a ``custom_vjp`` whose rule ends in a product is one of a weight.
+
+Where a rule returns ``a(kept)^T b(kept, y)`` for a weight, from what the forward pass kept and the cotangent y, that is
+the gradient of ``a w`` for the cotangent b. So the equation becomes three: the forward pass, whose results count as
+constants; the product ``a w``, a contact like any other; and one that returns the results and passes b on to ``a w`` and
+all other cotangents to where they belong. The product's value is used nowhere, and XLA leaves it out.
+
+Nothing is assumed of b, which may be found by iteration, or clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from dpopt.common.trees import is_narrow
+from dpopt.engines.programs import equations
+from dpopt.ghost import primitives
+from dpopt.ghost.canonical import binder
+from dpopt.ghost.values import Value, aval
+
+# Linear in all operands, in the one that depends on the cotangent, or changing the places of entries alone.
+_SUMS = {primitives.ADD, primitives.ADD_ANY, primitives.SUB}
+_LINEAR = {primitives.NEG, primitives.MUL, primitives.TRANSPOSE, primitives.RESHAPE, primitives.REDUCE_SUM,
+           primitives.BROADCAST, primitives.primitive("squeeze")}  # fmt: skip
+
+
+def with_products(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
+    """A ``custom_vjp`` as the jaxpr of forward pass, products and backward pass, and its constants.
+
+    None for another equation, or if no gradient of a weight is a product."""
+    if eqn.primitive is not primitives.CUSTOM_VJP:
+        return None
+    moving = [i for i, v in enumerate(inputs) if jnp.issubdtype(v.dtype, jnp.inexact)]
+    args = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
+    rule = _Rule.of(eqn, moving, args)
+    ends = {i: rule.end_of(at) for at, i in enumerate(moving) if inputs[i].leaves}
+    products = {i: end for i, end in ends.items() if end is not None}
+    if not products or (jax.device_count() > 1 and rule.has_filters):
+        return None
+    others = [(at, i) for at, i in enumerate(moving) if i not in products]
+
+    @jax.custom_vjp
+    def joined(outs: Any, kept: Any, others: Any, hooks: Any) -> Any:
+        return outs
+
+    def pull(kept: list[jax.Array], cotangents: list[jax.Array]) -> tuple[Any, ...]:
+        env = rule.evaluated(kept, cotangents)
+        own = [env(rule.backward.jaxpr.outvars[at]) for at, _ in others]
+        return None, None, own, [[env(v) for v in end.cut] for end in products.values()]
+
+    joined.defvjp(lambda outs, kept, others, hooks: (outs, kept), pull)
+
+    def split(*args: jax.Array) -> list[jax.Array]:
+        outs, kept = map(_stopped, rule.forward(*_stopped(args)))
+        hooks = [rule.products(end, kept, args[i]) for i, end in products.items()]
+        return joined(outs, kept, [args[i] for _, i in others], hooks)
+
+    closed = jax.make_jaxpr(split)(*args)
+    needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(eqn.outvars), instantiate=True)
+    return needed, closed.consts
+
+
+def _stopped(tree: Any) -> Any:
+    return jax.tree.map(lambda x: lax.stop_gradient(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last equations of a rule, linear in the variables before them."""
+
+    eqns: list[core.JaxprEqn]  # in order
+    cut: list[core.Var]
+    out: core.Var
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A derivative rule: a function from arguments to outputs and what is kept, and a jaxpr of that and cotangents."""
+
+    forward: Callable[..., tuple[list[jax.Array], list[jax.Array]]]
+    backward: core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]  it is public
+    num_kept: int
+    has_filters: bool
+
+    @classmethod
+    def of(cls, eqn: core.JaxprEqn, moving: Sequence[int], args: Sequence[jax.ShapeDtypeStruct]) -> _Rule:
+        run, structures = binder(eqn), []
+
+        def forward(*args: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+            def of_moving(*chosen: jax.Array) -> list[jax.Array]:
+                given = dict(zip(moving, chosen, strict=True))
+                return run(*(given.get(i, x) for i, x in enumerate(args)))
+
+            outs, pullback = jax.vjp(of_moving, *(args[i] for i in moving))
+            kept, structure = jax.tree.flatten(pullback)
+            structures.append(structure)
+            return outs, kept
+
+        first, (outs, kept) = jax.make_jaxpr(forward, return_shape=True)(*args)
+
+        def backward(kept: list[jax.Array], cotangents: list[jax.Array]) -> Sequence[jax.Array]:
+            return jax.tree.unflatten(structures[0], kept)(cotangents)
+
+        second = _inlined(jax.make_jaxpr(backward)(kept, outs))
+        filters = any(e.primitive is primitives.CONVOLUTION for p in (first, second) for e in equations(p.jaxpr))
+        return cls(forward, second, len(kept), filters)
+
+    def _depending(self) -> set[core.Var]:
+        """The variables that depend on the cotangents."""
+        found = set(self.backward.jaxpr.invars[self.num_kept :])
+        for eqn in self.backward.jaxpr.eqns:
+            if any(isinstance(v, core.Var) and v in found for v in eqn.invars):
+                found.update(eqn.outvars)
+        return found
+
+    def end_of(self, at: int) -> _End | None:
+        """The last equations before an input's cotangent, from products on; None if there are none."""
+        out = self.backward.jaxpr.outvars[at]
+        made = {v: eqn for eqn in self.backward.jaxpr.eqns for v in eqn.outvars}
+        depends, needed, cut = self._depending(), set(), []
+        has_product = False
+
+        def follow(var: core.Var) -> None:
+            nonlocal has_product
+            eqn = made.get(var)
+            own = [] if eqn is None else [v for v in eqn.invars if isinstance(v, core.Var) and v in depends]
+            if eqn is None or not _is_linear(eqn, len(own)):
+                cut.extend([var] if var not in cut else [])
+                return
+            needed.add(id(eqn))
+            if eqn.primitive in primitives.BILINEAR:
+                has_product = True
+                cut.extend([own[0]] if own[0] not in cut else [])
+                return
+            for v in own:
+                follow(v)
+
+        if isinstance(out, core.Var) and out in depends:
+            follow(out)
+        if not has_product:
+            return None
+        eqns = [eqn for eqn in self.backward.jaxpr.eqns if id(eqn) in needed]
+        # What is cut may not be computed from what comes after it.
+        return None if {v for eqn in eqns for v in eqn.outvars} & {*cut} else _End(eqns, cut, out)
+
+    def evaluated(self, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array] | None) -> Callable[[Any], Any]:
+        """The values of the rule's variables; without cotangents those alone that do not depend on any."""
+        depends = set() if cotangents is not None else self._depending()
+        jaxpr = self.backward.jaxpr
+        env = dict(zip(jaxpr.constvars, self.backward.consts, strict=True))
+        env |= zip(jaxpr.invars, [*kept, *(cotangents or [])], strict=False)
+
+        def read(v: core.Var | core.Literal) -> Any:
+            return v.val if isinstance(v, core.Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            if not depends.intersection(eqn.outvars):
+                env.update(zip(eqn.outvars, binder(eqn)(*map(read, eqn.invars)), strict=True))
+        return read
+
+    def products(self, end: _End, kept: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
+        """What the end of a rule is the derivative of: functions of a weight, one for each variable that is cut."""
+        read = self.evaluated(kept, None)
+
+        def ended(*values: jax.Array) -> jax.Array:
+            env = dict(zip(end.cut, values, strict=True))
+            for eqn in end.eqns:
+                args = [env[v] if isinstance(v, core.Var) and v in env else read(v) for v in eqn.invars]
+                env.update(zip(eqn.outvars, binder(eqn)(*args), strict=True))
+            return env[end.out]
+
+        shapes = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in end.cut]
+        return list(jax.linear_transpose(ended, *shapes)(weight))
+
+
+def _is_linear(eqn: core.JaxprEqn, depending: int) -> bool:
+    """Whether an equation is linear, and rounds nothing, in its ``depending`` operands that depend on the cotangent."""
+    if len({aval(v).dtype for v in (*eqn.invars, *eqn.outvars)}) > 1 or is_narrow(aval(eqn.outvars[0]).dtype):
+        return False
+    if eqn.primitive in _SUMS:
+        return depending > 0
+    return depending == 1 and eqn.primitive in _LINEAR | primitives.BILINEAR
+
+
+def _inlined(closed: Any) -> Any:
+    """A jaxpr without calls."""
+
+    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            values = [read(v) for v in eqn.invars]
+            if eqn.primitive in primitives.CALLS:
+                inner = eqn.params[primitives.CALLS[eqn.primitive]]
+                outs = run(inner.jaxpr, inner.consts, values)
+            else:
+                outs = binder(eqn)(*values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    avals = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*avals)
