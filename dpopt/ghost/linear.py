@@ -8,17 +8,18 @@ Any other equation goes to the body, which is differentiated example by example,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 from dpopt.common.trees import is_narrow
 from dpopt.engines.programs import equations
 from dpopt.ghost.canonical import binder
 from dpopt.ghost.precision import precise
-from dpopt.ghost.primitives import HOLDING, ORDINARY, ROUND_TO, WIDENED
+from dpopt.ghost.primitives import BROADCAST, CALLS, HOLDING, LINEAR_IN, LINEAR_SOLVE, ORDINARY, ROUND_TO, WIDENED
 from dpopt.ghost.values import Value, aval
 
 
@@ -37,7 +38,7 @@ def may_pull_back_sums(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Seq
         return False
     if eqn.primitive in ORDINARY:
         return True
-    return eqn.primitive in HOLDING and _is_linear(eqn, inputs)
+    return eqn.primitive in HOLDING | {LINEAR_SOLVE} and _is_linear(eqn, inputs)
 
 
 def _is_linear(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
@@ -61,8 +62,70 @@ def _is_linear(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
     return all(_is_wide_and_ordinary(e) for e in equations(program.jaxpr))
 
 
+def solves_linearly(eqn: core.JaxprEqn) -> bool:
+    """Whether a `lax.custom_linear_solve` is one of ordinary solvers, such as an LU decomposition's.
+
+    Its transpose calls the user's own solver, which need not be linear (an iteration that ends at a tolerance)."""
+    solvers, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    pairs = [(solvers.solve, lengths.solve), (solvers.transpose_solve, lengths.transpose_solve)]
+    return all(closed is not None and is_linear_after(closed.jaxpr, first) for closed, first in pairs)
+
+
+def is_linear_after(jaxpr: core.Jaxpr, first: int) -> bool:
+    """Whether a program is linear in its inputs from the ``first`` on, whatever the values of the others."""
+    return _moving(jaxpr, [i >= first for i in range(len(jaxpr.invars))]) is not None
+
+
+def _moving(jaxpr: core.Jaxpr, moving: Sequence[bool]) -> list[bool] | None:
+    """Which outputs depend on the ``moving`` inputs, if they are linear in these; else None."""
+    found, zeros = {v for v, is_moving in zip(jaxpr.invars, moving, strict=True) if is_moving}, zeros_of(jaxpr)
+    for eqn in jaxpr.eqns:
+        own = [isinstance(v, core.Var) and v in found for v in eqn.invars]
+        if not any(own):
+            continue
+        if eqn.primitive in CALLS:
+            outs = _moving(eqn.params[CALLS[eqn.primitive]].jaxpr, own)
+        else:
+            outs = [True] * len(eqn.outvars) if may_move(eqn, own, zeros) else None
+        if outs is None:
+            return None
+        found.update(v for v, is_moving in zip(eqn.outvars, outs, strict=True) if is_moving)
+    return [isinstance(v, core.Var) and v in found for v in jaxpr.outvars]
+
+
+def zeros_of(jaxpr: core.Jaxpr) -> set[core.Var]:
+    """The variables that are zeros, spread over an array."""
+    spread = [eqn for eqn in jaxpr.eqns if eqn.primitive is BROADCAST and isinstance(eqn.invars[0], core.Literal)]
+    return {eqn.outvars[0] for eqn in spread if eqn.invars[0].val == 0}
+
+
+def may_move(eqn: core.JaxprEqn, moving: Sequence[bool], zeros: Container[core.Var]) -> bool:
+    """Whether an equation is linear in those of its operands that move, and rounds nothing."""
+    if not any(moving) or eqn.params.get("mode") == lax.GatherScatterMode.FILL_OR_DROP:  # with a constant
+        return False
+    moved, out = aval(eqn.invars[moving.index(True)]).dtype, aval(eqn.outvars[0]).dtype
+    if is_narrow(out) or moved != out:
+        return False
+    match LINEAR_IN.get(eqn.primitive):
+        case "one":
+            return sum(moving) == 1
+        case "first":
+            return moving[0] and sum(moving) == 1
+        case "second":
+            return moving[1] and sum(moving) == 1
+        case "others":
+            chosen = zip(eqn.invars[1:], moving[1:], strict=True)
+            return not moving[0] and all(m or (isinstance(v, core.Var) and v in zeros) for v, m in chosen)
+        case "all":
+            return all(moving)
+        case _:
+            return False
+
+
 def _is_wide_and_ordinary(eqn: core.JaxprEqn) -> bool:
     """Whether an equation within another one is linear, and rounds nothing: it cannot be run in more bits."""
+    if eqn.primitive is LINEAR_SOLVE:
+        return solves_linearly(eqn)
     if eqn.primitive not in (ORDINARY | HOLDING) - {ROUND_TO} or precise(eqn) is not eqn:
         return False
     return not any(is_narrow(aval(v).dtype) for v in (*eqn.invars, *eqn.outvars))

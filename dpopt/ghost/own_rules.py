@@ -2,8 +2,8 @@
 
 Where a rule returns ``a(kept)^T b(kept, y)`` for a weight, from what the forward pass kept and the cotangent y, that is
 the gradient of ``a w`` for the cotangent b. So the equation becomes three: the forward pass, whose results count as
-constants; the product ``a w``, a contact like any other; and one that returns the results and passes b on to ``a w`` and
-all other cotangents to where they belong. The product's value is used nowhere, and XLA leaves it out.
+constants; the product ``a w``, a contact like any other; and one that returns the results, and passes b on to ``a w``
+and all other cotangents to where they belong. The product's value is used nowhere, and XLA leaves it out.
 
 Nothing is assumed of b, which may be found by iteration, or clipped.
 """
@@ -20,16 +20,11 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from dpopt.common.trees import is_narrow
 from dpopt.engines.programs import equations
 from dpopt.ghost import primitives
 from dpopt.ghost.canonical import binder
+from dpopt.ghost.linear import may_move, zeros_of
 from dpopt.ghost.values import Value, aval
-
-# Linear in all operands, in the one that depends on the cotangent, or changing the places of entries alone.
-_SUMS = {primitives.ADD, primitives.ADD_ANY, primitives.SUB}
-_LINEAR = {primitives.NEG, primitives.MUL, primitives.TRANSPOSE, primitives.RESHAPE, primitives.REDUCE_SUM,
-           primitives.BROADCAST, primitives.primitive("squeeze")}  # fmt: skip
 
 
 def with_products(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
@@ -125,17 +120,18 @@ class _Rule:
         """The last equations before an input's cotangent, from products on; None if there are none."""
         out = self.backward.jaxpr.outvars[at]
         made = {v: eqn for eqn in self.backward.jaxpr.eqns for v in eqn.outvars}
-        depends, needed, cut = self._depending(), set(), []
+        depends, zeros, needed, cut = self._depending(), zeros_of(self.backward.jaxpr), set(), []
         has_product = False
 
         def follow(var: core.Var) -> None:
             nonlocal has_product
             eqn = made.get(var)
-            own = [] if eqn is None else [v for v in eqn.invars if isinstance(v, core.Var) and v in depends]
-            if eqn is None or not _is_linear(eqn, len(own)):
+            moving = [] if eqn is None else [isinstance(v, core.Var) and v in depends for v in eqn.invars]
+            if eqn is None or not may_move(eqn, moving, zeros):
                 cut.extend([var] if var not in cut else [])
                 return
             needed.add(id(eqn))
+            own = [v for v, is_moving in zip(eqn.invars, moving, strict=True) if is_moving]
             if eqn.primitive in primitives.BILINEAR:
                 has_product = True
                 cut.extend([own[0]] if own[0] not in cut else [])
@@ -179,15 +175,6 @@ class _Rule:
 
         shapes = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in end.cut]
         return list(jax.linear_transpose(ended, *shapes)(weight))
-
-
-def _is_linear(eqn: core.JaxprEqn, depending: int) -> bool:
-    """Whether an equation is linear, and rounds nothing, in its ``depending`` operands that depend on the cotangent."""
-    if len({aval(v).dtype for v in (*eqn.invars, *eqn.outvars)}) > 1 or is_narrow(aval(eqn.outvars[0]).dtype):
-        return False
-    if eqn.primitive in _SUMS:
-        return depending > 0
-    return depending == 1 and eqn.primitive in _LINEAR | primitives.BILINEAR
 
 
 def _inlined(closed: Any) -> Any:

@@ -31,6 +31,7 @@ TRANSPOSE, RESHAPE, BROADCAST, CAST, ROUND_TO = (
 )
 MAX_POOL = primitive("reduce_window_max")
 COMPLEX, CONJ, REAL, IMAG = (primitive(name) for name in ("complex", "conj", "real", "imag"))
+LINEAR_SOLVE = primitive("linear_solve")
 STOP_GRADIENT, SCAN, WHILE, COND, REMAT, CUSTOM_JVP, CUSTOM_VJP = (
     primitive(name)
     for name in ("stop_gradient", "scan", "while", "cond", "remat", "custom_jvp_call", "custom_vjp_call")
@@ -97,3 +98,13 @@ ORDINARY = (
 )
 # Linear if all equations that they hold are, including their derivative rules.
 HOLDING = _all("call closed_call cond custom_jvp_call jit remat scan")
+# Linear in one operand, whichever it is; in the first one; in the second one; in all but the first; in all together.
+LINEAR_IN = {
+    **dict.fromkeys(BILINEAR | {MUL}, "one"),
+    **dict.fromkeys(_all("div gather"), "first"),
+    **dict.fromkeys(_all("triangular_solve"), "second"),
+    **dict.fromkeys(_all("select_n"), "others"),
+    **dict.fromkeys(_all("""
+        add add_jaxvals sub neg reduce_sum concatenate transpose reshape squeeze rev copy slice broadcast_in_dim
+    """), "all"),
+}  # fmt: skip

@@ -50,11 +50,13 @@ BEFORE = {
     "iterated": lambda y: lax.fori_loop(0, 3, lambda _, u: 0.5 * u + y, y),
 }
 AFTER = {
-    "as it is": lambda g, x: g,
-    "scaled": lambda g, x: jax.tree.map(lambda g: -2 * g * jnp.cos(x[0, 0]), g),
-    "clipped": lambda g, x: jax.tree.map(_clipped, g),
-    "two terms": lambda g, x: jax.tree.map(lambda g: g + g.T * 3 - g / 2, g),
-    "masked": lambda g, x: jax.tree.map(lambda g: jnp.where(jnp.arange(g.size).reshape(g.shape) % 3 == 0, g, 0), g),
+    "as it is": lambda g, x, p: g,
+    "scaled": lambda g, x, p: jax.tree.map(lambda g: -2 * g * jnp.cos(x[0, 0]), g),
+    "clipped": lambda g, x, p: jax.tree.map(_clipped, g),
+    "decayed": lambda g, x, p: jax.tree.map(lambda g, w: g + 0.1 * w, g, p),
+    "decayed in places": lambda g, x, p: jax.tree.map(lambda g, w: jnp.where(w > 0, g, 0.1), g, p),
+    "two terms": lambda g, x, p: jax.tree.map(lambda g: g + g.T * 3 - g / 2, g),
+    "masked": lambda g, x, p: jax.tree.map(lambda g: jnp.where(jnp.arange(g.size).reshape(g.shape) % 3 == 0, g, 0), g),
 }
 AROUND = {
     "nothing": lambda layer, p, x: layer(p, x),
@@ -86,7 +88,7 @@ def _drawn(seed):
 
     def pull(kept, y):
         weights, x = jax.vjp(implicit.get(name, forward), *kept)[1](before(y))
-        return after(weights, kept[1]), x
+        return after(weights, kept[1], kept[0]), x
 
     layer.defvjp(keep, pull)
     size, shape = int(rng.integers(1, 4)), {"w": (4, 4), "v": (4, 4), "b": (4,)}
@@ -183,3 +185,26 @@ def test_a_rule_without_a_product_is_as_it_was():
     params, batch = jnp.ones(3), jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
     total = dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None).clipped_sum(dpopt.FlatClip(9.0)).sum
     np.testing.assert_allclose(total, jax.vmap(jax.grad(loss), (None, 0))(params, batch).sum(0), rtol=1e-6)
+
+
+def _solver(kind):
+    """A weight that solves equations with a parameter: by an LU decomposition, or by what is not linear."""
+    if kind == "ordinary":
+        return lambda w: jnp.linalg.solve(jnp.eye(4) + w - w.T, jnp.eye(4) - w + w.T)
+    own = lambda matvec, b: jnp.tanh(b) if kind == "not linear" else b + 0.1  # noqa: E731
+    return lambda w: lax.custom_linear_solve(lambda x: x + 0.1 * w @ x, w, own, own)
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "not linear", "with a constant"])
+def test_sums_are_pulled_back_through_ordinary_solvers_alone(kind, x64):
+    solve, rng = _solver(kind), np.random.default_rng(0)
+    loss = lambda p, x: jnp.sum(jnp.sin(x @ solve(p["w"])))  # noqa: E731
+    params, batch = {"w": jnp.asarray(rng.normal(size=(4, 4)))}, jnp.asarray(rng.normal(size=(5, 2, 4)))
+    trace = trace_loss(loss, params, batch[0])
+    assert all(c.primitive is None for c in trace.contacts) == (kind != "ordinary")
+    grads = np.stack([jax.grad(loss)(params, x)["w"] for x in batch])
+    norms = np.linalg.norm(grads.reshape(5, -1), axis=1)
+    expected = np.tensordot(np.minimum(1, np.median(norms) / norms), grads, 1)
+    clip = dpopt.FlatClip(float(np.median(norms)))
+    total = dpopt.per_example_grads(loss, engine="ghost")(params, batch, mask=None).clipped_sum(clip).sum
+    np.testing.assert_allclose(total["w"], expected, rtol=1e-9)
