@@ -102,7 +102,7 @@ def _calibrate(given: argparse.Namespace) -> None:
         return
     relation = "replacing" if scheme.relation is Relation.REPLACE_ONE else "adding or removing"
     budget = f"epsilon {given.epsilon:g} at delta {options['delta']:.3g}"
-    print(f"noise multiplier {sigma:.4f}: {budget} after {steps} steps, for {relation} one example")
+    print(f"noise multiplier {sigma!r}: {budget} after {steps} steps, for {relation} one example")
 
 
 def _statement(given: argparse.Namespace) -> None:

@@ -104,6 +104,7 @@ def calibrate_event(
     3.7
     """
     validate.positive(epsilon=epsilon)
+    epsilon = float(epsilon)  # of 16 bits it would be compared in 16
 
     def gap(noise_multiplier: float) -> float:
         found = epsilon_of_event(make_event(noise_multiplier), delta=delta, accountant=accountant)
@@ -217,6 +218,8 @@ def steps_affordable(
     >>> steps_affordable(full_batches, epsilon=2.0, delta=1e-5, most=1_000)
     25
     """
+
+    epsilon = float(epsilon)
 
     def excess(steps: int, accountant: Accountant) -> float:
         return epsilon_of_event(make_event(steps), delta=delta, accountant=accountant) - epsilon

@@ -56,6 +56,7 @@ class Poisson:
 
     def __post_init__(self):
         validate.probability(sampling_prob=self.sampling_prob)
+        object.__setattr__(self, "sampling_prob", validate.plain(self.sampling_prob))
 
     def event(self, step_event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
         """The event of a step on a sample."""
@@ -80,6 +81,8 @@ class WithoutReplacement:
 
     def __post_init__(self):
         validate.positive_int(num_examples=self.num_examples, batch_size=self.batch_size)
+        for name in ("num_examples", "batch_size"):
+            object.__setattr__(self, name, validate.plain(getattr(self, name)))
         if self.batch_size > self.num_examples:
             raise ValueError(f"batch_size {self.batch_size} exceeds num_examples {self.num_examples}.")
 
@@ -109,10 +112,8 @@ class _Sampler(Generic[_Scheme]):
     def __init__(self, num_examples: int, *, seed: int, pad_to: int, start: int):
         validate.positive_int(num_examples=num_examples, pad_to=pad_to)
         validate.non_negative_int(seed=seed, start=start)
-        self.num_examples = num_examples
-        self.seed = seed
-        self.pad_to = pad_to
-        self.start = start
+        self.num_examples, self.seed = validate.plain(num_examples), validate.plain(seed)
+        self.pad_to, self.start = validate.plain(pad_to), validate.plain(start)
         self._drawn_to = [0]  # shared with copies made by `reseeded`, which feed the same run
 
     def _draw(self, rng: np.random.Generator, step: int) -> Indices:

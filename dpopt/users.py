@@ -111,7 +111,7 @@ def _prepared(
     loss_fn: LossFn, params: PyTree, user_batches: Batch, example_mask: ArrayLike | None
 ) -> tuple[PyTree, jax.Array]:
     """A checked batch with users as rows: ``(examples, example mask)``."""
-    has_keys = isinstance(user_batches, tuple) and len(user_batches) == 2 and isinstance(user_batches[0], Users)
+    has_keys = type(user_batches) is tuple and len(user_batches) == 2 and isinstance(user_batches[0], Users)
     user_batches, keys = user_batches if has_keys else (user_batches, None)  # paired by the training loop
     data, (users, examples), example_mask = arrays_of(user_batches, example_mask, Users, "user")
     if example_mask is None:

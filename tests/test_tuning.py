@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import stat
 
 import dp_accounting
@@ -447,7 +448,8 @@ def test_the_cost_is_on_disk_before_the_first_trial(tmp_path, capsys):
     main(["statement", str(tmp_path), "--delta", "1e-3"])
     told = capsys.readouterr().out
     paid = dpopt.epsilon_of_event(SELECT(GAUSSIAN(2.0), 6.0, math.inf), delta=1e-3, accountant="rdp")
-    assert f"epsilon = {paid:.2f}" in told and "mean 6" in told
+    stated = float(re.search(r"epsilon = ([0-9.]+),", told).group(1))
+    assert paid <= stated <= 1.01 * paid and "mean 6" in told
 
 
 def test_an_error_in_a_trial_is_neither_swallowed_nor_a_way_out(tmp_path):

@@ -24,6 +24,7 @@ from dpopt.audit.planted_loss import Row, loss_change, with_gradients, without_n
 from dpopt.common import validate
 from dpopt.common.types import LossFn
 from dpopt.federated import Clients
+from dpopt.grouping import Users
 from dpopt.run.data import rows_of
 from dpopt.samplers.truncated import TruncatedPoisson
 
@@ -186,9 +187,9 @@ def plant(canaries: Any, loss_fn: LossFn, data: Any, num_examples: int, *, seed:
         batch = rows(np.where(number < 0, indices, number % num_examples))
         if examples is not None:
             batch = jax.tree.map(lambda x, c: _chosen(number, np.asarray(x), c), batch, examples)
-        if isinstance(batch, Clients):  # whose rows hold many examples: each knows whose it is
+        if isinstance(batch, Clients | Users):  # whose rows hold many examples: each knows whose it is
             size = jax.tree.leaves(batch.data)[0].shape[:2]
-            return Clients(Row(batch.data, np.broadcast_to(number[:, None], size)), batch.example_mask)
+            return type(batch)(Row(batch.data, np.broadcast_to(number[:, None], size)), batch.example_mask)
         return Row(batch, number)
 
     def scores(before: Any, after: Any) -> jax.Array:

@@ -24,9 +24,11 @@ def is_narrow(dtype: DTypeLike) -> bool:
 
 
 def widened(number: Any) -> Any:
-    """A number that is not rounded to 16 bits when another one multiplies or divides it: an array of at least 32."""
+    """A number that is not rounded to 16 bits when another one multiplies or divides it, and does not wrap around."""
     dtype = getattr(number, "dtype", None)
-    return number if dtype is None or not is_narrow(dtype) else number.astype(accumulator_dtype(dtype))
+    if dtype is None or not (is_narrow(dtype) or jnp.issubdtype(dtype, jnp.integer)):
+        return number
+    return number.astype(accumulator_dtype(dtype))
 
 
 def upcast(tree: PyTree) -> PyTree:

@@ -10,7 +10,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, SupportsFloat, TypeVar
+from typing import Any, ParamSpec, SupportsFloat, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,12 @@ def requires_mask(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def concrete(value: SupportsFloat) -> float | None:
     """``value`` as a Python float, or None if it is traced."""
     return None if isinstance(value, Tracer) else float(value)
+
+
+def plain(number: Any) -> Any:
+    """A scalar of NumPy or JAX as Python's own, which wraps around nowhere and is JSON's; anything else unchanged."""
+    is_scalar = isinstance(number, np.generic) or (isinstance(number, np.ndarray | jax.Array) and number.ndim == 0)
+    return number.item() if is_scalar and not isinstance(number, Tracer) else number
 
 
 def _number(name: str, value: object) -> float | None:

@@ -72,7 +72,7 @@ def choices(
     while bands <= min(most_bands, steps) and bands * q <= 1:
         candidates.append((_banded(bands, steps, workload), "cyclic_poisson", InParts(bands, bands * q)))
         bands *= 2
-    parts = math.ceil(1 / q)
+    parts = math.ceil(num_examples / expected_batch_size)  # as an EpochSampler has them
     if float(expected_batch_size).is_integer():
         candidates.append((banded_inverse(4, steps=steps), "epochs", InParts(parts)))
         if 1 < parts <= most_bands:

@@ -18,6 +18,8 @@ import optax
 from dpopt.common import trees, validate
 from dpopt.common.types import Example, LossFn, PyTree
 
+_MOST_AMPLIFICATION = 100.0
+
 
 class LowPassState(NamedTuple):
     """State of `low_pass`; the latest first."""
@@ -66,6 +68,12 @@ def low_pass(
         raise ValueError(f"feedback {feedback} makes the filter unstable: its output would grow without bound.")
     if b.sum() == 0:
         raise ValueError(f"feedforward {feedforward} adds up to 0: the filter would map a constant gradient to 0.")
+    if not (most := _amplification(a, b)) <= _MOST_AMPLIFICATION:
+        raise ValueError(
+            f"the filter {feedback}, {feedforward} would multiply noise by up to {most:.3g}: after some step it maps a "
+            "constant gradient to next to nothing, by which its output is divided. Take a filter whose response to a "
+            "step does not pass zero, and which does not only delay."
+        )
 
     def init_fn(params: optax.Params):
         gradients, filtered = (tuple(trees.zeros(params) for _ in range(n)) for n in (len(b) - 1, len(a)))
@@ -90,6 +98,18 @@ def low_pass(
         return jax.tree.map(lambda m: m / correction.astype(m.dtype), now), new_state
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _amplification(a: np.ndarray, b: np.ndarray) -> float:
+    """How many times as large as a gradient's the noise of a corrected output is at most; NaN for 0 over 0."""
+    slowest = np.abs(np.roots([1.0, *a])).max(initial=0.0)
+    length = len(b) + len(a) + (1 if slowest < 1e-6 else min(20_000, math.ceil(math.log(1e-6) / math.log(slowest))))
+    response = np.zeros(length)  # to a single one
+    for t in range(length):
+        past = sum(a[i] * response[t - 1 - i] for i in range(min(len(a), t)))
+        response[t] = (b[t] if t < len(b) else 0.0) - past
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.max(np.sqrt(np.cumsum(response**2)) / np.abs(np.cumsum(response))))
 
 
 class SimplifiedKalmanState(NamedTuple):

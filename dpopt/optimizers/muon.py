@@ -130,7 +130,7 @@ def _split(tree: PyTree, like: PyTree = None) -> tuple[list[jax.Array], list[jax
     """The leaves that are matrices (in ``like``, if given), the other leaves, and a function that joins them again."""
     leaves, structure = jax.tree.flatten(tree)
     shapes = jax.tree.leaves(tree if like is None else like)
-    is_matrix = [jnp.ndim(x) == 2 for x in shapes]
+    is_matrix = [jnp.ndim(x) == 2 and jnp.size(x) > 0 for x in shapes]
 
     def join(matrices: list[jax.Array], others: list[jax.Array]) -> PyTree:
         remaining = {True: iter(matrices), False: iter(others)}

@@ -32,7 +32,7 @@ def agree_on_plan(plan: Plan, state: TrainState, constants: PyTree, description:
         "plan": description,
         "parameters": identity.state_digest(state),
         "constants of the loss": identity.state_digest(TrainState(constants, ())),
-        "steps, replay and budget": options,
+        "steps, replay, budget, checkpoints and evaluations": options,
     }
     entropy.agree(keys | rest)
 
@@ -63,6 +63,14 @@ def _file_opened(journal: Journal, checkpointer: Checkpointer | None, run: dict[
     finally:
         checkpointer.settle()
         journal.close()
+
+
+def agree_on_step(digest: str) -> None:
+    """Waits for all processes, and raises in each unless all have computed the same state.
+
+    With other data in each, say, all would add the same noise to their own sums: the difference would hold none."""
+    if jax.process_count() > 1:
+        entropy.agree({"the result of this step (the data, or the loss)": digest})
 
 
 def meet(name: str) -> None:

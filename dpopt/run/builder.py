@@ -96,6 +96,8 @@ class Builder:
     _average: optax.GradientTransformation | None = None
 
     def __post_init__(self):
+        for name in ("num_examples", "expected_batch_size", "steps", "seed", "parts", "pad_to", "max_batch_size"):
+            object.__setattr__(self, name, validate.plain(getattr(self, name)))
         validate.positive_int(steps=self.steps)
         validate.prng_key(self.key)
         schemes = "poisson", "truncated_poisson", "fixed_size", "cyclic_poisson", "epochs", "balls_in_bins"
@@ -143,7 +145,7 @@ class Builder:
         if not callable(noise_multiplier):
             validate.non_negative(noise_multiplier=noise_multiplier)
         self._check_noise_is_free("noise")
-        return dataclasses.replace(self, _noise_multiplier=noise_multiplier)._checked()
+        return dataclasses.replace(self, _noise_multiplier=validate.plain(noise_multiplier))._checked()
 
     def budget(
         self,
@@ -273,14 +275,15 @@ class Builder:
             case "truncated_poisson":
                 return TruncatedPoissonSampler(n, batch, max_batch_size=cast(int, self.max_batch_size), seed=seed)
             case "cyclic_poisson":
-                parts = self.parts or (1 if self._strategy is None else self._strategy.bands)
+                own = 1 if self._strategy is None else self._strategy.bands
+                parts = own if self.parts is None else self.parts
                 return CyclicPoissonSampler(n, batch, parts=parts, seed=seed, pad_to=pad_to)
             case "epochs":
                 return EpochSampler(n, size, seed=seed, pad_to=pad_to)
             case "balls_in_bins":
                 return BallsInBinsSampler(n, size, seed=seed, pad_to=pad_to)
             case _:
-                return FixedSizeSampler(n, size, seed=seed, pad_to=pad_to or 1)
+                return FixedSizeSampler(n, size, seed=seed, pad_to=1 if pad_to is None else pad_to)
 
 
 def _spent_by(earlier: dp_accounting.DpEvent | TrainResult | Selection | None, unit: str) -> Any:

@@ -75,7 +75,7 @@ class Checkpointer:
     ):
         validate.positive_int(keep=keep, every=every)
         self.directory = Path(directory).absolute()
-        self.every = every
+        self.every, self.keep = int(every), int(keep)
         self._folder = _orbax.Folder(self.directory / "checkpoints", keep=keep, asynchronous=asynchronous)
 
     @property

@@ -167,7 +167,7 @@ def agree(facts: Mapping[str, Any]) -> None:
     if differing:
         raise ValueError(
             f"the processes of this run differ in: {', '.join(differing)}. All must train the same plan on the same "
-            "parameters. To share a random key, use dpopt.secure_key(shared=True)."
+            "parameters and data. To share a random key, use dpopt.secure_key(shared=True)."
         )
 
 

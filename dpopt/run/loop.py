@@ -136,6 +136,7 @@ def train(
     validate.non_negative_int(prefetch=prefetch)
     target = plan.steps if steps is None else steps
     validate.positive_int(steps=target)
+    target = int(target)  # NumPy's unsigned integers have no negative differences
     options: dict[str, Any] = {"microbatch_size": microbatch_size, "engine": engine}
     make_step = functools.partial(make_train_step, optimizer=plan.optimizer, **options)
     make_step(loss_fn)  # a bad argument fails here
@@ -155,7 +156,9 @@ def train(
         constants=beside(constants_of(loss_fn), state.params),
     )
     description = {"identity": run.identity, "program": run.program}
-    _resume.agree_on_plan(plan, state, run.constants, description, [target, replay, repr(run.limit)])
+    saving = None if checkpointer is None else [checkpointer.every, checkpointer.keep]
+    options_of_run = [target, replay, repr(run.limit), saving, eval_fn is not None, eval_every]
+    _resume.agree_on_plan(plan, state, run.constants, description, options_of_run)
     with _resume.opened(plan.journal, checkpointer, run.identity):
         if state.update == 0 and state.segment is None:
             entropy.claim(state.opt_state, plan.journal)
@@ -228,7 +231,7 @@ class _Run:
                     is_new = not pending
                 else:
                     journal.append(Entry(event, found, state.update, segment))
-                    _resume.meet(f"dpopt journal {len(journal)}")
+                    _resume.agree_on_step(found)  # which also waits until the first process has written it
                     is_new = True
                 self.monitor.after(state, is_new)
                 is_due = is_due or (self.checkpointer is not None and state.update % self.checkpointer.every == 0)

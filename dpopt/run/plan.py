@@ -59,6 +59,8 @@ class Budget:
 
     def __post_init__(self):
         validate.positive(epsilon=self.epsilon, delta=self.delta)
+        for name in ("epsilon", "delta"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         if self.delta >= 1:
             raise ValueError(f"delta must be below 1; got {self.delta}.")
         validate.one_of(("pld", "rdp"), accountant=self.accountant)

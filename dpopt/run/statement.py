@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import functools
 import math
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ class Statement:
 
     >>> event = events.poisson_event(noise_multiplier=1.0, sampling_prob=0.01, steps=1_000)
     >>> print(str(state(event, delta=1e-5)).splitlines()[0])
-    The training is (epsilon = 1.83, delta = 1e-05)-differentially private for adding or removing one example.
+    The training is (epsilon = 1.84, delta = 1e-05)-differentially private for adding or removing one example.
     """
 
     event: dp_accounting.DpEvent
@@ -136,7 +137,7 @@ class Statement:
         attack = (0.001, 0.01, 0.1)
         found = zip(attack, self.true_positive_rates(attack), strict=True)
         rows = [
-            ("epsilon, at delta", ", ".join(f"{e:.3g} at {d:.3g}" for d, e in self.epsilons().items())),
+            ("epsilon, at delta", ", ".join(f"{_up(e)} at {_up(d)}" for d, e in self.epsilons().items())),
             ("unit, relation", neighbours),
             ("mechanism", self._mechanism(neighbours)),
             ("accountant", f"dp_accounting {metadata.version('dp-accounting')}, {_BOUNDS[self.accountant]}"),
@@ -146,13 +147,23 @@ class Statement:
             ("software", ", ".join(f"{name} {version}" for name, version in _software().items())),
         ]
         table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+        epsilon, delta = _up(self.epsilon, zeros=True), _up(self.delta)
         return (
-            f"The training is (epsilon = {self.epsilon:.2f}, delta = {self.delta:.3g})-differentially private for "
-            f"{neighbours}.\nWhatever is concluded from {released}, by someone who may know all "
-            f"other records, is at most e^{self.epsilon:.2f} times as probable with one {self.unit} as with "
-            f"{otherwise}, or the other way round, but for a probability of {self.delta:.3g}.\n\n| | |\n| --- | --- |\n"
+            f"The training is (epsilon = {epsilon}, delta = {delta})-differentially private for {neighbours}.\n"
+            f"Whatever is concluded from {released}, by someone who may know all other records, is at most e^{epsilon} "
+            f"times as probable with one {self.unit} as with {otherwise}, or the other way round, but for a "
+            f"probability of {delta}.\n\n| | |\n| --- | --- |\n"
             f"{table}"
         )
+
+
+def _up(number: float, *, zeros: bool = False) -> str:
+    """A number with three digits, rounded up: a statement may not claim less than was found."""
+    if not 0 < number < math.inf:
+        return f"{number:.3g}"
+    with decimal.localcontext(prec=3, rounding=decimal.ROUND_CEILING):
+        rounded = float(+decimal.Decimal(repr(float(number))))
+    return f"{rounded:#.3g}".rstrip(".") if zeros else f"{rounded:.3g}"
 
 
 def state(

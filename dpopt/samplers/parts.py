@@ -48,6 +48,8 @@ class InParts:
     def __post_init__(self):
         validate.positive_int(parts=self.parts)
         validate.probability(sampling_prob=self.sampling_prob)
+        for name in ("parts", "sampling_prob"):
+            object.__setattr__(self, name, validate.plain(getattr(self, name)))
 
     def event(self, privacy: Privacy, first: int, last: int) -> dp_accounting.DpEvent:
         """The event that steps ``first .. last - 1`` add to those before them; steps count from the strategy's first.

@@ -14,6 +14,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from dpopt.common import validate
 from dpopt.keys import secure_key
 from dpopt.run.builder import Builder
 from dpopt.run.plan import Plan
@@ -48,6 +49,10 @@ class _PrivateLinear(BaseEstimator):
             )
         if self.delta is None:
             raise ValueError("set delta, well below one over the number of rows: epsilon means nothing without it.")
+        validate.positive(learning_rate=self.learning_rate)
+        validate.fraction(momentum=self.momentum)
+        if not isinstance(self.fit_intercept, bool | np.bool_):
+            raise TypeError(f"fit_intercept must be True or False; got {self.fit_intercept!r}.")
         rate = optax.linear_schedule(self.learning_rate, 0.0, self.steps)
         batch = num_examples if self.expected_batch_size is None else self.expected_batch_size
         builder = Builder(num_examples=num_examples, expected_batch_size=batch, steps=self.steps, key=secure_key())
@@ -174,9 +179,9 @@ class PrivateLinearClassifier(ClassifierMixin, _PrivateLinear):
             raise ValueError(f"classes must list two labels or more; got {self.classes!r}: one class is no choice.")
         if not np.isin(y, classes).all():
             raise ValueError(f"y holds labels that are not among the classes {self.classes!r}; leave such rows out.")
-        self.classes_ = classes
         labels = np.searchsorted(classes, y).astype(np.int32)
         self._fit(rows, labels, 1 if len(classes) == 2 else len(classes))
+        self.classes_ = classes  # last, so that a fit that fails leaves an earlier one whole
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
