@@ -14,10 +14,10 @@ import scipy.stats
 from helpers import paid, privacy_four
 
 import dpopt
-from dpopt import correlated, noise
+from dpopt import correlated, events, noise
 from dpopt.correlated import streams
 from dpopt.privacy import Privacy, Query
-from dpopt.samplers.parts import InParts
+from dpopt.samplers.parts import EpochSampler, InParts
 
 KEY = jax.random.key(7)
 T = 64
@@ -338,3 +338,17 @@ def test_the_pages_say_what_choices_find():
     run = dict(delta=1e-5, num_examples=24_750, expected_batch_size=250, steps=300)
     least = [correlated.choices(epsilon=e, **run)[0].error for e in (1.0, 3.0, 8.0)]
     assert [round(x, 2) for x in least] == [0.84, 0.62, 0.49]
+
+
+def test_a_choice_has_the_parts_of_the_sampler_it_is_for():
+    """``1 / (batch / examples)`` is rounded: 100 of 4,900 would make 50 parts, and the sampler has 49."""
+    for num_examples, batch in [(49, 1), (490, 10), (4_900, 100), (300, 6), (107, 3)]:
+        for choice in correlated.choices(
+            epsilon=4.0, delta=1e-5, num_examples=num_examples, expected_batch_size=batch, steps=50, most_bands=64
+        ):
+            if choice.sampling == "epochs":
+                sampler = EpochSampler(num_examples, batch, seed=0)
+                spent = events.compose(
+                    Privacy((Query(choice.noise_multiplier, strategy=choice.strategy),)), sampler, 50
+                )
+                assert dpopt.epsilon_of_event(spent, delta=1e-5) <= 4.0

@@ -20,6 +20,7 @@ import optax
 import dpopt
 from benchmarks.arguments import UserError
 from dpopt import events
+from dpopt.privacy import Privacy
 
 SIGNATURE = "(learning_rate, *, l2_clip_norm, noise_multiplier, expected_batch_size, key)"
 # Optional arguments that it may have besides: the number of steps, and a strategy of `dpopt.correlated`.
@@ -127,6 +128,8 @@ class Contender:
             self.build(self.options(0.1), steps=10, privacy_four=four | {"key": jax.random.key(seed)})
             for seed in (0, 1)
         )
+        if not all(isinstance(getattr(tx, "privacy", None), Privacy) for tx in (first, second)):
+            raise ContenderError(f"what {self.source} returns does not state its privacy: it has been taken apart.")
         if first.privacy.unit != "example":
             raise ContenderError(
                 f"{self.source} states its privacy for one {first.privacy.unit}: it must be for one example."
@@ -137,8 +140,20 @@ class Contender:
             raise ContenderError(
                 f"the privacy of what {self.source} returns cannot be accounted for: {_said(error)}."
             ) from error
-        states = [jax.tree.leaves(optimizer.init({"w": jnp.zeros((2, 2))})) for optimizer in (first, second)]
-        if all(bool(jnp.all(a == b)) for a, b in zip(*states, strict=True)):
+        params = {"w": jnp.zeros((2, 2))}
+        try:
+            # It is trained with a rate that JAX traces.
+            jax.eval_shape(
+                lambda rate: self.build(self.options(rate), steps=10, privacy_four=four | {"key": jax.random.key(0)})
+                .init(params), 0.1
+            )  # fmt: skip
+            none = {"w": jnp.zeros((1, 2, 2))}
+            drawn = [jax.tree.leaves(tx.update(none, tx.init(params), params)[0]) for tx in (first, second)]
+        except ContenderError:
+            raise
+        except Exception as error:
+            raise ContenderError(f"a step of {self.source} raised {_said(error)}.") from error
+        if all(bool(jnp.all(a == b)) for a, b in zip(*drawn, strict=True)):
             raise ContenderError(f"{self.source} does not use its key: every seed would draw the same noise.")
 
 
@@ -189,6 +204,25 @@ def check_noise(label: str, event_at: Callable[[float], Any]) -> None:
         )
 
 
+def noise_of(privacy: Privacy, steps: int) -> list[tuple[str | None, list[float]]]:
+    """The strategy of every query, and its noise multiplier at some steps of a run."""
+    at = 0, steps // 2, steps - 1
+    return [(q.strategy.name if q.strategy else None, [q.multiplier(t) for t in at]) for q in privacy.queries]
+
+
+def check_trained(label: str, trained: Privacy, stated: list[tuple[str | None, list[float]]], steps: int) -> None:
+    """Rejects an optimizer that has other noise when it is trained, with a traced rate, than when it is accounted for.
+
+    Raises:
+        ContenderError: if so.
+    """
+    if (found := noise_of(trained, steps)) != stated:
+        raise ContenderError(
+            f"{label} has noise multipliers of {found} in training, and states {stated}: its noise may depend on "
+            "nothing but its arguments."
+        )
+
+
 def check_spent(label: str, spent: float, asked: float, noise_multiplier: float) -> None:
     """Rejects an optimizer that spends more than the target, or so much less that the comparison would not be fair.
 
@@ -218,7 +252,7 @@ def _from_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ContenderError(f"{path} cannot be imported: {_said(error)}.") from error
     return module
 
@@ -226,7 +260,7 @@ def _from_file(path: Path) -> Any:
 def _from_path(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ContenderError(
             f"{name} cannot be imported: {_said(error)}. A file is named by its path, with .py at the end."
         ) from error

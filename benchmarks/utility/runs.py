@@ -129,6 +129,7 @@ class Program:
         self.is_whole = self.batch_size == task.num_examples
         self._compiled: dict[Any, Any] = {}
         self._sizes: tuple[int, ...] = ()
+        self._stated: Any = None  # the noise of a contender, as it is accounted for
         self.compile_seconds = 0.0
         self.step_bytes: int | None = None  # of the compiled steps, for all seeds that run together
         self._step = jax.jit(self._scan_seeds, donate_argnums=0)
@@ -155,6 +156,8 @@ class Program:
         """Many steps of one seed."""
         s, task = self.setting, self.task
         optimizer = self._optimizer(key, side, rate)
+        if s.source is not None:
+            contenders.check_trained(s.label, optimizer.privacy, self._stated, s.steps)
         needs_public = methods.needs_public_gradients(s.method, s.options)
         average_from = s.steps if s.average_from is None else round(s.average_from * s.steps)
         ahead = methods.look_ahead(s.method, s.options)
@@ -213,6 +216,9 @@ class Program:
         if s.program() != self.setting.program():
             raise ValueError("this program was compiled for another setting.")
         _check_spent(s, task, self.noise_multiplier)
+        if s.source is not None:
+            accounted = _optimizer(s, task, self.noise_multiplier, jax.random.key(0), None)
+            self._stated = contenders.noise_of(accounted.privacy, s.steps)
         rate = jnp.asarray(s.options["learning_rate"], jnp.float32)
         began = time.perf_counter()
         drawn = [] if self.is_whole else self._draw(s, seeds)

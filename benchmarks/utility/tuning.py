@@ -23,6 +23,7 @@ from benchmarks.report import figures
 from benchmarks.utility import closed_forms, runs
 from benchmarks.utility.suites import frontier
 from dpopt import accounting, tuning
+from dpopt.privacy import Privacy, Query
 
 EPSILONS = (1.0, 3.04)
 DELTA = 1e-5
@@ -75,7 +76,7 @@ class Trials:
 
 def _event(noise_multiplier: float) -> dp_accounting.DpEvent:
     """The event of one run: every step uses all reviews."""
-    step = dp_accounting.GaussianDpEvent(noise_multiplier)
+    step = Privacy((Query(noise_multiplier),)).step_event()
     return dp_accounting.SelfComposedDpEvent(step, frontier.STEPS)
 
 

@@ -57,6 +57,9 @@ def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None
         return jax.tree.map(jnp.sum, over_groups(_square_of_rows, factors, x, y, scale))
     if scale is not None:
         return behind(factors, columns(factors, x, y), scale)
+    if factors.shape[0] == 1 and factors.views is None and factors.overlap is None:
+        found = over_groups(_square_of_products, factors, x, y)
+        return Square(jnp.square(jnp.sum(jnp.sqrt(found.value))), jnp.sum(found.missing) * factors.shape[1])
     # For windows of one input, the whole input instead of each window: it is read once.
     right = jnp.max(over_groups(lambda group: squares.sum_squares(group.right), factors, x, y))
     left, views, smallest = squares.sum_squares(x), factors.views or factors.shape[0], squares.tiny(right.dtype)
@@ -75,6 +78,17 @@ def _square_of_rows(group: Group) -> Square:
     rows = Dense(group.scaled())
     # Smaller entries than the root of tiny are covered by the bound of `of_entries`.
     return Square(jnp.square(jnp.sum(jnp.sqrt(rows.squares()))), jnp.zeros(()))
+
+
+def _square_of_products(group: Group) -> Square:
+    """Row by row: a large input at a position whose cotangent is zero, where a unit is saturated, has no part in G."""
+    left, right = wide(cast(Dense, group.left).x), wide(group.right)
+    lefts, rights = (jnp.sum(jnp.square(z), axis=1) for z in (left, right))
+    size = jnp.sum(jnp.sqrt(lefts) * jnp.sqrt(rights))
+    # Each square may have lost tiny for every entry, so that all products together may have lost D, and
+    # (size + D)^2 <= 1.01 size^2 + 101 D^2.
+    least = left.size * jnp.sum(rights) + right.size * jnp.sum(lefts) + left.size * right.shape[1]
+    return Square(1.01 * jnp.square(size), 303 * squares.tiny(right.dtype) * least)
 
 
 def _behind(left: jax.Array, right: jax.Array, diagonal: jax.Array) -> Square:

@@ -276,6 +276,21 @@ MISTAKES = {
         "    return dpopt.chain(core(key=jax.random.key(7), **four), optax.sgd(learning_rate))",
         "does not use its key",
     ),
+    "a key that is only kept": (
+        "{}:mine",
+        "def mine(learning_rate, *, key, **four):\n"
+        "    kept = optax.GradientTransformation(lambda p: key, lambda u, s, p=None: (u, s))\n"
+        "    return dpopt.chain(core(key=jax.random.key(7), **four), kept, optax.sgd(learning_rate))",
+        "does not use its key",
+    ),
+    "branches on its rate": (
+        "{}:mine",
+        "def mine(learning_rate, **four):\n"
+        "    rate = learning_rate if learning_rate < 1 else 1.0\n"
+        "    return dpopt.chain(core(**four), optax.sgd(rate))\nmine.decay_to = None",
+        "TracerBoolConversionError",
+    ),
+    "ends the program": ("{}:mine", "raise SystemExit(0)", "cannot be imported"),
     "unit": (
         "{}:mine",
         f"def mine(learning_rate, **four):\n    return dpopt.users.user_level(optax_sgd(learning_rate, four))\n"
@@ -311,6 +326,16 @@ def test_a_mistake_is_named_before_anything_runs(mistake, written, tmp_path, mon
     with pytest.raises(ContenderError, match=message):
         enter(source.format(written(body)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_noise_that_training_leaves_out_is_noticed(written, small_suites, tmp_path):
+    source = written(
+        "def mine(learning_rate, *, noise_multiplier, **four):\n"
+        "    own = 0.0 if isinstance(learning_rate(0), jax.core.Tracer) else noise_multiplier\n"
+        "    return dpopt.chain(core(noise_multiplier=own, **four), optax.sgd(learning_rate))\nmine.rates = 0.1"
+    )
+    with pytest.raises(ContenderError, match="in training, and states"):
+        enter(f"{source}:mine", tmp_path)
 
 
 def test_other_arguments_are_refused_by_name(written, tmp_path, small_suites):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow_unless
+from helpers import contributions, slow_unless
 from jax import lax
 
 import dpopt
@@ -380,3 +380,29 @@ def test_the_rounding_error_of_a_norm_is_that_of_its_own_dtype(x64):
     np.testing.assert_allclose(beside["w"], alone["w"], rtol=1e-5)
     # In float64 itself, while the loss computes in float32.
     np.testing.assert_allclose(norm({"w": w["w"].astype(jnp.float64)})["w"], alone["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["recorded", "two passes", "one pass"])
+@pytest.mark.parametrize("outlier", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("form", ["scan", "sequence"])
+def test_a_large_input_where_a_unit_is_saturated(form, outlier, way):
+    """Its cotangent is zero, so it has no part in the gradient, and none in how large the terms of a sum may be."""
+    rng = np.random.default_rng(0)
+    u = jnp.asarray(rng.normal(size=(8, 8)) / 12, jnp.float32)
+
+    def loss(p, x):
+        if form == "sequence":
+            return jnp.sum(jnp.tanh(x @ p["w"]) ** 2)
+        step = lambda s, x: (z := jnp.tanh(x @ p["w"] + s @ u), z)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(8), x)[1] ** 2)
+
+    params = {"w": jnp.asarray(rng.normal(size=(8, 8)), jnp.float32)}
+    batch = rng.normal(size=(3, 16, 8)).astype(np.float32)
+    batch[0, 5, 1] = outlier
+    grads = np.asarray(jax.vmap(jax.grad(loss), (None, 0))(params, batch)["w"], np.float64)
+    expected = grads / np.linalg.norm(grads.reshape(3, -1), axis=1)[:, None, None] / 2
+    with jax.numpy_rank_promotion("allow"):
+        alone, among = contributions(loss, params, jnp.asarray(batch), way, 0.5, None)
+    np.testing.assert_allclose(alone, expected, atol=5e-5)
+    np.testing.assert_allclose(among, expected, atol=1e-4)
+    contributions.clear_cache()

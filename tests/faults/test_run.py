@@ -309,7 +309,9 @@ def test_processes_that_differ_refuse_to_start(tmp_path):
         "own seeds": "seed",
         "own plans": "plan",
         "own parameters": "parameters",
-        "own steps": "steps, replay and budget",
+        "own steps": "steps, replay, budget, checkpoints and evaluations",
+        "own intervals": "steps, replay, budget, checkpoints and evaluations",
+        "own data": r"the result of this step (the data, or the loss)",
         "own directories": "checkpoint directory",
     }.items():
         assert all(f"differ in: {differing}. " in g[name] for g in got), (name, got)

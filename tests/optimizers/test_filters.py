@@ -132,3 +132,15 @@ def test_they_stand_in_any_chain():
 def test_mistakes_are_named(mistake, error):
     with pytest.raises((ValueError, TypeError), match=error):
         mistake()
+
+
+@pytest.mark.parametrize("filter", [((-0.9,), (0.0, 0.1)), ((), (1.0, -1.0, 0.5)), ((), (0.0, 1.0))], ids=str)
+def test_a_filter_that_maps_a_constant_to_nothing_is_refused(filter):
+    """Its output is divided by what it makes of a constant."""
+    with pytest.raises(ValueError, match="would multiply noise"):
+        filters.low_pass(*filter)
+
+
+def test_slow_averages_are_filters():
+    for decay in (0.9, 0.999, 0.99999):
+        filters.low_pass((-decay,), (1 - decay,))

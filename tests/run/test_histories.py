@@ -145,3 +145,29 @@ def test_queries_with_one_key_are_refused():
     plan = builder.clip(1.0).mechanism(mechanism).budget(epsilon=9.0, **RDP).then(optax.sgd(0.1)).build()
     with pytest.raises(ValueError, match="same noise key"):
         run(plan, data=DATA)
+
+
+@pytest.mark.parametrize("kind", [np.uint32, np.int8, np.int64, np.float16], ids=lambda kind: kind.__name__)
+def test_numbers_of_numpy_are_numbers(tmp_path, kind):
+    """Unsigned ones have no negative differences, small ones wrap around, and JSON takes none of them."""
+    number = int if np.issubdtype(kind, np.integer) else float
+    results = []
+    for cast in (kind, number):
+        whole = cast if number is int else int
+        builder = dpopt.Builder(
+            num_examples=64, expected_batch_size=cast(8), steps=whole(3), key=jax.random.key(0), seed=1
+        )
+        builder = builder.clip(cast(64)).noise(cast(4)).then(optax.sgd(0.1))
+        plan = builder.build()
+        with Checkpointer(tmp_path / cast.__name__, every=2) as checkpointer:
+            results.append(run(plan, steps=whole(2), checkpointer=checkpointer, replay=True))
+        apart = builder.build()
+        state = run(apart, steps=whole(6), budget=dpopt.Budget(1e6, **RDP)).state  # twice the plan's own steps
+        with pytest.raises(dpopt.BudgetExceeded):
+            run(apart, params=state, steps=60)
+        assert plan.noise_multiplier == 4
+    np.testing.assert_array_equal(*(r.params for r in results))
+    assert results[0].ledger.event == results[1].ledger.event
+    budget = dpopt.Budget(np.float16(1), 1e-5)
+    sigma = dpopt.calibrate(epsilon=np.float16(1), delta=1e-5, sampling_prob=0.01, steps=1_000)
+    assert dpopt.epsilon(noise_multiplier=sigma, delta=1e-5, sampling_prob=0.01, steps=1_000) <= budget.epsilon
