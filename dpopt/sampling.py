@@ -112,8 +112,10 @@ class _Sampler(Generic[_Scheme]):
     def __init__(self, num_examples: int, *, seed: int, pad_to: int, start: int):
         validate.positive_int(num_examples=num_examples, pad_to=pad_to)
         validate.non_negative_int(seed=seed, start=start)
-        self.num_examples, self.seed = validate.plain(num_examples), validate.plain(seed)
-        self.pad_to, self.start = validate.plain(pad_to), validate.plain(start)
+        self.num_examples: int = validate.plain(num_examples)
+        self.seed: int = validate.plain(seed)
+        self.pad_to: int = validate.plain(pad_to)
+        self.start: int = validate.plain(start)
         self._drawn_to = [0]  # shared with copies made by `reseeded`, which feed the same run
 
     def _draw(self, rng: np.random.Generator, step: int) -> Indices:

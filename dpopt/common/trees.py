@@ -63,7 +63,7 @@ def structs(tree: PyTree, first_axis: int = 0) -> PyTree:
     (``jnp.full(n, 1.0)`` has one, and what it multiplies keeps its own dtype.)"""
 
     def struct(x: Any) -> jax.ShapeDtypeStruct:
-        t = x if isinstance(x, jax.ShapeDtypeStruct) else cast(Any, jax.typeof(x))
+        t: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
         return jax.ShapeDtypeStruct(t.shape[first_axis:], t.dtype, weak_type=t.weak_type)
 
     return jax.tree.map(struct, tree)

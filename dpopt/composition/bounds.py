@@ -77,7 +77,8 @@ def _selected_curve(event: dp.dp_event.RepeatAndSelectDpEvent, relation: Relatio
     curve includes rounding errors and is infinite at unusable orders: one that is too small would make all too small.
     The steps of a run have been flattened with those of the whole: what counts for replacing an example counts already.
     """
-    used, curve = _curve_of_all(rounded(flattened(event.event, for_replacing=False)), relation, orders)
+    run = flattened(event.event, for_replacing=False)
+    used, curve = _curve_of_all(rounded(run), relation, orders)
     theorems: Any = dp.rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select  # pyright: ignore[reportPrivateUsage]
     return used, theorems(used, curve, event.mean, event.shape)
 

@@ -95,8 +95,8 @@ def _moving(jaxpr: core.Jaxpr, moving: Sequence[bool]) -> list[bool] | None:
 
 def zeros_of(jaxpr: core.Jaxpr) -> set[core.Var]:
     """The variables that are zeros, spread over an array."""
-    spread = [eqn for eqn in jaxpr.eqns if eqn.primitive is BROADCAST and isinstance(eqn.invars[0], core.Literal)]
-    return {eqn.outvars[0] for eqn in spread if eqn.invars[0].val == 0}
+    spread = [(eqn.invars[0], eqn.outvars[0]) for eqn in jaxpr.eqns if eqn.primitive is BROADCAST]
+    return {out for number, out in spread if isinstance(number, core.Literal) and number.val == 0}
 
 
 def may_move(eqn: core.JaxprEqn, moving: Sequence[bool], zeros: Container[core.Var]) -> bool:

@@ -131,7 +131,7 @@ class _Rule:
                 cut.extend([var] if var not in cut else [])
                 return
             needed.add(id(eqn))
-            own = [v for v, is_moving in zip(eqn.invars, moving, strict=True) if is_moving]
+            own = [v for v in eqn.invars if isinstance(v, core.Var) and v in depends]
             if eqn.primitive in primitives.BILINEAR:
                 has_product = True
                 cut.extend([own[0]] if own[0] not in cut else [])
@@ -139,8 +139,9 @@ class _Rule:
             for v in own:
                 follow(v)
 
-        if isinstance(out, core.Var) and out in depends:
-            follow(out)
+        if not isinstance(out, core.Var) or out not in depends:
+            return None
+        follow(out)
         if not has_product:
             return None
         eqns = [eqn for eqn in self.backward.jaxpr.eqns if id(eqn) in needed]

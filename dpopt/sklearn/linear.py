@@ -51,7 +51,7 @@ class _PrivateLinear(BaseEstimator):
             raise ValueError("set delta, well below one over the number of rows: epsilon means nothing without it.")
         validate.positive(learning_rate=self.learning_rate)
         validate.fraction(momentum=self.momentum)
-        if not isinstance(self.fit_intercept, bool | np.bool_):
+        if not isinstance(self.fit_intercept, bool | np.bool_):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"fit_intercept must be True or False; got {self.fit_intercept!r}.")
         rate = optax.linear_schedule(self.learning_rate, 0.0, self.steps)
         batch = num_examples if self.expected_batch_size is None else self.expected_batch_size

@@ -158,7 +158,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             return 1 - np.abs(fitted.predict(X) - y) / (high - low)
 
         if self.public_rows is not None:
-            rows = check_X_y(*self.public_rows, dtype=np.float64)
+            rows = check_X_y(*self.public_rows, dtype="float64")
             return tuning.PublicScore(lambda fitted: float(np.mean(right(fitted, *rows))), data="public_rows")
         return tuning.PrivateScore(
             per_example=lambda fitted: right(fitted, X, y),
