@@ -51,8 +51,10 @@ lack it.
 TUNING = """
 **The privacy cost of tuning is not counted** in `eps`, here as in the papers. "With tuning" is what epsilon would have
 been, by RDP, had the runs of all candidates been counted, at the noise of their line; the scores used for the choice
-are not included. The papers' own settings were tuned by their authors; how many were tried is not known. The other
-suites' settings were chosen among the same number of candidates for every optimizer, on a held-out fifth of the
+are not included. The papers' tables have the papers' tasks, noise, batches and steps; how many clip norms and rates
+their authors tried is not known. Where those could not be taken over (all of AdaDPS's tables), a few were tried here on
+private data: four rates on the toy task (two for DP-Adam), three on tags (one for MicroAdam), two on the LSTM, a few on
+MNIST for three of five rows. These tries are not counted, and not equal between the rows. The other suites' settings were chosen among the same number of candidates for every optimizer, on a held-out fifth of the
 training data, with one seed each, and only the winners are scored on the test data. While the frontier's features were
 developed on the same held-out data, the test scores of two versions (four runs of three seeds) were seen too.
 """
