@@ -30,6 +30,7 @@ def with_constants(loss: Callable[..., Any], constants: PyTree) -> LossFn:
 
     *Privacy*: constants are not clipped and get no noise. They must not depend on the private examples.
 
+    >>> import jax.numpy as jnp
     >>> loss_fn = with_constants(lambda w, x, frozen: jnp.sum((frozen @ w - x) ** 2), jnp.eye(2))
     >>> float(loss_fn(jnp.ones(2), jnp.zeros(2))), float(loss_fn.given(2 * jnp.eye(2))(jnp.ones(2), jnp.zeros(2)))
     (2.0, 8.0)
@@ -74,6 +75,7 @@ def shapes_of(constants: PyTree) -> PyTree:
 
     *Privacy*: reads no data.
 
+    >>> import jax.numpy as jnp
     >>> shapes_of(jnp.ones(3))
     ShapeDtypeStruct(shape=(3,), dtype=float32)
     """

@@ -30,7 +30,9 @@ def headline(results: Path) -> str:
         # An ordinary gradient is faster in parts, too, where its activations do not fit the caches.
         least = [min(1.0, run["ratio"].get("ordinary in parts", 1.0)) for run in speed_runs["runs"]]
         against = [x / n for x, n in zip(own, least, strict=True)]
-        said += f"; {min(against):.2f} to {max(against):.2f} times that of the faster of an ordinary one and one in parts)"
+        said += (
+            f"; {min(against):.2f} to {max(against):.2f} times that of the faster of an ordinary one and one in parts)"
+        )
         lines.append(["clipped gradient against the ordinary one", said, "`python -m benchmarks speed`"])
     on_gpu = records.load(results, "accelerator")
     if on_gpu:

@@ -33,9 +33,12 @@ def with_products(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> tuple[core.Jax
     None for another equation, or if no gradient of a weight is a product."""
     if eqn.primitive is not primitives.CUSTOM_VJP:
         return None
-    moving = [i for i, v in enumerate(inputs) if jnp.issubdtype(v.dtype, jnp.inexact)]
+    moving = [i for i, v in enumerate(inputs) if (v.leaves or v.dynamic) and jnp.issubdtype(v.dtype, jnp.inexact)]
     args = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
-    rule = _Rule.of(eqn, moving, args)
+    try:
+        rule = _Rule.of(eqn, moving, args)
+    except Exception:  # a rule that cannot be traced apart from its function, such as one of what that closes over
+        return None
     ends = {i: rule.end_of(at) for at, i in enumerate(moving) if inputs[i].leaves}
     products = {i: end for i, end in ends.items() if end is not None}
     if not products or (jax.device_count() > 1 and rule.has_filters):
