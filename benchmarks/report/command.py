@@ -54,9 +54,10 @@ been, by RDP, had the runs of all candidates been counted, at the noise of their
 are not included. The papers' tables have the papers' tasks, noise, batches and steps; how many clip norms and rates
 their authors tried is not known. Where those could not be taken over (all of AdaDPS's tables), a few were tried here on
 private data: four rates on the toy task (two for DP-Adam), three on tags (one for MicroAdam), two on the LSTM, a few on
-MNIST for three of five rows. These tries are not counted, and not equal between the rows. The other suites' settings were chosen among the same number of candidates for every optimizer, on a held-out fifth of the
-training data, with one seed each, and only the winners are scored on the test data. While the frontier's features were
-developed on the same held-out data, the test scores of two versions (four runs of three seeds) were seen too.
+MNIST for three of five rows. These tries are not counted, and not equal between the rows. The other suites' settings
+were chosen among the same number of candidates for every optimizer, on a held-out fifth of the training data, with one
+seed each, and only the winners are scored on the test data. While the frontier's features were developed on the same
+held-out data, the test scores of two versions (four runs of three seeds) were seen too.
 """
 
 
