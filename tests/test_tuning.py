@@ -436,7 +436,8 @@ def test_of_the_other_trials_nothing_is_kept(tmp_path):
         (tmp_path / "new").chmod(mode)
         with pytest.warns(UserWarning, match=rf"other users may enter .* \(mode {mode:o}\).*chmod 700"):
             search(tmp_path / "new")
-    assert set(json.loads((tmp_path / "search.json").read_text())) == {"order", "done", "best", "score"}
+    kept = json.loads((tmp_path / "search.json").read_text())
+    assert set(kept) == {"order", "done", "best", "score", "result", "checksum"}
     assert str(len(trials)) not in repr(_files.Progress([0] * len(trials)))
 
 
@@ -585,3 +586,22 @@ def test_a_bad_argument_is_refused_before_the_first_trial():
         PrivateScore(per_example=lambda w: np.zeros(3), num_examples=4, noise_multiplier=1.0)(0, jax.random.key(0))
     with pytest.raises(ValueError, match="noise_multiplier must be positive"):
         PrivateScore(per_example=np.zeros, num_examples=4, noise_multiplier=0.0)
+
+
+@pytest.mark.parametrize("change", [{"done": 0}, {"score": 99.0}, {"best": None}, {"order": [0] * 50}], ids=str)
+def test_what_a_search_keeps_is_as_it_was_written(tmp_path, change):
+    """More trials than were drawn, or another best one, would not be paid for."""
+    search(tmp_path)
+    stored = tmp_path / "search.json"
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | change))
+    with pytest.raises(JournalError, match="is damaged or was changed"):
+        search(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["search.json", "best-*.pickle"])
+def test_a_search_whose_file_is_cut_off_does_not_go_on(tmp_path, name):
+    search(tmp_path)
+    (path,) = tmp_path.glob(name)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(JournalError, match="is damaged or was changed"):
+        search(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -33,6 +34,7 @@ class Progress:
     best: int | None = dataclasses.field(default=None, repr=False)  # number of the trial
     score: float = dataclasses.field(default=-math.inf, repr=False)
     value: Any = dataclasses.field(default=None, repr=False)
+    result: str | None = dataclasses.field(default=None, repr=False)  # checksum of the pickled value, on disk
 
     def add(self, value: Any, score: float) -> bool:
         """Counts one more trial, of whose result only the best is kept; of equals the first. Whether this was it."""
@@ -83,9 +85,7 @@ class Directory:
 
     def restored(self, fresh: Progress) -> Progress:
         if (self._path / _PROGRESS).exists():
-            progress = Progress(**json.loads((self._path / _PROGRESS).read_text()))
-            if progress.best is not None:
-                progress.value = pickle.loads(self._result(progress.best).read_bytes())
+            progress = self._stored()
         else:
             progress = fresh
             self._replace(self._path / _PROGRESS, self._text(fresh))
@@ -102,7 +102,9 @@ class Directory:
         """Keeps what a finished trial has changed: first its result, then that it is the best, then no other."""
         before = json.loads((self._path / _PROGRESS).read_text())["best"]
         if is_new and progress.best is not None:
-            self._replace(self._result(progress.best), pickle.dumps(progress.value))
+            result = pickle.dumps(progress.value)
+            progress.result = _checksum(result)
+            self._replace(self._result(progress.best), result)
         self._replace(self._path / _PROGRESS, self._text(progress))
         if is_new and before is not None:
             self._result(before).unlink()
@@ -110,9 +112,29 @@ class Directory:
     def _result(self, trial: int) -> Path:
         return self._path / f"best-{trial}.pickle"
 
+    def _stored(self) -> Progress:
+        """What was kept, if it is as it was written: more trials, or another best one, would not be paid for."""
+        try:
+            kept = json.loads((self._path / _PROGRESS).read_text())
+            checksum = kept.pop("checksum")
+            progress = Progress(**kept)
+            if _checksum(json.dumps(kept).encode()) != checksum:
+                raise ValueError("its checksum is another")
+            if progress.best is not None:
+                result = self._result(progress.best).read_bytes()
+                if _checksum(result) != progress.result:
+                    raise ValueError(f"the result of trial {progress.best} is not the one that it names")
+                progress.value = pickle.loads(result)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise JournalError(
+                f"{self._path / _PROGRESS} is damaged or was changed ({error}), so that the search cannot go on as it "
+                "was paid for. Restore the directory from a copy, or start another search, at its own cost, in another one."
+            ) from error
+        return progress
+
     def _text(self, progress: Progress) -> bytes:
         kept = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "value"}
-        return json.dumps(kept).encode()
+        return json.dumps({**kept, "checksum": _checksum(json.dumps(kept).encode())}).encode()
 
     def _replace(self, path: Path, content: bytes) -> None:
         """Whole or not at all, and durable."""
@@ -124,6 +146,10 @@ class Directory:
             os.fsync(file.fileno())
         unfinished.replace(path)
         journal_file.sync_directory(self._path)
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _warn_if_open(path: Path) -> None:
