@@ -54,6 +54,9 @@ def tuned(contests: Sequence[Any], options: argparse.Namespace, console: Console
             console.print(
                 f"{row['table']}, epsilon {row['target_epsilon']:g}, {row['contender']}: {summaries.spread(row)}"
             )
+    if not rows:
+        there = sorted({f"{c.table} at epsilon {', '.join(f'{e:g}' for e in c.epsilons)}" for c in contests})
+        console.print(f"Nothing matches --only and --epsilon; there are: {'; '.join(there)}.")
     return rows
 
 

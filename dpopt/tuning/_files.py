@@ -128,7 +128,7 @@ class Directory:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise JournalError(
                 f"{self._path / _PROGRESS} is damaged or was changed ({error}), so that the search cannot go on as it "
-                "was paid for. Restore the directory from a copy, or start another search, at its own cost, in another one."
+                "was paid for. Restore the directory from a copy, or start another search elsewhere, at its own cost."
             ) from error
         return progress
 
