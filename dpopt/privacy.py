@@ -17,7 +17,6 @@ from jax.core import Tracer
 
 from dpopt import _stages
 from dpopt.common import trees, validate
-from dpopt.common.averages import at_step
 from dpopt.common.lazy import dp_accounting
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.composition.relation import Relation as Relation
@@ -44,9 +43,11 @@ class Query:
     strategy: Strategy | None = None  # how its noise is correlated over steps; None: not at all
 
     def multiplier(self, step: int) -> float:
-        # Of a step as the noise stage counts it: its powers wrap around, and those of Python integers do not.
-        with jax.ensure_compile_time_eval():
-            value = at_step(self.noise_multiplier, jnp.asarray(step, jnp.int32))
+        value = self.noise_multiplier
+        if callable(value):
+            # Of a step as the noise stage counts it: its powers wrap around, and those of Python integers do not.
+            with jax.ensure_compile_time_eval():
+                value = value(jnp.asarray(step, jnp.int32))
         if isinstance(value, Tracer):
             raise ValueError(
                 "the noise multiplier is a traced value, so its privacy cannot be stated. Under "
