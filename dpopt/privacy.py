@@ -9,7 +9,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ class Query:
     strategy: Strategy | None = None  # how its noise is correlated over steps; None: not at all
 
     def multiplier(self, step: int) -> float:
-        value = self.noise_multiplier
+        value: Any = self.noise_multiplier
         if callable(value):
             # Of a step as the noise stage counts it: its powers wrap around, and those of Python integers do not.
             with jax.ensure_compile_time_eval():
