@@ -12,7 +12,7 @@ import inspect
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -154,7 +154,8 @@ def inspect_optimizer(
     described = [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in jax.tree.leaves((state, params, arrays))]
     signature = jax.tree.structure((state, params)), structure, tuple(described), others
     seen = _inspected.setdefault(optimizer.update, set())
-    if signature not in seen:
+    is_hashable = all(isinstance(x, Hashable) for _, _, x in others)  # else it is inspected at every call
+    if not is_hashable or signature not in seen:
 
         def update_of(grads: PyTree, state: PyTree, params_and_arrays: PyTree) -> tuple[PyTree, PyTree]:
             params, arrays = params_and_arrays
@@ -163,7 +164,8 @@ def inspect_optimizer(
 
         like = params if grads.like is None else grads.like
         inspect_update(update_of, state, (params, arrays), like=like, unit=grads.unit)
-        seen.add(signature)
+        if is_hashable:
+            seen.add(signature)
         _trained[optimizer.update] = shapes_of(params)
 
 

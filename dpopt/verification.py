@@ -179,16 +179,18 @@ class _Plain(NamedTuple):
         gradient = jax.jit(jax.grad(lambda p, x, constants: given(loss_fn, constants)(p, x), has_aux=has_aux))
         scales = None if scale is None else jax.tree.leaves(trees.broadcast_prefix(scale, params, "scale"))
         examples = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(rows)]
+
+        def of_each(params: PyTree, examples: list[PyTree], constants: PyTree) -> list[PyTree]:
+            return [jax.device_get(gradient(params, example, constants)) for example in examples]
+
         args = params, examples, constants
         try:
-            params, examples, constants = _on_one_device(args)
-            jax.eval_shape(gradient, params, examples[0], constants)
+            each = of_each(*_on_one_device(args))
         except ValueError:  # a loss that names the devices of a mesh
-            params, examples, constants = args
+            each = of_each(*args)
         grads = []
-        for example in examples:
-            found = gradient(params, example, constants)
-            leaves = jax.tree.leaves(jax.device_get(found[0] if has_aux else found))
+        for found in each:
+            leaves = jax.tree.leaves(found[0] if has_aux else found)
             wide = [np.asarray(g).astype(np.float64) for g in leaves]
             grads.append(wide if scales is None else [g * np.asarray(s) for g, s in zip(wide, scales, strict=True)])
         names = [jax.tree_util.keystr(path) or "params" for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -42,6 +42,20 @@ def tiny_plan(*, steps=12, seed=0, noise=1.0, budget=None, clip=1.0, num_example
     return builder.then(rule or optax.adam(0.1)).build()
 
 
+class Died(Exception):
+    pass
+
+
+def die_at(step):
+    """What a run calls after every step, which ends it in one of them."""
+
+    def on_step(t, params):
+        if t == step:
+            raise Died
+
+    return on_step
+
+
 def run(plan, **options):
     """Trains the small model, each time as a new process would, which knows of no other run."""
     entropy._runs.clear()

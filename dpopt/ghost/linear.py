@@ -62,18 +62,16 @@ def _is_linear(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> bool:
     return all(_is_wide_and_ordinary(e) for e in equations(program.jaxpr))
 
 
-def solves_linearly(eqn: core.JaxprEqn) -> bool:
+def _solves_linearly(eqn: core.JaxprEqn) -> bool:
     """Whether a `lax.custom_linear_solve` is one of ordinary solvers, such as an LU decomposition's.
 
     Its transpose calls the user's own solver, which need not be linear (an iteration that ends at a tolerance)."""
     solvers, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     pairs = [(solvers.solve, lengths.solve), (solvers.transpose_solve, lengths.transpose_solve)]
-    return all(closed is not None and is_linear_after(closed.jaxpr, first) for closed, first in pairs)
-
-
-def is_linear_after(jaxpr: core.Jaxpr, first: int) -> bool:
-    """Whether a program is linear in its inputs from the ``first`` on, whatever the values of the others."""
-    return _moving(jaxpr, [i >= first for i in range(len(jaxpr.invars))]) is not None
+    return all(
+        closed is not None and _moving(closed.jaxpr, [i >= first for i in range(len(closed.jaxpr.invars))]) is not None
+        for closed, first in pairs
+    )
 
 
 def _moving(jaxpr: core.Jaxpr, moving: Sequence[bool]) -> list[bool] | None:
@@ -125,7 +123,7 @@ def may_move(eqn: core.JaxprEqn, moving: Sequence[bool], zeros: Container[core.V
 def _is_wide_and_ordinary(eqn: core.JaxprEqn) -> bool:
     """Whether an equation within another one is linear, and rounds nothing: it cannot be run in more bits."""
     if eqn.primitive is LINEAR_SOLVE:
-        return solves_linearly(eqn)
+        return _solves_linearly(eqn)
     if eqn.primitive not in (ORDINARY | HOLDING) - {ROUND_TO} or precise(eqn) is not eqn:
         return False
     return not any(is_narrow(aval(v).dtype) for v in (*eqn.invars, *eqn.outvars))

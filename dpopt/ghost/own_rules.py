@@ -10,6 +10,7 @@ Nothing is assumed of b, which may be found by iteration, or clipped.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,8 @@ def with_products(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> tuple[core.Jax
 
     def split(*args: jax.Array) -> list[jax.Array]:
         outs, kept = map(_stopped, rule.forward(*_stopped(args)))
-        hooks = [rule.products(end, kept, args[i]) for i, end in products.items()]
+        read = rule.evaluated(kept, None)
+        hooks = [rule.products(end, read, args[i]) for i, end in products.items()]
         return joined(outs, kept, [args[i] for _, i in others], hooks)
 
     closed = jax.make_jaxpr(split)(*args)
@@ -111,6 +113,7 @@ class _Rule:
         filters = any(e.primitive is primitives.CONVOLUTION for p in (first, second) for e in equations(p.jaxpr))
         return cls(forward, second, len(kept), filters)
 
+    @functools.cached_property
     def _depending(self) -> set[core.Var]:
         """The variables that depend on the cotangents."""
         found = set(self.backward.jaxpr.invars[self.num_kept :])
@@ -123,7 +126,7 @@ class _Rule:
         """The last equations before an input's cotangent, from products on; None if there are none."""
         out = self.backward.jaxpr.outvars[at]
         made = {v: eqn for eqn in self.backward.jaxpr.eqns for v in eqn.outvars}
-        depends, zeros, needed, cut = self._depending(), zeros_of(self.backward.jaxpr), set(), []
+        depends, zeros, needed, cut = self._depending, zeros_of(self.backward.jaxpr), set(), []
         has_product = False
 
         def follow(var: core.Var) -> None:
@@ -153,7 +156,7 @@ class _Rule:
 
     def evaluated(self, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array] | None) -> Callable[[Any], Any]:
         """The values of the rule's variables; without cotangents those alone that do not depend on any."""
-        depends = set() if cotangents is not None else self._depending()
+        depends = set() if cotangents is not None else self._depending
         jaxpr = self.backward.jaxpr
         env = dict(zip(jaxpr.constvars, self.backward.consts, strict=True))
         env |= zip(jaxpr.invars, [*kept, *(cotangents or [])], strict=False)
@@ -166,9 +169,11 @@ class _Rule:
                 env.update(zip(eqn.outvars, binder(eqn)(*map(read, eqn.invars)), strict=True))
         return read
 
-    def products(self, end: _End, kept: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
-        """What the end of a rule is the derivative of: functions of a weight, one for each variable that is cut."""
-        read = self.evaluated(kept, None)
+    @staticmethod
+    def products(end: _End, read: Callable[[Any], Any], weight: jax.Array) -> list[jax.Array]:
+        """What the end of a rule is the derivative of: functions of a weight, one for each variable that is cut.
+
+        ``read``: the values that depend on no cotangent."""
 
         def ended(*values: jax.Array) -> jax.Array:
             env = dict(zip(end.cut, values, strict=True))

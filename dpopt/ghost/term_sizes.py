@@ -58,8 +58,7 @@ def square(factors: Factors, x: jax.Array, y: jax.Array, scale: jax.Array | None
     if scale is not None:
         return behind(factors, columns(factors, x, y), scale)
     if factors.shape[0] == 1 and factors.views is None and factors.overlap is None:
-        found = over_groups(_square_of_products, factors, x, y)
-        return Square(jnp.square(jnp.sum(jnp.sqrt(found.value))), jnp.sum(found.missing) * factors.shape[1])
+        return jax.tree.map(jnp.sum, over_groups(_square_of_products, factors, x, y))
     # For windows of one input, the whole input instead of each window: it is read once.
     right = jnp.max(over_groups(lambda group: squares.sum_squares(group.right), factors, x, y))
     left, views, smallest = squares.sum_squares(x), factors.views or factors.shape[0], squares.tiny(right.dtype)

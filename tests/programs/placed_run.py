@@ -36,6 +36,19 @@ def verified(mesh, engine, microbatch_size):
     return [passes, bool(np.allclose(norms(placed, rows), norms(params, x), rtol=1e-4))]
 
 
+def constrained(mesh):
+    """Verifies a loss that names the devices of the mesh, whose gradient cannot be taken on one of them."""
+    rng = np.random.default_rng(0)
+    w, x = (np.float32(rng.normal(size=s)) for s in ((4, 8), (8, 4)))
+    place = NamedSharding(mesh, P("tensor"))
+
+    def loss(w, x):
+        return jnp.sum(lax.with_sharding_constraint(jnp.tanh(x @ w), place))
+
+    dpopt.verify(loss, jax.device_put(w, NamedSharding(mesh, P(None, "tensor"))), jax.device_put(x, place))
+    return True
+
+
 def explicit(mesh):
     """Ways to a clipped sum on a mesh with explicit axes, by their distance from one device."""
     rng = np.random.default_rng(0)
@@ -68,7 +81,8 @@ def main():
     automatic, typed = (jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2) for kind in
                         (AxisType.Auto, AxisType.Explicit))  # fmt: skip
     ways = ("vmap", None), ("ghost", 5), ("ghost", None)
-    print(json.dumps({"verified": [verified(automatic, *way) for way in ways], "explicit": explicit(typed)}))
+    found = {"verified": [verified(automatic, *way) for way in ways], "constrained": constrained(automatic)}
+    print(json.dumps(found | {"explicit": explicit(typed)}))
 
 
 if __name__ == "__main__":

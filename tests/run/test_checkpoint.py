@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_identical, paid
-from runs import RDP, fetch, run, start, tiny_plan
+from runs import RDP, Died, die_at, fetch, run, start, tiny_plan
 
 import dpopt
 
@@ -21,18 +21,6 @@ from dpopt.run.checkpoint import Checkpointer, CheckpointError
 from dpopt.run.identity import run_identity, state_digest
 from dpopt.run.journal import Entry, Journal, JournalError
 from dpopt.run.state import Segment, TrainState
-
-
-class Died(Exception):
-    pass
-
-
-def die_at(step):
-    def on_step(t, params):
-        if t == step:
-            raise Died
-
-    return on_step
 
 
 def lines(directory):

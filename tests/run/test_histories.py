@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import DATA, RDP, fetch, loss_fn, run, start, tiny_plan
+from runs import DATA, RDP, Died, die_at, fetch, loss_fn, run, start, tiny_plan
 
 import dpopt
 
@@ -20,18 +20,6 @@ from dpopt.privacy import Privacy
 from dpopt.run.checkpoint import Checkpointer
 from dpopt.run.journal import JournalError
 from dpopt.run.journal_file import Replaced
-
-
-class Died(BaseException):
-    pass
-
-
-def die_at(step):
-    def on_step(t, params):
-        if t == step:
-            raise Died
-
-    return on_step
 
 
 def resumed(directory, *, keep=1, plan=None, **options):
