@@ -15,7 +15,6 @@ from dpopt import events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.composition import bounds, step_events
-from dpopt.composition.relation import Relation
 from dpopt.events import poisson_event
 
 Accountant: TypeAlias = Literal["pld", "rdp"]
@@ -162,12 +161,21 @@ def epsilon_of_event(event: dp_accounting.DpEvent, *, delta: float, accountant: 
     >>> epsilon_of_event(dp_accounting.GaussianDpEvent(0.0), delta=1e-5)
     inf
     """
-    validate.positive(delta=delta)
-    if delta >= 1:
-        raise ValueError(f"delta must be below 1; got {delta}.")
+    validate.delta(delta)
     validate.one_of(("pld", "rdp"), accountant=accountant)
     events.check(event)
     return max(_smallest_bound(steps, float(delta), accountant) for steps in events.flattened_both_ways(event))
+
+
+def accountant_for(event: dp_accounting.DpEvent) -> Accountant:
+    """``"pld"``, or for samples of fixed size and selections, which have a Renyi bound alone, ``"rdp"``.
+
+    *Privacy*: arithmetic on public constants.
+
+    >>> accountant_for(events.poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=2))
+    'pld'
+    """
+    return "pld" if events.renyi_alone(events.flattened(event)) is None else "rdp"
 
 
 def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
@@ -188,7 +196,7 @@ def _smallest_bound(steps: Counter[dp_accounting.DpEvent], delta: float, account
             f"{alone} has no privacy-loss-distribution bound in dp_accounting; pass accountant='rdp'{instead}."
         )
     steps = step_events.rounded(steps)
-    bound = bounds.renyi(steps, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)(delta)
+    bound = bounds.renyi(steps, events.relation_of(steps))(delta)
     if accountant == "rdp" or bound == math.inf:
         return bound
     bound = min(bound, bounds.ever_sampled(steps, delta))

@@ -165,7 +165,7 @@ class AdaptiveClipNorm(Preconditioner):
     needs_feedback = True
 
     @property
-    def clip_norm(self) -> str:
+    def sensitivity_note(self) -> str:
         """The factor of the sensitivity, for the summary of a plan."""
         initial = [] if self.rule is None else jax.tree.leaves(self.rule.initial)
         start = f"{initial[0]:g}" if len(initial) == 1 and not np.ndim(initial[0]) else "those of the groups"

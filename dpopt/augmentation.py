@@ -1,13 +1,15 @@
 """Augmentation multiplicity: the loss of an example is its mean over several augmentations, clipped as one."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dpopt.common import validate
 from dpopt.common.types import Example, LossFn, PyTree
+from dpopt.constants import wrapped
 from dpopt.engines import batches
 
 
@@ -60,7 +62,7 @@ def augmented(loss_fn: LossFn, augment: Callable[[Example, jax.Array], Example],
     validate.positive_int(multiplicity=multiplicity)
     takes_key = getattr(loss_fn, "takes_key", False)
 
-    def mean_loss(params: PyTree, example_and_key: tuple[Example, jax.Array]) -> Any:
+    def mean_loss(loss_fn: LossFn, params: PyTree, example_and_key: tuple[Example, jax.Array]) -> Any:
         example, key = batches.example_and_key(example_and_key)
         if key is None:
             raise ValueError(
@@ -90,5 +92,4 @@ def augmented(loss_fn: LossFn, augment: Callable[[Example, jax.Array], Example],
         mean = jnp.mean(losses, axis=0)  # over K scalars; `per_example_grads` raises for other losses
         return (mean, *aux) if aux else mean
 
-    cast(Any, mean_loss).takes_key = True  # read by `dpopt.train`
-    return mean_loss
+    return wrapped(lambda loss_fn: functools.partial(mean_loss, loss_fn), loss_fn, takes_key=True)

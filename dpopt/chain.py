@@ -178,7 +178,7 @@ def _with_post_processing(
         if isinstance(t, NoiseAware) and (i > core_length or getattr(stages[0], "noise_unknown", False)):
             raise ValueError(
                 f"stage {i} ({_name(t)}) needs the noise in its input, which is unknown after {_name(stages[i - 1])}: "
-                "put it right after the noise, or pass noise_stddev yourself."
+                "put it right after the noise."
             )
     post = [optax.with_extra_args_support(t) for t in rest]
 
@@ -193,7 +193,7 @@ def _with_post_processing(
         for t, s in zip(post, state[core_length:], strict=True):
             # To this stage alone: an optax.chain would pass it on to parts whose input has other noise.
             known = {"noise_stddev": noise_stddev} if isinstance(t, NoiseAware) and noise_stddev is not None else {}
-            updates, s = t.update(updates, s, wide, **extra_args, **known)
+            updates, s = t.update(updates, s, wide, **{**extra_args, **known})
             noise_stddev = None
             post_state.append(s)
         return updates, (*core_state, *post_state), noise_stddev

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 class AdaptiveClip(Protocol):
     """A clip that spends a query of its own at every step, such as `dpopt.adaptive.QuantileClip`."""
 
+    @property
+    def sensitivity(self) -> Any:
+        """The L2 distance by which adding or removing one example can move the clipped sum at the first step."""
+        ...
+
     def private_mean(
         self,
         *,
@@ -59,7 +64,7 @@ def clip_and_sum(l2_clip_norm: FixedClip) -> optax.GradientTransformationExtraAr
     """Clips the gradient of every example and adds them up.
 
     Args:
-        l2_clip_norm: the clip norm C, or a clip function (`FlatClip`, `GroupClip`, `NormalizedClip`).
+        l2_clip_norm: the clip norm C, or a clip function (`FlatClip`, `GroupClip`, `LayerwiseClip`, `NormalizedClip`).
 
     Returns:
         A transformation from a promise made by `per_example_grads`, or a pytree with leaves ``(B, ...)``, to the sum

@@ -6,10 +6,12 @@ reads, so that `dpopt.train` can pass it as an argument and `dpopt.run.sharding.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from dpopt.common import trees
 from dpopt.common.types import LossFn, PyTree
+
+_Loss = TypeVar("_Loss", bound=Callable[..., Any])
 
 
 def with_constants(loss: Callable[..., Any], constants: PyTree) -> LossFn:
@@ -68,6 +70,32 @@ def given(loss_fn: LossFn, constants: PyTree) -> LossFn:
     5
     """
     return loss_fn if constants_of(loss_fn) is None else cast(Any, loss_fn).given(constants)
+
+
+def wrapped(wrap: Callable[[LossFn], _Loss], loss_fn: LossFn, *, takes_key: bool | None = None) -> _Loss:
+    """``wrap(loss_fn)`` with what training asks of ``loss_fn``: its constants, and whether it takes keys.
+
+    Args:
+        wrap: makes a loss of another one.
+        takes_key: whether it takes keys beside its examples (`dpopt.example_keys`); None: if ``loss_fn`` does.
+
+    *Privacy*: see `with_constants`.
+
+    >>> double = lambda loss_fn: lambda w, x: 2 * loss_fn(w, x)
+    >>> loss_fn = wrapped(double, with_constants(lambda w, x, frozen: w + frozen, 3))
+    >>> loss_fn(1, None), given(loss_fn, 4)(1, None)
+    (8, 10)
+    """
+    loss = wrap(loss_fn)
+    made = cast(Any, loss)
+    made.takes_key = getattr(loss_fn, "takes_key", False) if takes_key is None else takes_key  # read by `dpopt.train`
+    constants = constants_of(loss_fn)
+    if constants is not None:
+        made.constants, made.given = (
+            constants,
+            lambda others: wrapped(wrap, given(loss_fn, others), takes_key=takes_key),
+        )
+    return loss
 
 
 def shapes_of(constants: PyTree) -> PyTree:

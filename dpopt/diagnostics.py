@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpopt.common import trees, validate
-from dpopt.common.averages import at_step
+from dpopt.common.averages import at_step, one_minus_power
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.gradients import SensitiveAux
 
@@ -54,7 +54,7 @@ def sgdm_learning_rate_schedule(
 
     def schedule(step: int | jax.Array) -> jax.Array:
         eta, s = (at_step(x, step) for x in (learning_rate, noise_stddev))
-        return eta * (1 - b1) / ((1 - b1 ** (jnp.asarray(step) + 1)) * s)
+        return eta * (1 - b1) / (one_minus_power(b1, jnp.asarray(step) + 1, jnp.result_type(float)) * s)
 
     return schedule
 
@@ -216,7 +216,8 @@ class SensitiveMomentRecorder:
 
     def quantiles(self, moments: SensitiveMoments, quantiles: Sequence[float] = QUANTILES) -> dict[str, jax.Array]:
         """Quantiles over all coordinates of the bias-corrected moments: clean, private, and with Phi subtracted."""
-        weights = {"m": 1 - self.b1**moments.count, "v": 1 - self.b2**moments.count}
+        dtype = jnp.result_type(float)
+        weights = {m: one_minus_power(b, moments.count, dtype) for m, b in (("m", self.b1), ("v", self.b2))}
         rows = {
             "m clean": moments.clean_m,
             "m private": moments.private_m,

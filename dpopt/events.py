@@ -14,6 +14,7 @@ from dpopt.composition.event_kinds import everything_in as everything_in
 from dpopt.composition.event_kinds import following as following
 from dpopt.composition.event_kinds import from_json as from_json
 from dpopt.composition.event_kinds import is_replace_one as is_replace_one
+from dpopt.composition.event_kinds import relation_of as relation_of
 from dpopt.composition.event_kinds import renyi_alone as renyi_alone
 from dpopt.composition.event_kinds import to_json as to_json
 from dpopt.composition.event_kinds import with_one_more as with_one_more
@@ -36,6 +37,8 @@ def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) 
     Raises:
         ValueError, TypeError: for an argument out of range.
 
+    *Privacy*: arithmetic on public constants.
+
     >>> poisson_event(noise_multiplier=1.0, sampling_prob=0.1, steps=2).count
     2
     """
@@ -45,6 +48,8 @@ def poisson_event(*, noise_multiplier: float, sampling_prob: float, steps: int) 
 
 def step_event(privacy: Privacy, scheme: Scheme | InParts, step: int, origin: int = 0) -> dp.DpEvent:
     """The event that one step adds to those before it; ``origin`` is the step at which correlated noise began.
+
+    *Privacy*: arithmetic on public constants.
 
     >>> step_event(Privacy((Query(1.0),)), Poisson(0.5), 3).sampling_probability
     0.5
@@ -85,6 +90,8 @@ def composer(privacy: Privacy, scheme: Scheme | InParts, start: int, origin: int
     """`compose` for one start and many numbers of steps: each step of a schedule is evaluated once.
 
     ``origin``: see `step_event`.
+
+    *Privacy*: arithmetic on public constants.
 
     >>> composer(Privacy((Query(1.0),)), Poisson(0.5), start=0)(3).count
     3

@@ -7,6 +7,7 @@ the paper does, ``momentum=0.9`` gives server momentum, and ``dp_adam`` gives Fe
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -21,6 +22,7 @@ from dpopt.chain import PrivateOptimizer
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step
 from dpopt.common.types import Batch, LossFn, PyTree, ScalarOrSchedule
+from dpopt.constants import wrapped
 from dpopt.engines import batches, promises
 from dpopt.gradients import PerExampleGrads, rows_of
 from dpopt.preconditioners.base import side_information
@@ -53,6 +55,10 @@ class _ClientRuns(promises.Rows):
     def examples(self, row: tuple[PyTree, jax.Array | None]) -> tuple[PyTree, jax.Array]:
         data, mask = row
         return data, jnp.ones(jax.tree.leaves(data)[0].shape[0], bool) if mask is None else mask
+
+    def of_examples(self, function: Callable[..., PyTree], params: PyTree) -> promises.OtherLoss:
+        # Only local runs have to be formed.
+        return dataclasses.replace(super().of_examples(function, params), engine="auto")
 
     def _value_and_grad(self, row: tuple[PyTree, jax.Array | None]) -> tuple[jax.Array, PyTree]:
         """The mean loss of one client at its first step, and ``w - w_i``."""
@@ -146,6 +152,26 @@ def client_deltas(
     if scale is not None:
         side_information(scale)  # checks the values
 
+    make = functools.partial(
+        _deltas,
+        local_steps=local_steps,
+        local_learning_rate=local_learning_rate,
+        local_batch_size=local_batch_size,
+        microbatch_size=microbatch_size,
+        scale=scale,
+    )
+    return wrapped(make, loss_fn, takes_key=False)
+
+
+def _deltas(
+    loss_fn: LossFn,
+    *,
+    local_steps: int,
+    local_learning_rate: float | jax.Array,
+    local_batch_size: int | None,
+    microbatch_size: int | None,
+    scale: PyTree,
+) -> Callable[..., PerExampleGrads]:
     @validate.requires_mask
     def promise(
         params: PyTree, client_batches: Batch, *, mask: ArrayLike | None, example_mask: ArrayLike | None = None

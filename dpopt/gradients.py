@@ -156,7 +156,8 @@ class PerExampleGrads(NotAnArray):
         """
         if self._source.batch_size == 0:  # an empty Poisson batch: the sum of nothing
             empty = jnp.zeros((0,), jnp.float32)
-            result = ClippedSum(trees.zeros(self.like), SensitiveAux(empty, empty, *3 * (self._mask,)))
+            aux = self._source.aux_of_no_rows() if isinstance(self._source, promises.Rows) else None
+            result = ClippedSum(trees.zeros(self.like), SensitiveAux(empty, empty, *3 * (self._mask,), aux=aux))
         else:
             ran = self._source.run(self._mask, self._scale, self._offset, clip)
             norms = stacked.global_norms(ran.leaf_norms)

@@ -31,7 +31,7 @@ class Users(NamedTuple):
     example_mask: jax.Array | np.ndarray  # (users, examples) bool, False for padding
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Groups:
     """The examples of each user, and the rule by which they are taken; made by `group`.
 

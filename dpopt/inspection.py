@@ -23,6 +23,7 @@ import optax
 from dpopt import _stages
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting, flow
+from dpopt.common.names import first_line
 from dpopt.common.types import PyTree
 from dpopt.constants import shapes_of
 from dpopt.engines import stand_in
@@ -73,7 +74,7 @@ def privacy_of(optimizer: Any, params: optax.Params | None = None) -> Privacy:
     except Exception as error:
         if not is_stand_in or _is_own(error):
             raise
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(
             f"this optimizer does not accept a single number for parameters ({reason}): a part of it, such as a mask, "
             "may depend on the tree of yours. Pass them, or their shapes, as params=..., or call this after the first "
@@ -262,11 +263,10 @@ def _explained(error: Exception) -> ValueError:
     """An error from other code with its most likely cause."""
     if "required keyword-only argument" in str(error):
         return ValueError(f"{error}. {validate.ONLY_PUBLIC_ARGUMENTS}")
-    first_line = str(error).strip().split("\n")[0]
     return ValueError(
         "the update cannot be followed with per-example gradients in place of the gradient "
-        f"({type(error).__name__}: {first_line}). Transformations that compute with the gradient (optax.MultiSteps, "
-        "apply_if_finite, flatten, sam), skip steps (conditionally_transform) or split the parameters (masked, "
-        "partition) cannot wrap a private optimizer or come before its clip. After the noise they can: "
-        "dpopt.chain(dpopt.privatize(...), your_rule)."
+        f"({type(error).__name__}: {first_line(error)}). Transformations that compute with the gradient "
+        "(optax.MultiSteps, apply_if_finite, flatten, sam), skip steps (conditionally_transform) or split the "
+        "parameters (masked, partition) cannot wrap a private optimizer or come before its clip. After the noise they "
+        "can: dpopt.chain(dpopt.privatize(...), your_rule)."
     )

@@ -37,7 +37,7 @@ def secure_key(impl: str | None = None, *, shared: bool = False) -> jax.Array:
     False
     """
     shape = jax.random.key_data(jax.random.key(0, impl=impl)).shape
-    words = _secret_words(int(np.prod(shape)), shared)
+    words = secret_words(int(np.prod(shape)), shared)
     return jax.random.wrap_key_data(jnp.asarray(words).reshape(shape), impl=impl)
 
 
@@ -58,10 +58,10 @@ def secure_seed(*, shared: bool = False) -> int:
     >>> secure_seed() == secure_seed()
     False
     """
-    return int.from_bytes(_secret_words(4, shared).tobytes(), "little")
+    return int.from_bytes(secret_words(4, shared).tobytes(), "little")
 
 
-def _secret_words(count: int, shared: bool) -> np.ndarray:
+def secret_words(count: int, shared: bool) -> np.ndarray:
     """Words of 32 bits from the operating system, ``shared``: those of the first process."""
     words = np.array([secrets.randbits(32) for _ in range(count)], np.uint32)
     if shared and jax.process_count() > 1:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 from dpopt import events
-from dpopt.accounting import Accountant, epsilon_of_event
+from dpopt.accounting import Accountant, accountant_for, epsilon_of_event
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 
@@ -37,6 +37,8 @@ class Ledger:
         Raises:
             TypeError: if events of this kind cannot be stored.
             ValueError: if ``count`` is below 1, or a number in the event is out of range.
+
+        *Privacy*: what is released without having been recorded is not in `epsilon`.
         """
         validate.positive_int(count=count)
         if not isinstance(event, dp_accounting.DpEvent):  # pyright: ignore[reportUnnecessaryIsInstance] for untyped callers
@@ -65,9 +67,19 @@ class Ledger:
         distinct = [(events.from_json(json.loads(text)), count) for text, count in counts.items()]
         return dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(e, n) for e, n in distinct])
 
-    def epsilon(self, *, delta: float, accountant: Accountant = "pld") -> float:
-        """Epsilon of everything recorded; 0 for an empty ledger."""
-        return epsilon_of_event(self.event, delta=delta, accountant=accountant) if self._entries else 0.0
+    def epsilon(self, *, delta: float, accountant: Accountant | None = None) -> float:
+        """Epsilon of everything recorded; 0 for an empty ledger.
+
+        Args:
+            accountant: see `dpopt.epsilon`; None for ``"pld"``, or for samples of fixed size and selections ``"rdp"``.
+
+        Raises:
+            ValueError: for a delta that is not between 0 and 1, or an event that the accountant does not support.
+        """
+        if not self._entries:
+            return 0.0
+        event = self.event
+        return epsilon_of_event(event, delta=delta, accountant=accountant or accountant_for(event))
 
     def copy(self) -> Ledger:
         """An independent ledger with the same entries."""
@@ -76,7 +88,7 @@ class Ledger:
         return ledger
 
     def to_json(self) -> str:
-        """The ledger as text."""
+        """The ledger as text. *Privacy*: public constants, but for whatever the number of steps says."""
         return json.dumps([{"event": events.to_json(e), "count": n} for e, n in self._entries])
 
     @classmethod
@@ -85,6 +97,8 @@ class Ledger:
 
         Raises:
             ValueError: if the text is damaged or contains an unknown event.
+
+        *Privacy*: whoever can change the text can make epsilon smaller: `dpopt.run.journal` guards its own.
         """
         ledger = cls()
         entries = json.loads(text)
@@ -93,7 +107,10 @@ class Ledger:
         for entry in entries:
             if not isinstance(entry, dict) or set(entry) != {"event", "count"}:
                 raise ValueError(f"an entry of a ledger must have the fields 'event' and 'count'; got {entry!r}.")
-            ledger.record(events.from_json(entry["event"]), entry["count"])
+            try:
+                ledger.record(events.from_json(entry["event"]), entry["count"])
+            except TypeError as error:
+                raise ValueError(f"an entry of a ledger is damaged ({error}); got {entry!r}.") from error
         return ledger
 
     def __eq__(self, other: object) -> bool:

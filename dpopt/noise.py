@@ -229,7 +229,7 @@ def released(updates: PyTree | sums.Sum, noise: Callable[[PyTree], PyTree] | Non
         )
     remainder = None
     if isinstance(updates, sums.Sum):  # from `dpopt.chain`
-        updates, remainder = updates.value, flow.public(updates.remainder, "a remainder, while nothing is summed")
+        updates, remainder = updates.value, flow.public(updates.remainder, "the rounding error of the sum")
 
     def add_noise(updates: PyTree) -> PyTree:
         if noise is None:

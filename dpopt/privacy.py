@@ -43,6 +43,11 @@ class Query:
     strategy: Strategy | None = None  # how its noise is correlated over steps; None: not at all
 
     def multiplier(self, step: int) -> float:
+        """The noise multiplier of a step, counted from 0.
+
+        Raises:
+            ValueError: if it is traced by JAX.
+        """
         value: Any = self.noise_multiplier
         if callable(value):
             # Of a step as the noise stage counts it: its powers wrap around, and those of Python integers do not.

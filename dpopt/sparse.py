@@ -159,11 +159,9 @@ class KeptRows(Preconditioner):
 
     needs_feedback = True
 
-    def init(self, params: optax.Params) -> tuple[()]:
-        del params
-        return ()
-
-    def diagonal(self, state: tuple[()], params: optax.Params | None, **extra_args: Any) -> tuple[Diagonal, tuple[()]]:
+    def diagonal(
+        self, state: optax.EmptyState, params: optax.Params | None, **extra_args: Any
+    ) -> tuple[Diagonal, optax.EmptyState]:
         del params, extra_args
         return Diagonal(scale=self.scale, release=self.scale), state
 

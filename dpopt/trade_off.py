@@ -15,7 +15,6 @@ from dpopt import accounting, events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.composition import bounds, step_events
-from dpopt.composition.relation import Relation
 
 _POINTS = 400
 
@@ -70,7 +69,7 @@ def _deltas(
     alone = events.renyi_alone(steps)
     if alone is not None and accountant == "pld":
         raise ValueError(f"{alone} has only an RDP bound: pass accountant='rdp'.")
-    relation = Relation.REPLACE_ONE if events.is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
+    relation = events.relation_of(steps)
     steps = step_events.rounded(steps)
     bound = bounds.renyi(steps, relation)(1e-5)
     if accountant == "rdp" or bound == np.inf:

@@ -4,6 +4,7 @@
 them by the same engines as for examples, and a sampler draws users. For local training see `dpopt.federated`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -16,6 +17,7 @@ from dpopt._units import arrays_of, stated_for
 from dpopt.chain import PrivateOptimizer
 from dpopt.common import trees, validate
 from dpopt.common.types import Batch, LossFn, PyTree
+from dpopt.constants import wrapped
 from dpopt.engines import batches, promises
 from dpopt.gradients import Engine, PerExampleGrads, per_example_grads
 from dpopt.grouping import Groups as Groups
@@ -76,14 +78,20 @@ def per_user_grads(
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
     validate.one_of(("sum", "mean"), reduce=reduce)
 
-    def loss_of_user(params: PyTree, row: tuple[PyTree, jax.Array]) -> jax.Array:
+    make = functools.partial(_user_grads, reduce=reduce, engine=engine, microbatch_size=microbatch_size, memory=memory)
+    return wrapped(make, loss_fn)
+
+
+def _user_grads(
+    loss_fn: LossFn, *, reduce: str, engine: Engine, microbatch_size: int | None, memory: float
+) -> Callable[..., PerExampleGrads]:
+    def of_user(loss_fn: LossFn, params: PyTree, row: tuple[PyTree, jax.Array]) -> jax.Array:
         examples, counts = row
         losses = jax.vmap(loss_fn, in_axes=(None, 0))(params, examples)
         total = jnp.sum(jnp.where(counts, losses, 0))
         return total if reduce == "sum" else total / jnp.maximum(jnp.sum(counts), 1).astype(total.dtype)
 
-    takes_key = getattr(loss_fn, "takes_key", False)
-    cast(Any, loss_of_user).takes_key = takes_key
+    loss_of_user = wrapped(lambda loss_fn: functools.partial(of_user, loss_fn), loss_fn)
     of_rows = per_example_grads(loss_of_user, engine=engine, microbatch_size=microbatch_size, memory=memory)
 
     @validate.requires_mask
@@ -103,7 +111,7 @@ def per_user_grads(
         verification.verify_once(loss_of_user, params, _prepared(loss_fn, params, user_batches, None), **options)
 
     marked = cast(Any, promise)  # attributes read by train steps and by the training loop
-    marked.makes_promise, marked.takes_key, marked.verify = True, takes_key, verify
+    marked.makes_promise, marked.verify = True, verify
     return promise
 
 

@@ -3,8 +3,8 @@
 An attack that guesses right more often than the claimed epsilon allows has found a mistake: in the optimizer, in the
 sampling, in the data pipeline, in the account. One that does not has found none. There are two kinds:
 
-* in one run, with many canaries (`gradient_canaries`, `plant`, `one_run_bound`): as dear as training, and the only kind
-  for large models; shows about half of the truth or less;
+* in one run, with many canaries (`gradient_canaries`, `plant`, `one_run_bound`): as expensive as training, and the only
+  kind for large models; shows about half of the truth or less;
 * in many small runs, with one canary (`repeat`, `small_run`, `many_runs_bound`): nearly tight, for a small stand-in.
 
 `report` puts a bound beside the claim. `gaussian_estimate` and the bounds on mu assume a Gaussian mechanism.

@@ -1,5 +1,6 @@
 """What is asked of scores and of coins, by every estimate."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,14 @@ def scores_and_coins(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray
         finite = np.copysign(np.log1p(np.abs(scores)), scores)
         scores = np.where(np.isinf(scores), np.copysign(1_000.0, scores), finite)  # log of the largest float64: 710
     return scores, included
+
+
+def guesses(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Numbers of guesses to try, at least one pair."""
+    pairs = list(pairs)
+    if not pairs:
+        raise ValueError("guesses is empty: give at least one pair (guesses in, guesses out).")
+    return pairs
 
 
 def significance(value: float) -> None:

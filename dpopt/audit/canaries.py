@@ -25,7 +25,7 @@ from dpopt.common import validate
 from dpopt.common.types import LossFn
 from dpopt.federated import Clients
 from dpopt.grouping import Users
-from dpopt.run.data import rows_of
+from dpopt.run.data import like_rows, rows_of
 from dpopt.samplers.truncated import TruncatedPoisson
 
 
@@ -167,6 +167,11 @@ def plant(canaries: Any, loss_fn: LossFn, data: Any, num_examples: int, *, seed:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, example); got {loss_fn!r}.")
     validate.positive_int(num_examples=num_examples)
+    if getattr(data, "at_step", None) is not None:
+        raise TypeError(
+            "these data draw a whole batch anew at each step, which has no rows to plant canaries in. Use group(..., "
+            "how='sample'), which draws once."
+        )
     rows = rows_of(data, num_examples)
     if isinstance(canaries, Directions):
         loss, examples, count = with_gradients(loss_fn, canaries), None, len(canaries)
@@ -197,7 +202,7 @@ def plant(canaries: Any, loss_fn: LossFn, data: Any, num_examples: int, *, seed:
             return -canaries.along_all(jax.tree.map(lambda b, a: jnp.subtract(a, b), before, after))
         return loss_change(loss_fn, before, after, examples)
 
-    return Planted(loss, fetch, num_examples + count, included, scores, checksum.hexdigest())
+    return Planted(loss, like_rows(fetch, rows), num_examples + count, included, scores, checksum.hexdigest())
 
 
 def _chosen(number: np.ndarray, x: np.ndarray, canaries: np.ndarray) -> np.ndarray:

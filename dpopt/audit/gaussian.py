@@ -65,7 +65,7 @@ def one_run_mu(scores: Any, included: Any, *, significance: float = 0.05, guesse
     """
     scores, included = _checks.scores_and_coins(scores, included)
     _checks.significance(significance)
-    pairs = default_guesses(len(scores)) if guesses is None else list(guesses)
+    pairs = default_guesses(len(scores)) if guesses is None else _checks.guesses(guesses)
     best = 0.0
     for guesses_in, guesses_out in pairs:
         counts: dict[str, Any] = dict(

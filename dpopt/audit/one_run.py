@@ -140,9 +140,7 @@ def one_run_bound(
     scores, included = _checks.scores_and_coins(scores, included)
     _checks.significance(significance)
     canaries = len(scores)
-    pairs = default_guesses(canaries) if guesses is None else list(guesses)
-    if not pairs:
-        raise ValueError("guesses is empty: give at least one pair (guesses in, guesses out).")
+    pairs = default_guesses(canaries) if guesses is None else _checks.guesses(guesses)
     counts = [(right_guesses(scores, included, k_in, k_out), k_in + k_out) for k_in, k_out in pairs]
     delta, share = _checks.delta(delta), significance / len(pairs)
     epsilons = [

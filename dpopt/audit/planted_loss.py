@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dpopt.audit.directions import Directions
 from dpopt.common.types import LossFn
+from dpopt.constants import wrapped
 from dpopt.federated import Clients
 
 
@@ -28,7 +30,7 @@ def with_gradients(loss_fn: LossFn, directions: Directions) -> LossFn:
     [0.0, 9.0]
     """
 
-    def at_row(params: Any, row: Any) -> Any:
+    def at_row(loss_fn: LossFn, params: Any, row: Any) -> Any:
         example, number = _unpacked(row)
         found = loss_fn(params, example)
         value, *aux = found if isinstance(found, tuple) else (found,)
@@ -36,12 +38,12 @@ def with_gradients(loss_fn: LossFn, directions: Directions) -> LossFn:
         value = jnp.where(number >= 0, planted, value)
         return (value, *aux) if aux else value
 
-    return _like(at_row, loss_fn)
+    return wrapped(lambda loss_fn: functools.partial(at_row, loss_fn), loss_fn)
 
 
 def without_number(loss_fn: LossFn) -> LossFn:
     """A loss of rows, all of which are examples."""
-    return _like(lambda params, row: loss_fn(params, _unpacked(row)[0]), loss_fn)
+    return wrapped(lambda loss_fn: lambda params, row: loss_fn(params, _unpacked(row)[0]), loss_fn)
 
 
 def _unpacked(row: Any) -> tuple[Any, Any]:
@@ -50,11 +52,6 @@ def _unpacked(row: Any) -> tuple[Any, Any]:
         return row.example, row.canary
     row, key = row
     return (row.example, key), row.canary
-
-
-def _like(at_row: LossFn, loss_fn: LossFn) -> LossFn:
-    cast(Any, at_row).takes_key = getattr(loss_fn, "takes_key", False)  # `dpopt.train` asks
-    return at_row
 
 
 def loss_change(loss_fn: LossFn, before: Any, after: Any, examples: Any) -> jax.Array:

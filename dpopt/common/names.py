@@ -1,4 +1,4 @@
-"""Names for Optax transformations, which have none: the function that made them, or the parts of a chain."""
+"""Names for what has none: Optax transformations, and the first line of an error for a message about another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +17,11 @@ def name_of(update: Callable[..., Any]) -> str:
     if hasattr(held.get("inner"), "update"):  # a wrapper, such as masked
         return f"{name}({name_of(held['inner'].update)})"
     return name
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or the name of its type if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:

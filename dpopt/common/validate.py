@@ -94,6 +94,13 @@ def probability(**named: object) -> None:
     _check(named, lambda x: 0 < x <= 1, "lie in (0, 1]")
 
 
+def delta(value: float) -> None:
+    """Raises unless a delta lies in (0, 1)."""
+    positive(delta=value)
+    if value >= 1:
+        raise ValueError(f"delta must be below 1; got {value}.")
+
+
 def small_delta(delta: float, num_examples: int, *, stacklevel: int = 3) -> None:
     """Warns if ``delta >= 1 / num_examples``: such a delta protects nobody."""
     if delta * num_examples >= 1:
@@ -149,24 +156,24 @@ def one_of(choices: tuple[object, ...], **named: object) -> None:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 
 
-def prng_key(key: object) -> None:
-    """Raises unless ``key`` is one PRNG key: ``jax.random.key(seed)``, or the older uint32 array of shape (2,)."""
+def prng_key(key: object, name: str = "key") -> None:
+    """Raises unless the argument is one PRNG key: ``jax.random.key(seed)``, or the older uint32 array of shape (2,)."""
     advice = "pass one key made by jax.random.key(seed)"
     if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(f"key must be a JAX PRNG key; got {key!r} of type {type(key).__name__}: {advice}.")
+        raise TypeError(f"{name} must be a JAX PRNG key; got {key!r} of type {type(key).__name__}: {advice}.")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim != 0:
-            raise ValueError(f"key must be a single PRNG key; got an array of keys of shape {key.shape}: {advice}.")
+            raise ValueError(f"{name} must be a single PRNG key; got an array of keys of shape {key.shape}: {advice}.")
     elif key.dtype != np.uint32:
-        raise TypeError(f"key must be a JAX PRNG key; got an array of dtype {key.dtype}: {advice}.")
+        raise TypeError(f"{name} must be a JAX PRNG key; got an array of dtype {key.dtype}: {advice}.")
     elif key.ndim != 1:
-        raise ValueError(f"key must be a single PRNG key; got shape {key.shape}: {advice}.")
+        raise ValueError(f"{name} must be a single PRNG key; got shape {key.shape}: {advice}.")
     else:
         try:
             jax.random.wrap_key_data(jnp.asarray(key))  # its length depends on JAX's default generator
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"key must be a JAX PRNG key; got a uint32 array of shape {key.shape}: {advice}."
+                f"{name} must be a JAX PRNG key; got a uint32 array of shape {key.shape}: {advice}."
             ) from error
 
 

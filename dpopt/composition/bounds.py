@@ -48,9 +48,8 @@ def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: _Orders) -> _Cur
     if isinstance(event, dp.dp_event.RepeatAndSelectDpEvent):
         return _selected_curve(event, relation, orders)
     absl = logging.getLogger("absl")
-    level = absl.level
+    absl.addFilter(_is_error)  # dp_accounting warns about every order it skips, which is sound
     try:
-        absl.setLevel(logging.ERROR)  # dp_accounting warns about every order it skips, which is sound
         accountant = dp.rdp.RdpAccountant(orders, dp.NeighboringRelation[relation.name]).compose(event)
     except dp.UnsupportedEventError as error:
         raise ValueError(
@@ -58,12 +57,16 @@ def _renyi_curve(event: dp.DpEvent, relation: Relation, orders: _Orders) -> _Cur
             "for under add-or-remove-one, samples of fixed size under replace-one; a run cannot mix them."
         ) from error
     finally:
-        absl.setLevel(level)
+        absl.removeFilter(_is_error)
     used, curve = np.asarray(accountant.orders), np.asarray(accountant.rdp)
     # The divergence is the logarithm of a sum near 1, so a tiny one is lost in rounding, or even negative. Its rounding
     # error is added; an order at which cancellation was worse than that is unusable.
     error = _renyi_rounding(used)
     return used, np.where(curve < -error, np.inf, np.maximum(curve, 0) + error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _renyi_rounding(orders: np.ndarray) -> np.ndarray:
@@ -233,7 +236,21 @@ def _composed(event: dp.DpEvent, count: int, interval: float) -> _Distribution:
         step = dp.pld.privacy_loss_distribution.from_gaussian_mechanism(
             sigma, value_discretization_interval=interval, sampling_prob=q
         )
+    if _width(event) < interval:
+        return _doubled(step, count)
     return step if count == 1 else step.self_compose(count)
+
+
+def _doubled(step: _Distribution, count: int) -> _Distribution:
+    """``step.self_compose(count)`` for a grid that is coarse beside one step, whose loss has a point or a few.
+
+    dp_accounting would compose a single point with itself once for every step."""
+    if count == 1:
+        return step
+    half = _doubled(step, count // 2)
+    # Nothing is truncated: what is lost early would be multiplied.
+    even = half.compose(half, tail_mass_truncation=0)
+    return even.compose(step, tail_mass_truncation=0) if count % 2 else even
 
 
 _cached_composed = functools.lru_cache(maxsize=2 * MOST)(_composed)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dpopt.common.lazy import dp_accounting as dp
+from dpopt.composition.relation import Relation
 
 
 @functools.cache
@@ -119,6 +120,11 @@ def with_one_more(event: dp.DpEvent) -> dp.DpEvent:
 def is_replace_one(steps: Iterable[dp.DpEvent]) -> bool:
     """Whether any step is on a sample of fixed size, which is accounted for under replace-one."""
     return any(isinstance(e, dp.SampledWithoutReplacementDpEvent) for step in steps for e in everything_in(step))
+
+
+def relation_of(steps: Iterable[dp.DpEvent]) -> Relation:
+    """Which data sets are neighbours for a composition of these steps."""
+    return Relation.REPLACE_ONE if is_replace_one(steps) else Relation.ADD_OR_REMOVE_ONE
 
 
 def renyi_alone(steps: Iterable[dp.DpEvent]) -> str | None:

@@ -1,23 +1,24 @@
-"""Warnings, each issued once, that a loss is not computed the way that was requested."""
+"""Warnings, each issued once for every loss, that it is not computed the way that was requested."""
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
-_warned: set[str] = set()
+_warned: set[Any] = set()
 
 
-def warn_once(key: str, message: str) -> None:
-    if key not in _warned:
-        _warned.add(key)
+def warn_once(loss_fn: Callable[..., Any], key: str, message: str) -> None:
+    """Losses are told apart by where they are defined: a lambda written in a loop is one loss."""
+    reason = getattr(loss_fn, "__code__", None) or type(loss_fn), key
+    if reason not in _warned:
+        _warned.add(reason)
         warnings.warn(message, stacklevel=3)
 
 
-def to_vmap(key: str, reason: str) -> None:
+def to_vmap(loss_fn: Callable[..., Any], key: str, reason: str) -> None:
     warn_once(
+        loss_fn,
         key,
         f"{reason}. Falling back to engine='vmap', which gives the same result but forms every gradient; pass "
         "engine='vmap' to silence this warning.",
     )
-
-
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

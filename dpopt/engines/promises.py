@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from dpopt.common import trees
 from dpopt.common.lazy import ghost
+from dpopt.common.names import first_line
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.engines import explicit_axes, fallback, stacked, sums
@@ -44,7 +45,7 @@ class Rows(abc.ABC):
     has_aux: bool
     memory: float = 1.25
 
-    unit: ClassVar[str]
+    unit = ""  # what a row is: "example", "user" or "client"
 
     @property
     def like(self) -> PyTree:
@@ -58,13 +59,21 @@ class Rows(abc.ABC):
     def _value_and_grad(self, row: PyTree) -> tuple[PyTree, PyTree]:
         """Value and gradient of one row of the batch."""
 
-    def of_examples(self, function: Callable[..., PyTree], params: PyTree) -> Loss:
+    def of_examples(self, function: Callable[..., PyTree], params: PyTree) -> OtherLoss:
         """The same for another function, of parameters and the examples of a row."""
 
         def of_row(p: PyTree, row: Example) -> PyTree:
             return function(p, *self.examples(row))
 
-        return Loss(of_row, params, self.batch, self.batch_size, "auto", self.microbatch_size, has_aux=False)
+        size, engine = self.microbatch_size, self.engine
+        return OtherLoss(of_row, params, self.batch, self.batch_size, engine, size, False, self.memory, self.unit)
+
+    def aux_of_no_rows(self) -> PyTree:
+        """The auxiliary outputs for an empty batch, leaves ``(0, ...)``."""
+        if not self.has_aux:
+            return None
+        (_, aux), _ = jax.eval_shape(self._value_and_grad, trees.structs(self.batch, 1))
+        return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), aux)
 
     def gradients(self) -> PyTree:
         check_rows_are_independent(self._row_program)
@@ -83,6 +92,7 @@ class Rows(abc.ABC):
         custom = custom_batching(self._row_program)
         if custom is not None:
             fallback.warn_once(
+                self.loss_fn,
                 custom,
                 f"the gradients of this loss are taken one example after the other, which is slow: under vmap "
                 f"{custom} passes all examples to a function that might mix them.",
@@ -91,6 +101,7 @@ class Rows(abc.ABC):
         has_filters = any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(self._row_program.jaxpr))
         if has_filters and jax.device_count() > 1:
             fallback.warn_once(
+                self.loss_fn,
                 "conv_general_dilated",
                 "engine='vmap' takes the gradients of a loss with convolutions one example after the other where there "
                 "are several devices, which is slow: XLA leaves out rows of a batch that is divided among devices.",
@@ -102,8 +113,9 @@ class Rows(abc.ABC):
             raise
         except Exception as error:  # not an error of the loss: `_row_program` has traced one row
             fallback.warn_once(
+                self.loss_fn,
                 type(error).__name__,
-                f"vmap cannot take the gradients of this loss ({type(error).__name__}: {fallback.first_line(error)}). "
+                f"vmap cannot take the gradients of this loss ({type(error).__name__}: {first_line(error)}). "
                 "They are taken one example after the other, which is slow.",
             )
             return jax.lax.map(self._value_and_grad, batch)
@@ -146,7 +158,7 @@ class Rows(abc.ABC):
                 layer_axes=stacked.layer_axes(clip, self.params),
             )
         except ghost.CannotFollow as reason:
-            fallback.to_vmap(reason.primitive, str(reason))
+            fallback.to_vmap(self.loss_fn, reason.primitive, str(reason))
             return size, None
         return size // way.parts, way.plan
 
@@ -187,8 +199,9 @@ class Rows(abc.ABC):
         except Exception as error:
             result = by_vmap()  # raises again if it is the user's error
             fallback.to_vmap(
+                self.loss_fn,
                 type(error).__name__,
-                f"ghost clipping cannot run this loss ({type(error).__name__}: {fallback.first_line(error)})",
+                f"ghost clipping cannot run this loss ({type(error).__name__}: {first_line(error)})",
             )
             return result
         return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, ran.ok | ~mask, ran.remainder)
@@ -242,3 +255,10 @@ class Loss(Rows):
 
     def _value_and_grad(self, row: Example) -> tuple[PyTree, PyTree]:
         return jax.value_and_grad(self.loss_fn, has_aux=self.has_aux)(self.params, row)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherLoss(Loss):
+    """Another function of the same rows, which are what they were."""
+
+    unit: str = "example"

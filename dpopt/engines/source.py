@@ -1,6 +1,7 @@
 """What `dpopt.gradients.PerExampleGrads` needs of the place that its gradients come from.
 
-Implemented by `dpopt.engines.promises.Loss`, `dpopt.engines.stacked.Stacked` and `dpopt.engines.stand_in.StandIn`.
+Implemented by the subclasses of `dpopt.engines.promises.Rows`, by `dpopt.engines.stacked.Stacked` and by
+`dpopt.engines.stand_in.StandIn`.
 """
 
 from collections.abc import Callable

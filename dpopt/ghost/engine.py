@@ -36,7 +36,7 @@ from dpopt.ghost.weighted_sum import weighted_sum
 
 
 class GhostResult(NamedTuple):
-    """The result of :func:`clipped_sum`. Everything but ``sum`` is per example, hence private."""
+    """The result of `clipped_sum`. Everything but ``sum`` is per example, hence private."""
 
     sum: PyTree  # like params; at least float32
     leaf_norms: PyTree  # like params, leaves [B]; at least float32
@@ -55,14 +55,14 @@ def plan_clipped_sum(
     offset: PyTree = None,
     has_aux: bool = False,
 ) -> Plan:
-    """Traces the loss and plans the norms, without computing anything. See :func:`clipped_sum` for arguments.
+    """Traces the loss and plans the norms, without computing anything. See `clipped_sum` for arguments.
 
     ``plan.prefers_vmap`` is True if plain per-example gradients should be faster.
 
     *Privacy*: Reads shapes only.
 
     Raises:
-      CannotFollow: the loss cannot be traced; the exception names the primitive.
+        CannotFollow: the loss cannot be traced; the exception names the primitive.
     """
     example = structs(batch, 1)
     sizes = {x.shape[0] for x in jax.tree.leaves(batch)}
@@ -98,29 +98,29 @@ def clipped_sum(
     """Sum over examples of ``c_i (S g_i + o)``, without forming the gradients ``g_i``.
 
     Args:
-      loss_fn: ``loss_fn(params, example) -> scalar``, or ``(scalar, aux)`` with ``has_aux``.
-      params: pytree of arrays.
-      batch: pytree whose leaves have a leading axis of B examples.
-      coefficients: maps per-example norms (like params, leaves ``[B]``, infinite where a gradient is not finite) to
-        clip coefficients (like params, leaves ``[B]``). Returning one array for several parameters saves work.
-      mask: ``[B]`` bool; a False example contributes exactly zero.
-      scale: S, like params, each leaf of a shape that broadcasts to that of its parameter.
-      offset: o, with shapes like S.
-      has_aux: whether ``loss_fn`` also returns auxiliary data.
-      plan: a plan from :func:`plan_clipped_sum` for the same arguments, to save a second trace.
-      limits: for each parameter in ``plan.single``, its clip norm: ``coefficients`` has to return
-        ``min(1, limit / norm)`` for it.
-      layer_axes: per parameter, how many axes index layers that are clipped separately (norms are ``[B, layers]``).
+        loss_fn: ``loss_fn(params, example) -> scalar``, or ``(scalar, aux)`` with ``has_aux``.
+        params: pytree of arrays.
+        batch: pytree whose leaves have a leading axis of B examples.
+        coefficients: maps per-example norms (like params, leaves ``[B]``, infinite where a gradient is not finite) to
+            clip coefficients (like params, leaves ``[B]``). Returning one array for several parameters saves work.
+        mask: ``[B]`` bool; a False example contributes exactly zero.
+        scale: S, like params, each leaf of a shape that broadcasts to that of its parameter.
+        offset: o, with shapes like S.
+        has_aux: whether ``loss_fn`` also returns auxiliary data.
+        plan: a plan from `plan_clipped_sum` for the same arguments, to save a second trace.
+        limits: for each parameter in ``plan.single``, its clip norm: ``coefficients`` has to return
+            ``min(1, limit / norm)`` for it.
+        layer_axes: per parameter, how many axes index layers that are clipped separately (norms are ``[B, layers]``).
 
     Returns:
-      A :class:`GhostResult`.
+        A `GhostResult`.
 
     *Privacy*: ``sum`` has the sensitivity that ``coefficients`` enforces: every example is multiplied by its
       own ``c_i``, and one whose gradient is not finite contributes zero. Nothing here has noise added;
       norms, losses and aux are per example and must not be released.
 
     Raises:
-      CannotFollow: the loss cannot be traced; raised before anything is computed.
+        CannotFollow: the loss cannot be traced; raised before anything is computed.
 
     >>> import jax.numpy as jnp
     >>> clip = lambda norm: jnp.minimum(1.0, 1.0 / norm)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from dpopt.common import trees
+from dpopt.common import trees, validate
 from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines.stacked import ClipFunction, layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
@@ -113,14 +113,17 @@ def explain(
     """Prints and returns how the ghost engine would clip this loss.
 
     Args:
-      loss_fn: ``loss_fn(params, example) -> scalar``.
-      params: pytree of arrays.
-      example: one example; only shapes matter.
-      batch_size: examples in a batch.
-      scale: the pre-clip diagonal, if there is one.
-      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
-      clip: the clip function, if it clips parameters or layers separately (`dpopt.GroupClip`, `dpopt.LayerwiseClip`).
-      memory: as for `dpopt.per_example_grads`.
+        loss_fn: ``loss_fn(params, example) -> scalar``.
+        params: pytree of arrays.
+        example: one example; only shapes matter.
+        batch_size: examples in a batch.
+        scale: the pre-clip diagonal, if there is one.
+        has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
+        clip: the clip function, if it clips parameters or layers separately (`dpopt.GroupClip`, `dpopt.LayerwiseClip`).
+        memory: as for `dpopt.per_example_grads`.
+
+    Raises:
+        CannotFollow: the loss cannot be traced; ValueError, TypeError: for a bad argument.
 
     *Privacy*: Uses shapes only; no private data is read.
 
@@ -138,6 +141,8 @@ def explain(
     <BLANKLINE>
     engine='auto' takes vmap: all gradients of the batch together take at most 64 kB, where both engines run in microseconds, whatever the table says, and vmap compiles faster.
     """  # noqa: E501
+    validate.positive_int(batch_size=batch_size)
+    validate.positive(memory=memory)
     example = trees.structs(example)
     plan = plan_example(loss_fn, params, example, batch_size, scale, None, has_aux)
     limits, axes = ((), ()) if clip is None else (own_clip_norms(clip, params), layer_axes(clip, params))

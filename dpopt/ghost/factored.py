@@ -29,7 +29,7 @@ def factored(
     if any(value is None for value in fixed.values()):
         return None
     weight, x, out = inputs[position], inputs[moving[0]], outputs[0]
-    use = rules.Use(eqn.params, position, moving[0], fixed, weight.shape, x.shape, out.shape)
+    use = rules.Use(eqn.params, position, moving[0], weight.shape, x.shape, out.shape)
     factors = rules.factors_for(eqn.primitive, use)
     if factors is None:
         return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
+from dpopt.common.names import first_line
+
 
 class CannotFollow(Exception):
     """The ghost engine cannot trace this loss; ``primitive`` names the operation or the error that stopped it."""
@@ -23,4 +25,4 @@ def planning() -> Generator[None]:
     except CannotFollow:
         raise
     except Exception as error:
-        raise CannotFollow(type(error).__name__, str(error).partition("\n")[0], error) from error
+        raise CannotFollow(type(error).__name__, first_line(error), error) from error

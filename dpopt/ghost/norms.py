@@ -34,7 +34,6 @@ from dpopt.ghost.standardized import Coefficients, PerFilter
 _Folded: TypeAlias = Float[Array, "K N a p"]
 _Input: TypeAlias = Shaped[Array, " ..."]
 _Cotangent: TypeAlias = Float[Array, " ..."]
-_Norms: TypeAlias = Float[Array, " batch"]
 
 
 class Group(NamedTuple):

@@ -109,7 +109,7 @@ class _Rule:
         def backward(kept: list[jax.Array], cotangents: list[jax.Array]) -> Sequence[jax.Array]:
             return jax.tree.unflatten(structures[0], kept)(cotangents)
 
-        second = _inlined(jax.make_jaxpr(backward)(kept, outs))
+        second = inlined(jax.make_jaxpr(backward)(kept, outs))
         filters = any(e.primitive is primitives.CONVOLUTION for p in (first, second) for e in equations(p.jaxpr))
         return cls(forward, second, len(kept), filters)
 
@@ -186,7 +186,7 @@ class _Rule:
         return list(jax.linear_transpose(ended, *shapes)(weight))
 
 
-def _inlined(closed: Any) -> Any:
+def inlined(closed: Any) -> Any:
     """A jaxpr without calls."""
 
     def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

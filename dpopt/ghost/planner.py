@@ -46,8 +46,8 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     """Chooses a method for every parameter.
 
     Args:
-      scaled: per parameter, whether a diagonal (not a mere number) multiplies its gradient.
-      shifted: whether an offset is added to the gradients.
+        scaled: per parameter, whether a diagonal (not a mere number) multiplies its gradient.
+        shifted: whether an offset is added to the gradients.
     """
     uses: list[list[Contact]] = [[c for c in trace.contacts if i in c.weight.leaves] for i in range(len(trace.leaves))]
     chosen = [_leaf_plan(trace, leaf, contacts, scaled[leaf], shifted) for leaf, contacts in enumerate(uses)]

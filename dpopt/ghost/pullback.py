@@ -5,19 +5,17 @@ This map is linear in the cotangent and the same for all examples, so a weighted
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from dpopt.ghost.column_norms import row_norms
 from dpopt.ghost.program import Trace
 from dpopt.ghost.values import Contact
 
-_PROBES = 3
 # From gradients with respect to weights to those with respect to parameters.
 Pull: TypeAlias = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
@@ -63,27 +61,7 @@ class PullBack:
         return jax.jvp(self._weights(contacts, [leaf]), ([self.wide[leaf]],), ([tangent],))[1]
 
     def gains(self, leaf: int, scale: jax.Array | None, contacts: Sequence[Contact]) -> list[jax.Array]:
-        """The factor from each entry of the weights' gradients to ``S g``, estimated: column norms of the map between.
-
-        They are the largest of the transpose of that map, applied to random signs a few times.
-        """
+        """The factor from each entry of the weights' gradients to ``S g``, estimated (`row_norms`)."""
         weights, x = self._weights(contacts, [leaf]), self.wide[leaf]
         _, push = jax.linearize(lambda x: weights([x]), x)
-
-        def probe(number: jax.Array) -> list[jax.Array]:
-            signs = _signs(x.shape, number).astype(x.dtype)
-            return [jnp.abs(w) for w in push(signs if scale is None else signs * scale)]
-
-        # Behind a barrier the numbers are not constant, so XLA compiles the same kernels for each, and folds none.
-        numbers = lax.optimization_barrier(jnp.arange(_PROBES, dtype=jnp.uint32))
-        return [functools.reduce(jnp.maximum, own) for own in zip(*map(probe, numbers), strict=True)]
-
-
-def _signs(shape: Sequence[int], number: jax.Array) -> jax.Array:
-    """Pseudorandom signs: one bit of a hash of the index. (Random bits take XLA longer to compile.)"""
-    index = jnp.zeros(shape, jnp.uint32)
-    for axis, length in enumerate(shape):
-        index = index * np.uint32(length) + lax.broadcasted_iota(jnp.uint32, shape, axis)
-    for multiplier in (0x7FEB352D, 0x846CA68B):
-        index = (index ^ (index >> 16)) * np.uint32(multiplier)
-    return 1 - 2 * ((index >> (16 + number)) & 1).astype(jnp.int32)
+        return row_norms(push, jnp.ones_like(x) if scale is None else jnp.broadcast_to(scale, x.shape).astype(x.dtype))

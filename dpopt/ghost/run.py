@@ -50,7 +50,7 @@ class Run:
         Cotangents of table rows are scaled. Contacts with hooks (hooks.py) are not among those seen.
 
         Args:
-          in_place: the batch as it is, where ``batch`` is without what padding holds (`Record`)."""
+            in_place: the batch as it is, where ``batch`` is without what padding holds (`Record`)."""
         static, hooks = self.trace.run_prologue(self.leaves), hooks or {}
         keep = jnp.where(mask, 1.0, 0.0)
         contacts = [c for c in self.trace.contacts if c not in hooks]

@@ -69,7 +69,7 @@ def scale_by_either(
 
 def clip_ratio(adaptive: float | jax.Array, plain: float | jax.Array) -> float | jax.Array:
     """``adaptive / plain`` for two clip norms; 1 if both are infinite, an error if only one is."""
-    validate.positive(allow_inf=True, adaptive_l2_clip_norm=adaptive)
+    validate.positive(allow_inf=True, l2_clip_norm=plain, adaptive_l2_clip_norm=adaptive)
     infinite = [validate.concrete(c) == math.inf for c in (plain, adaptive)]
     if all(infinite):
         return 1.0  # no clip in either phase; inf / inf would be NaN

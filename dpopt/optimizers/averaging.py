@@ -67,7 +67,6 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformation:
         average = jax.tree.map(lambda a, p: a + (1 - d).astype(a.dtype) * (p.astype(a.dtype) - a), state.average, new)
         return updates, AverageState(count, average)
 
-    update.__qualname__ = "average_params"  # the name in messages and printed plans
     return optax.GradientTransformation(init, update)
 
 

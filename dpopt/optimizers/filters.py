@@ -6,9 +6,10 @@ less, since its low frequencies are already small.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import optax
 
 from dpopt.common import trees, validate
 from dpopt.common.types import Example, LossFn, PyTree
+from dpopt.constants import wrapped
 
 _MOST_AMPLIFICATION = 100.0
 
@@ -188,7 +190,7 @@ def look_ahead(
     validate.positive(gamma=gamma)
     share = (1 - kappa) / (kappa * gamma)
 
-    def loss(params: optax.Params, example: Example) -> jax.Array:
+    def weighted(loss_fn: LossFn, params: optax.Params, example: Example) -> jax.Array:
         ahead = jax.tree.map(lambda p, d: p + jnp.asarray(gamma * jax.lax.stop_gradient(d), p.dtype), params, move)
         if math.isclose(share, 1.0):
             return loss_fn(ahead, example)
@@ -196,5 +198,4 @@ def look_ahead(
             return loss_fn(params, example)
         return share * loss_fn(ahead, example) + (1 - share) * loss_fn(params, example)
 
-    cast(Any, loss).takes_key = getattr(loss_fn, "takes_key", False)  # read by `dpopt.train`
-    return loss
+    return wrapped(lambda loss_fn: functools.partial(weighted, loss_fn), loss_fn)

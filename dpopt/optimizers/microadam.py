@@ -98,7 +98,7 @@ def scale_by_micro_adam(
     ([0.0, -1.0, 0.0, 0.0], [1.0, 0.0, 2.0, 3.0])
     """
     if rounding_key is not None:
-        validate.prng_key(rounding_key)
+        validate.prng_key(rounding_key, "rounding_key")
         if quantization_bits is None:
             raise ValueError("rounding_key is for rounding codes; with quantization_bits=None there are none to round.")
     rule = _LeafRule(b1, b2, eps, density, memory_size, quantization_bits, bucket_size, block_size, bias_correction)

@@ -82,6 +82,7 @@ def scale_by_muon_bc(
     >>> rule = scale_by_muon_bc(key=jax.random.key(1))
     >>> optimizer = dpopt.chain(core, rule, optax.scale_by_learning_rate(0.02))
     """
+    validate.prng_key(key)
     validate.fraction(beta=beta)
     validate.positive_int(ns_steps=ns_steps)
     orthogonal = contrib.muon(-1.0, ns_steps=ns_steps, beta=0.0, nesterov=False)

@@ -199,7 +199,7 @@ def precondition(preconditioner: Preconditioner) -> optax.GradientTransformation
     check_methods(preconditioner)
 
     def update_fn(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
-        if preconditioner.needs_feedback:
+        if getattr(preconditioner, "needs_feedback", True):
             raise ValueError(
                 f"{type(preconditioner).__name__} needs the private gradient of each step, and optax.chain cannot pass "
                 "it back. Build the optimizer with dpopt.chain(...)."

@@ -150,7 +150,7 @@ class PublicMoments(Preconditioner):
         del params, extra_args
         g = checked_public_grads(public_grads, state.v)
         v = next_second_moment(self.rule, state.v, jax.tree.map(jnp.square, g), self.decay)
-        m = state.m if self.rule != "adam" else next_second_moment("rmsprop", state.m, g, self.b1)
+        m = state.m if self.rule != "adam" else jax.tree.map(lambda m, g: update_average(m, g, self.b1), state.m, g)
         # A NaN would stay in the moments and silently drop every private example from then on.
         is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((v, m))]))
         state = optax.tree.where(is_finite, PublicMomentsState(v, m), state)

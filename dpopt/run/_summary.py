@@ -51,7 +51,7 @@ def _stage_name(transformation: Any) -> str:
 
 def _sensitivity(plan: Plan, stages: tuple[Any, ...]) -> str:
     makers = (getattr(getattr(s, "stage", None), "preconditioner", None) for s in stages)
-    norm = "".join(getattr(m, "clip_norm", "") for m in makers)
+    norm = "".join(getattr(m, "sensitivity_note", "") for m in makers)
     return f"{plan.sensitivity:g}{norm} (L2, add or remove one {plan.optimizer.privacy.unit})"
 
 

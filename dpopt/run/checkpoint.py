@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpopt.common import validate
+from dpopt.common.names import first_line
 from dpopt.ledger import Ledger
 from dpopt.run import _orbax, identity
 from dpopt.run.journal import Journal, JournalError, check_identity
@@ -155,7 +156,7 @@ class Checkpointer:
             except JournalError:
                 raise
             except Exception as error:  # orbax, tensorstore and the file system raise many types
-                damage.append(f"{position}: {_first_line(error, 200)}")
+                damage.append(f"{position}: {first_line(error)[:200]}")
                 continue
             check_identity(described["identity"], run, f"checkpoint {position} of {self.directory}")
             self._check_journal(described, journal)
@@ -215,7 +216,7 @@ class Checkpointer:
             yield
         except Exception as error:
             raise CheckpointError(
-                f"a checkpoint in {self.directory} could not be written: {_first_line(error, 300)}. The ledger and "
+                f"a checkpoint in {self.directory} could not be written: {first_line(error)[:300]}. The ledger and "
                 "earlier checkpoints are unaffected: make room and start the run again."
             ) from error
 
@@ -234,7 +235,3 @@ class Checkpointer:
         except CheckpointError:
             if kind is None:  # an earlier error must not be hidden
                 raise
-
-
-def _first_line(error: Exception, most: int) -> str:
-    return str(error).splitlines()[0][:most] if str(error) else type(error).__name__

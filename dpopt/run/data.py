@@ -60,6 +60,18 @@ def check_parts(rows: Rows, sampler: object) -> None:
         )
 
 
+def like_rows(fetch: Rows, rows: Rows) -> Rows:
+    """``fetch``, made from ``rows``, whose row numbers depend on each other if those do (`check_parts`).
+
+    *Privacy*: without it, data that samplers of parts refuse would be taken once they are wrapped.
+
+    >>> like_rows(lambda indices: indices, lambda indices: indices).are_ranks
+    False
+    """
+    cast(Any, fetch).are_ranks = getattr(rows, "are_ranks", False)
+    return fetch
+
+
 def read(rows: Callable[..., Batch], step: int, indices: np.ndarray) -> Batch:
     """The batch of a step, also from data that change with the step (`dpopt.users.UserBatches`)."""
     at_step = getattr(rows, "at_step", None)
@@ -99,8 +111,9 @@ def _check_leaf(leaf: Any, name: str, num_examples: int) -> None:
         )
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         kind = type(leaf).__name__
+        article = "an" if kind[0].lower() in "aeiou" else "a"
         raise TypeError(
-            f"{name} is {'an' if kind[0] in 'aeiou' else 'a'} {kind}. Data are arrays with a row for every example "
+            f"{name} is {article} {kind}. Data are arrays with a row for every example "
             "(for a list: np.asarray), a source of examples with a length and integer indices, or a function from row "
             "numbers, (B,) integers, to a batch."
         )

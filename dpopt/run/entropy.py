@@ -19,7 +19,9 @@ from jax.experimental import multihost_utils
 from dpopt.common.types import PyTree
 from dpopt.correlated.noise import AddCorrelatedNoiseState
 from dpopt.engines.batches import is_key
+from dpopt.keys import secret_words
 from dpopt.noise import AddGaussianNoiseState
+from dpopt.run.identity import is_noise_state
 from dpopt.run.journal import Journal
 from dpopt.run.state import Segment
 
@@ -38,8 +40,7 @@ def draw() -> np.ndarray:
     >>> draw().shape, bool((draw() == draw()).all())
     ((10,), False)
     """
-    words = np.frombuffer(secrets.token_bytes(40), np.uint32)
-    return words if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(words))
+    return secret_words(10, shared=True)
 
 
 def new_segment(seed: int, words: np.ndarray) -> Segment:
@@ -66,7 +67,7 @@ def noise_states(opt_state: PyTree) -> list[AddGaussianNoiseState | AddCorrelate
     >>> len(noise_states((add_gaussian_noise(1.0, jax.random.key(0)).init(None),)))
     1
     """
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_noise) if _is_noise(x)]
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_noise_state) if is_noise_state(x)]
 
 
 def with_fresh_noise(opt_state: PyTree, words: np.ndarray, queries: int) -> PyTree:
@@ -96,18 +97,14 @@ def with_fresh_noise(opt_state: PyTree, words: np.ndarray, queries: int) -> PyTr
         )
 
     def renew(x: Any) -> Any:
-        if not _is_noise(x):
+        if not is_noise_state(x):
             return x
         key = jax.random.fold_in(x.key, _SEGMENT)
         for word in words[2:6]:
             key = jax.random.fold_in(key, jnp.uint32(word))
         return x.renewed(key)
 
-    return jax.tree.map(renew, opt_state, is_leaf=_is_noise)
-
-
-def _is_noise(x: Any) -> bool:
-    return isinstance(x, AddGaussianNoiseState | AddCorrelatedNoiseState)
+    return jax.tree.map(renew, opt_state, is_leaf=is_noise_state)
 
 
 def claim(opt_state: PyTree, journal: Journal) -> None:
@@ -142,6 +139,22 @@ def claim(opt_state: PyTree, journal: Journal) -> None:
                 "(dpopt.secure_key(), or jax.random.split of one key), or continue the first run: with its plan, or "
                 "its checkpointer."
             )
+
+
+def release(journal: Journal) -> None:
+    """Forgets the keys of a run that never took a step, so that another run may start with them.
+
+    *Privacy*: such a run has released nothing; one that was charged for a step keeps its keys.
+
+    >>> from dpopt import add_gaussian_noise
+    >>> state, first = add_gaussian_noise(1.0, jax.random.key(54321)).init(None), Journal()
+    >>> claim(state, first)
+    >>> release(first)
+    >>> claim(state, Journal())
+    """
+    if not journal.ledger.steps:
+        for fingerprint in [f for f, run in _runs.items() if run == journal.run]:
+            del _runs[fingerprint]
 
 
 def agree(facts: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from dpopt.common import validate
 from dpopt.keys import example_keys
 from dpopt.run._types import RunSampler
-from dpopt.run.data import Data, Rows, check_parts, read, rows_of
+from dpopt.run.data import Data, Rows, check_parts, like_rows, read, rows_of
 from dpopt.run.sharding import along_rows
 
 _Item = TypeVar("_Item")
@@ -59,7 +59,7 @@ class Steps(Sequence[Any]):
         if stop <= start:
             raise ValueError(f"stop must exceed start; got start {start}, stop {stop}.")
         if example_key is not None:
-            validate.prng_key(example_key)
+            validate.prng_key(example_key, "example_key")
             if data is None:
                 raise ValueError("example_key makes keys for rows, and there are no rows without data.")
         self.sampler, self.start, self.stop, self.example_key = sampler, start, stop, example_key
@@ -155,4 +155,4 @@ def sharded_rows(data: Data, num_examples: int, mesh: Mesh, axes: str | Sequence
 
         return jax.tree.map(whole, *(read[str(part)] for (part,) in own.values()))
 
-    return fetch
+    return like_rows(fetch, rows)

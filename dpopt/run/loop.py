@@ -160,12 +160,15 @@ def train(
     options_of_run = [target, replay, repr(run.limit), saving, eval_fn is not None, eval_every]
     _resume.agree_on_plan(plan, state, run.constants, description, options_of_run)
     with _resume.opened(plan.journal, checkpointer, run.identity):
-        if state.update == 0 and state.segment is None:
-            entropy.claim(state.opt_state, plan.journal)
-            restored = None if checkpointer is None else checkpointer.restore(state, plan.journal, run.identity)
-            state = state if restored is None else restored.state
-        check = _engine_check(loss_fn, plan.optimizer, state.params, **options) if verify else None
-        return run.to(target, state, check)
+        try:
+            if state.update == 0 and state.segment is None:
+                entropy.claim(state.opt_state, plan.journal)
+                restored = None if checkpointer is None else checkpointer.restore(state, plan.journal, run.identity)
+                state = state if restored is None else restored.state
+            check = _engine_check(loss_fn, plan.optimizer, state.params, **options) if verify else None
+            return run.to(target, state, check)
+        finally:
+            entropy.release(plan.journal)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,11 +58,10 @@ class Budget:
     earlier: dp_accounting.DpEvent | None = None
 
     def __post_init__(self):
-        validate.positive(epsilon=self.epsilon, delta=self.delta)
+        validate.positive(epsilon=self.epsilon)
+        validate.delta(self.delta)
         for name in ("epsilon", "delta"):
             object.__setattr__(self, name, float(getattr(self, name)))
-        if self.delta >= 1:
-            raise ValueError(f"delta must be below 1; got {self.delta}.")
         validate.one_of(("pld", "rdp"), accountant=self.accountant)
         if self.earlier is not None:
             events.check(self.earlier)

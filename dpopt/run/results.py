@@ -90,20 +90,23 @@ class TrainResult:
         """Their average over the steps, in the same dtypes, if the optimizer has a `dpopt.average_params` in it."""
         return averaged_params(self.state.opt_state, self.state.params)
 
-    def epsilon(self, *, delta: float | None = None, accountant: accounting.Accountant = "pld") -> float:
+    def epsilon(self, *, delta: float | None = None, accountant: accounting.Accountant | None = None) -> float:
         """Epsilon of everything that was spent.
 
         Warns (UserWarning) if a given delta is not below one over the number of examples.
 
         Args:
             delta: None for the budget's.
-            accountant: see `dpopt.epsilon`.
+            accountant: as for `statement`.
 
         Raises:
             ValueError: if no delta is set anywhere.
         """
         event = events.following(self.earlier, self.ledger.event)
-        return accounting.epsilon_of_event(event, delta=self._delta(delta), accountant=accountant)
+        delta = self._delta(delta)
+        return accounting.epsilon_of_event(
+            event, delta=delta, accountant=accountant or accounting.accountant_for(event)
+        )
 
     def statement(self, *, delta: float | None = None, accountant: accounting.Accountant | None = None) -> Statement:
         """The guarantee of the run, including lost steps, for a paper or a file (`dpopt.run.statement`).
@@ -175,7 +178,7 @@ def make_result(
         lost=ledger.steps - max(now.update, paid),
         unit=plan.optimizer.privacy.unit,
         history=history,
-        delta=None if plan.budget is None else plan.budget.delta,
+        delta=None if limit is None else limit.delta,
         num_examples=plan.sampler.num_examples,
         correlation=plan.optimizer.privacy.correlation,
         earlier=None if limit is None else limit.earlier,

@@ -6,6 +6,7 @@ is drawn once, after the clipped sum has been added up over devices.
 """
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -95,7 +96,7 @@ def along_rows(x: ArrayLike, mesh: Mesh, axes: str | Sequence[str] | None = None
     True
     """
     name, count = _chosen(mesh, axes)
-    shape = (x,) if isinstance(x, int) else np.shape(x)
+    shape = (x,) if isinstance(x, numbers.Integral) else np.shape(x)
     if not shape or shape[0] % count:
         raise ValueError(
             f"a batch of shape {shape} cannot be split over {count} devices: make pad_to of the sampler a multiple of "

@@ -76,12 +76,11 @@ class Statement:
     def relation(self) -> Relation:
         """Which data sets are neighbours."""
         events.check(self.event)
-        replaces = events.is_replace_one(events.flattened(self.event))
-        return Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE
+        return events.relation_of(events.flattened(self.event))
 
     def epsilons(self, deltas: Sequence[float] = ()) -> dict[float, float]:
         """Epsilon at several deltas (by default `delta` and three smaller ones); all of them hold at once."""
-        deltas = deltas or [self.delta * 10.0**-n for n in range(4)]
+        deltas = [self.delta * 10.0**-n for n in range(4)] if len(deltas) == 0 else deltas
         return {d: accounting.epsilon_of_event(self.event, delta=d, accountant=self.accountant) for d in deltas}
 
     def true_positive_rates(self, false_positive_rates: Sequence[float]) -> list[float]:
@@ -112,7 +111,7 @@ class Statement:
             "relation": self.relation.name.lower(),
             "unit": self.unit,
             "accountant": self.accountant,
-            "epsilons": {f"{delta:.3g}": found for delta, found in self.epsilons().items()},
+            "epsilons": {_up(delta): found for delta, found in self.epsilons().items()},
             "event": events.to_json(self.event),
             "software": _software(),
         }
@@ -141,7 +140,7 @@ class Statement:
             ("unit, relation", neighbours),
             ("mechanism", self._mechanism(neighbours)),
             ("accountant", f"dp_accounting {metadata.version('dp-accounting')}, {_BOUNDS[self.accountant]}"),
-            ("best attack", ", ".join(f"detects {tpr:.1%} at {fpr:.1%} false alarms" for fpr, tpr in found)),
+            ("best attack", ", ".join(f"detects {_up(100 * tpr)}% at {100 * fpr:g}% false alarms" for fpr, tpr in found)),
             ("assumed public", "; ".join(PUBLIC)),
             ("not covered", "; ".join(not_covered)),
             ("software", ", ".join(f"{name} {version}" for name, version in _software().items())),
@@ -191,12 +190,10 @@ def state(
     >>> state(dp_accounting.GaussianDpEvent(2.0), delta=1e-6).relation.name
     'ADD_OR_REMOVE_ONE'
     """
-    validate.positive(delta=delta)
-    if delta >= 1:
-        raise ValueError(f"delta must be below 1; got {delta}.")
+    validate.delta(delta)
     events.check(event)
     if accountant is None:
-        accountant = "pld" if events.renyi_alone(events.flattened(event)) is None else "rdp"
+        accountant = accounting.accountant_for(event)
     statement = Statement(event=event, delta=float(delta), unit=unit, accountant=accountant, correlation=correlation)
     statement.epsilon  # noqa: B018  what cannot be accounted for fails here
     return statement

@@ -48,6 +48,8 @@ noise_multiplier=2.0)
     def __post_init__(self):
         validate.positive_int(num_examples=self.num_examples, max_batch_size=self.max_batch_size)
         validate.probability(sampling_prob=self.sampling_prob)
+        for name in ("num_examples", "sampling_prob", "max_batch_size"):
+            object.__setattr__(self, name, validate.plain(getattr(self, name)))
 
     def event(self, step_event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
         """The event of a step on a sample. Its queries are merged, since all of them read the same sample."""
@@ -134,10 +136,9 @@ def ample_batch_size(
     from scipy import stats
 
     validate.positive_int(num_examples=num_examples, steps=steps)
-    validate.positive(expected_batch_size=expected_batch_size, delta=delta)
+    validate.positive(expected_batch_size=expected_batch_size)
+    validate.delta(delta)
     validate.probability(share=share)
     if expected_batch_size > num_examples:
         raise ValueError(f"expected_batch_size {expected_batch_size} exceeds num_examples {num_examples}.")
-    if delta >= 1:
-        raise ValueError(f"delta must be below 1; got {delta}.")
     return 1 + int(stats.binom.isf(share * delta / steps, num_examples, expected_batch_size / num_examples))

@@ -157,14 +157,15 @@ def _warn_if_open(path: Path) -> None:
     if mode & 0o077:
         warnings.warn(
             f"other users may enter {path} (mode {mode:o}), and a search's directory is secret: names and dates of its "
-            f"files tell of trials that are not released, and who may write there has their code run. chmod 700 {path}",
+            f"files tell of trials that are not released, and anyone who can write there can execute code. chmod 700 "
+            f"{path}",
             stacklevel=2,
         )
 
 
 def _refuse_another(path: Path, identity: dict[str, Any]) -> None:
-    """In the words of a search; a journal would speak of runs and plans."""
-    with contextlib.suppress(FileNotFoundError, journal_file.Damaged):  # of damage `Journal.attach` tells
+    """Phrases the error for a search; the journal's own speaks of runs and plans."""
+    with contextlib.suppress(FileNotFoundError, journal_file.Damaged):  # `Journal.attach` reports damage
         header = journal_file.read(path / _COST).header
         lines = "" if header is None else journal_file.differences(header["identity"], identity)
         if lines:

@@ -1,4 +1,4 @@
-"""What says which trial of a private search is the best, and what saying so costs."""
+"""How the trials of a private search are scored, and what a score costs."""
 
 from __future__ import annotations
 

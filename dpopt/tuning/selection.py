@@ -18,7 +18,6 @@ from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.composition import bounds
 from dpopt.ledger import Ledger
-from dpopt.privacy import Relation
 from dpopt.run.results import TrainResult
 from dpopt.run.statement import Statement, state
 from dpopt.tuning._files import Directory, Memory, Progress
@@ -128,7 +127,7 @@ def repeat_and_select(
             parameters are kept, and its ledger is compared with ``event``.
         settings: what to draw from, uniformly and with replacement: anything that JSON can hold.
         event: what one trial's training costs at most (such as ``plan.event``), without its score; or a function that
-            says so for each setting, of which the dearest is charged.
+            says so for each setting, of which the most expensive is charged.
         score: a `PublicScore` or a `PrivateScore`; the largest wins, of equal ones the first.
         num_trials: the distribution of their number.
         key: secret; the number of trials, their settings and their keys follow from it.
@@ -168,7 +167,8 @@ def repeat_and_select(
     _check_plain(settings=settings, identity=identity)
     validate.prng_key(key)
     validate.positive_int(num_examples=num_examples)
-    of_training = _dearest(event, settings)
+    num_examples = int(num_examples)
+    of_training = _most_expensive(event, settings)
     whole = num_trials.event(_trial_event(of_training, score))
     ledger = Ledger()
     ledger.record(whole)
@@ -213,8 +213,8 @@ def repeat_and_select(
 
 _AFTER_AN_ERROR = (
     "This ended a trial of a private search. If it has nothing to do with the data, the same call in the same "
-    "directory resumes it. If the data brought it about, starting the trial anew would not be covered by the stated "
-    "cost: catch the error in `train` and let the score be -inf."
+    "directory resumes it. If the data caused it, restarting the trial would not be covered by the stated cost: "
+    "catch the error in `train` and let the score be -inf."
 )
 
 
@@ -243,7 +243,7 @@ def _trial_event(training: dp_accounting.DpEvent, score: PublicScore | PrivateSc
     return dp_accounting.ComposedDpEvent([training, score.event])
 
 
-def _dearest(event: Any, settings: list[Any]) -> dp_accounting.DpEvent:
+def _most_expensive(event: Any, settings: list[Any]) -> dp_accounting.DpEvent:
     """The event that covers every setting's."""
     if not callable(event):
         events.check(event)
@@ -277,7 +277,7 @@ def _covers_one_way(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) 
     replaces = events.is_replace_one(steps)
     if not steps or replaces != events.is_replace_one(others):
         return event == other
-    return bounds.covers(steps, others, Relation.REPLACE_ONE if replaces else Relation.ADD_OR_REMOVE_ONE)
+    return bounds.covers(steps, others, events.relation_of(steps))
 
 
 def _value(trained: Any, event: dp_accounting.DpEvent, num_examples: int, unit: str) -> Any:

@@ -32,7 +32,7 @@ def _factors(stride, dilation, image_dilation, padding, groups):
 
     (equation,) = jax.make_jaxpr(convolve)(x, w).eqns
     out = equation.outvars[0].aval.shape
-    return convolution.conv_general_dilated(Use(equation.params, 1, 0, {}, w.shape, x.shape, out)), x.shape, out
+    return convolution.conv_general_dilated(Use(equation.params, 1, 0, w.shape, x.shape, out)), x.shape, out
 
 
 def _split(factors, x, y):

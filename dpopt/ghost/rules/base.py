@@ -20,7 +20,6 @@ class Use(NamedTuple):
     params: dict[str, Any]  # the equation's parameters
     position: int  # which input is the weight
     input_position: int  # which input is the example-dependent value x
-    literals: dict[int, Any]  # the other inputs that are known constants
     weight: tuple[int, ...]  # shape
     input: tuple[int, ...]  # shape
     output: tuple[int, ...]  # shape

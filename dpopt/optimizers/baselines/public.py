@@ -9,6 +9,7 @@ import optax
 
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.common import trees, validate
+from dpopt.common.averages import update_average
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.optimizers._parts import Clip, private_mean
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
@@ -97,10 +98,13 @@ def scale_by_public_adam(
         public = checked_public_grads(public_grads, updates)
         count = trees.next_count(state.count)
         blend = jax.tree.map(lambda g, p: b1 * g + (1 - b1) * p, updates, public)
-        mu = next_second_moment("rmsprop", state.mu, blend, b2)
         nu = next_second_moment("rmsprop", state.nu, jax.tree.map(jnp.square, public), b3)
-        mu_hat = optax.tree.bias_correction(mu, b2, count)
-        nu_hat = optax.tree.bias_correction(nu, b3, count)
+        mu = jax.tree.map(lambda m, g: update_average(m, g, b2), state.mu, blend)
+        # A NaN would stay in the moments for ever: without a usable public gradient those so far serve again.
+        is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((mu, nu))]))
+        count, mu, nu = optax.tree.where(is_finite, (count, mu, nu), tuple(state))
+        mu_hat = optax.tree.bias_correction(mu, b2, jnp.maximum(count, 1))
+        nu_hat = optax.tree.bias_correction(nu, b3, jnp.maximum(count, 1))
         updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
         return updates, ScaleByPublicAdamState(count, mu, nu)
 

@@ -1,0 +1,134 @@
+"""How far one entry of a contact's gradient moves a parameter's: the norms of the columns of the map between the two.
+
+By linearity they are the norms of the rows of the map from the parameter to the weight, one for each entry of the
+weight. Both estimates here are of the program of that map, applied to all entries at once:
+
+* random signs: what comes out is as large as the norm on average, and where entries of the parameter add up in several
+  ways (a learned gain, an average) finds out by how much. But for ``w_i - w_j`` it is 0 whenever the signs are equal;
+* squares, added up as if whatever meets were independent: right where entries meet once, whatever their signs.
+
+The larger one is about the norm for all but maps that were made to deceive both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from dpopt.ghost import primitives
+from dpopt.ghost.canonical import binder
+from dpopt.ghost.own_rules import inlined
+
+_PROBES = 3
+# Linear maps whose coefficients are 0 and 1.
+_COPIES = (primitives.LAYOUT | primitives.STRUCTURAL) - primitives.CASTS
+_ADDITIONS = frozenset({primitives.ADD, primitives.ADD_ANY, primitives.SUB})
+# Products with numbers that do not depend on the parameter.
+_MULTIPLIED = primitives.BILINEAR | {primitives.MUL, primitives.DIV}
+_SAME = primitives.CASTS | {primitives.NEG, primitives.REAL, primitives.IMAG, primitives.CONJ}
+
+
+def row_norms(linear: Callable[[jax.Array], list[jax.Array]], x: jax.Array) -> list[jax.Array]:
+    """For a linear map to arrays, the norm of the map from ``x * (an array like it)`` to each of their entries."""
+
+    def probe(number: jax.Array) -> list[jax.Array]:
+        return [jnp.abs(y) for y in linear(x * signs(x.shape, number).astype(x.dtype))]
+
+    # Behind a barrier the numbers are not constant, so XLA compiles the same kernels for each, and folds none.
+    numbers = lax.optimization_barrier(jnp.arange(_PROBES, dtype=jnp.uint32))
+    probed = [functools.reduce(jnp.maximum, own) for own in zip(*map(probe, numbers), strict=True)]
+    most = jnp.max(jnp.abs(x), initial=0)
+    most = jnp.where((most > 0) & jnp.isfinite(most), most, 1)  # squares of numbers up to 1 do not overflow
+    program = inlined(jax.make_jaxpr(linear)(x))
+    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    squares = _squares(program.jaxpr, constants, {program.jaxpr.invars[0]: (x / most) ** 2})
+    found = [most * jnp.sqrt(s).astype(y.dtype) for s, y in zip(squares, probed, strict=True)]
+    return [jnp.where(jnp.isfinite(f), jnp.maximum(f, y), y) for f, y in zip(found, probed, strict=True)]
+
+
+def _squares(jaxpr: core.Jaxpr, fixed: dict[Any, Any], varied: dict[Any, jax.Array]) -> list[jax.Array]:
+    """The sums of squares that come out of a linear program, from those that go in.
+
+    Args:
+        fixed: the values of variables that do not depend on the parameter.
+        varied: the sums of squares in place of those that do.
+    """
+    for eqn in jaxpr.eqns:
+        if any(isinstance(v, core.Var) and v in varied for v in eqn.invars):
+            varied.update(zip(eqn.outvars, _of_equation(eqn, fixed, varied), strict=True))
+        else:
+            fixed.update(zip(eqn.outvars, binder(eqn)(*(_read(v, fixed) for v in eqn.invars)), strict=True))
+    return [varied[v] if v in varied else jnp.zeros(v.aval.shape) for v in jaxpr.outvars]
+
+
+def _read(v: core.Var | core.Literal, env: dict[Any, jax.Array]) -> Any:
+    return v.val if isinstance(v, core.Literal) else env[v]
+
+
+def _of_equation(eqn: core.JaxprEqn, fixed: dict[Any, Any], varied: dict[Any, jax.Array]) -> Sequence[jax.Array]:
+    own = [varied.get(v) if isinstance(v, core.Var) else None for v in eqn.invars]
+    if eqn.primitive is primitives.REMAT:
+        inner = eqn.params["jaxpr"]
+        given = [*zip(inner.invars, eqn.invars, own, strict=True)]
+        still = {v: _read(x, fixed) for v, x, s in given if s is None}
+        return _squares(inner, still, {v: s for v, _, s in given if s is not None})
+    if eqn.primitive in _ADDITIONS:
+        return [sum((s for s in own if s is not None), start=jnp.zeros(eqn.outvars[0].aval.shape))]
+    if eqn.primitive in _SAME:
+        return [own[0]]
+    if eqn.primitive in _MULTIPLIED and sum(s is not None for s in own) == 1:
+        args = [_squared(_read(v, fixed)) if s is None else s for v, s in zip(eqn.invars, own, strict=True)]
+        return _bound(eqn, args)
+    if eqn.primitive in _COPIES:
+        return _bound(eqn, [_kept(_read(v, fixed)) if s is None else s for v, s in zip(eqn.invars, own, strict=True)])
+    return _by_signs(eqn, own, fixed)
+
+
+def _bound(eqn: core.JaxprEqn, args: Sequence[Any]) -> list[jax.Array]:
+    """The equation's outputs for other numbers, which are float32 or float64, whatever its own are."""
+    dtypes = {x.dtype for x in args if jnp.issubdtype(x.dtype, jnp.floating)}
+    widest = functools.reduce(jnp.promote_types, dtypes)
+    args = [x.astype(widest) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+    others = {"preferred_element_type": widest, "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+    params = {name: others.get(name, value) for name, value in eqn.params.items()}
+    found = eqn.primitive.bind(*args, **params)
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def _squared(x: Any) -> jax.Array:
+    return jnp.abs(jnp.asarray(x)).astype(jnp.promote_types(jnp.float32, jnp.abs(jnp.asarray(x)).dtype)) ** 2
+
+
+def _kept(x: Any) -> jax.Array:
+    """An index, or a choice; and no square where a number that is not varied stands beside those that are."""
+    x = jnp.asarray(x)
+    return jnp.zeros(x.shape, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _by_signs(eqn: core.JaxprEqn, own: Sequence[jax.Array | None], fixed: dict[Any, Any]) -> list[jax.Array]:
+    """By random signs, for all other maps (a Fourier transform, a solver): never far below what is usual there."""
+    total = [jnp.zeros(v.aval.shape) for v in eqn.outvars]
+    for number in range(_PROBES):
+        args = [
+            _read(v, fixed) if s is None else (jnp.sqrt(s) * signs(s.shape, number + _PROBES * k)).astype(v.aval.dtype)
+            for k, (v, s) in enumerate(zip(eqn.invars, own, strict=True))
+        ]
+        total = [t + jnp.abs(y) ** 2 / _PROBES for t, y in zip(total, binder(eqn)(*args), strict=True)]
+    return [jnp.maximum(t, jnp.mean(t) / 16) if t.size else t for t in total]
+
+
+def signs(shape: Sequence[int], number: Any) -> jax.Array:
+    """Pseudorandom signs: one bit of a hash of the index. (Random bits take XLA longer to compile.)"""
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, length in enumerate(shape):
+        index = index * np.uint32(length) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    for multiplier in (0x7FEB352D, 0x846CA68B):
+        index = (index ^ (index >> 16)) * np.uint32(multiplier)
+    return 1 - 2 * ((index >> (16 + number % 16)) & 1).astype(jnp.int32)
