@@ -101,7 +101,7 @@ def _calibrate(given: argparse.Namespace) -> None:
         print(json.dumps({"noise_multiplier": sigma, "epsilon": given.epsilon, "steps": steps, **options}, indent=1))
         return
     relation = "replacing" if scheme.relation is Relation.REPLACE_ONE else "adding or removing"
-    budget = f"epsilon {given.epsilon:g} at delta {options['delta']:.3g}"
+    budget = f"epsilon {given.epsilon:g} at delta {options['delta']!r}"
     print(f"noise multiplier {sigma!r}: {budget} after {steps} steps, for {relation} one example")
 
 

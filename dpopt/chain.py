@@ -5,10 +5,13 @@ post-processing. `chain` checks it, passes the noisy mean back to preconditioner
 standard deviation of the noise on to the next stage, and holds the resulting `Privacy`.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
+import jax
 import optax
+from jax.core import Tracer
 
 from dpopt import _stages, inspection
 from dpopt._private_part import RunCore, run_private_part
@@ -59,6 +62,7 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
     privacy: Privacy
     stages: tuple[Any, ...]
     run: PrivateRun
+    new_state: optax.TransformInitFn  # `init`, for a caller who gives every run noise of its own
     noise_unknown: bool = False  # whether stages after the noise have changed it
     updated: bool = False  # whether it has been used (or traced) in this process: see `dpopt.inspection.privacy_event`
     is_chained: bool  # whether `chain` made it, so that nothing after the noise can read what came before
@@ -82,8 +86,14 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
             _stages.record(privacy)
             return new_updates, new_state
 
-        self = super().__new__(cls, init, update)
+        def init_once(params: optax.Params):
+            if self.updated and not any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
+                warnings.warn(_USED, UserWarning, stacklevel=2)
+            return init(params)
+
+        self = super().__new__(cls, init_once, update)
         self.run = run
+        self.new_state = init
         self.is_chained = is_chained
         self.privacy = privacy
         self.stages = tuple(stages)
@@ -95,6 +105,13 @@ class PrivateOptimizer(optax.GradientTransformationExtraArgs):
         return f"PrivateOptimizer({' > '.join(map(_name, parts))}; {self.privacy})"
 
     __reduce__ = _stages.StagedTransformation.__reduce__
+
+
+_USED = (
+    "this optimizer has been used, and a new state draws the noise of its first steps again: what two runs release "
+    "then differs by no noise. Keep the state that update returns; for another run, make an optimizer with a key of "
+    "its own."
+)
 
 
 class NoiseAware(optax.GradientTransformationExtraArgs):

@@ -137,7 +137,8 @@ def _refuse_masked(tree: PyTree) -> None:
         raise ValueError(
             "a part of the parameters is masked out (optax.masked, partition, multi_transform), so its gradients would "
             "bypass the clip and the noise. To train a part of a model, leave the rest out of params and close over "
-            "it in the loss; to treat parts differently, do so after the noise or by dpopt.GroupClip."
+            "it in the loss; to treat parts differently, do so after the noise (optax.multi_transform with "
+            "set_to_zero(); optax.masked leaves the rest as noisy gradients) or by dpopt.GroupClip."
         )
 
 

@@ -9,6 +9,7 @@ the sum of that clip, and nothing else that depends on an example may reach the 
 from __future__ import annotations
 
 import inspect
+import math
 import traceback
 import warnings
 import weakref
@@ -85,9 +86,10 @@ def privacy_of(optimizer: Any, params: optax.Params | None = None) -> Privacy:
 def privacy_event(optimizer: Any, *, sampling: Sampling, steps: int, params: PyTree = None) -> dp_accounting.DpEvent:
     """The event of training with a named optimizer, a `dpopt.chain`, an ``optax.chain`` or a train step.
 
-    A sampler stands for the run that it feeds. There is a UserWarning if it has drawn more batches than ``steps``, or
-    none although the optimizer has been used: the batches then came from elsewhere (an epoch over shuffled data is not
-    a Poisson sample). For the cost of another run, pass a scheme (``sampler.scheme``).
+    A sampler stands for the run that it feeds. There is a UserWarning if it expects batches of another size than the
+    optimizer does; if it has drawn more or fewer batches than ``steps``; or none although the optimizer has been used:
+    the batches then came from elsewhere (an epoch over shuffled data is not a Poisson sample). For the cost of another
+    run, pass a scheme (``sampler.scheme``).
 
     Args:
         optimizer, params: see `privacy_of`.
@@ -108,13 +110,12 @@ def privacy_event(optimizer: Any, *, sampling: Sampling, steps: int, params: PyT
     """
     event = compose(privacy_of(optimizer, params), sampling, steps)
     _warn_of_another_run(optimizer, getattr(sampling, "drawn_to", None), steps)
+    _warn_of_another_size(optimizer, getattr(sampling, "expected_batch_size", None))
     return event
 
 
 def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> None:
-    while not hasattr(optimizer, "updated") and optimizer is not None:  # a train step or an NNX optimizer holds one
-        optimizer = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
-    if drawn_to == 0 and getattr(optimizer, "updated", False):
+    if drawn_to == 0 and getattr(_held(optimizer), "updated", False):
         warning = (
             "this optimizer has been used, but this sampler has drawn no batches. If they came from elsewhere, such as "
             "epochs over shuffled data, epsilon does not hold for them. Pass the sampler that drew them, or a scheme "
@@ -126,9 +127,38 @@ def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> No
             "cost nothing only if their results were never used. Pass a scheme (sampler.scheme) for the cost of a "
             "shorter run."
         )
+    elif drawn_to and steps > drawn_to:
+        warning = (
+            f"this sampler has drawn the batches of {drawn_to} steps, and {steps} are accounted for. If these were all "
+            "taken, some took a batch that another had, which costs more. Pass a scheme (sampler.scheme) for the cost "
+            "of a planned run."
+        )
     else:
         return
     warnings.warn(warning, UserWarning, stacklevel=3)
+
+
+def _warn_of_another_size(optimizer: Any, expected: float | None) -> None:
+    """Epsilon does not depend on it, but the mean that the optimizer is given does."""
+    stages = getattr(_held(optimizer), "stages", ())
+    while stages and hasattr(stages[0], "stages"):
+        stages = stages[0].stages
+    for stage in (getattr(part, "stage", None) for part in stages):
+        divisor = validate.concrete(stage.divisor) if isinstance(stage, _stages.Normalize) else None
+        if expected is not None and divisor is not None and not math.isclose(divisor, expected, rel_tol=1e-3):
+            warnings.warn(
+                f"this optimizer divides by an expected_batch_size of {divisor:g}, and the sampler expects batches of "
+                f"{expected:g}: every step is {expected / divisor:.3g} times the mean gradient.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _held(optimizer: Any) -> Any:
+    """The optimizer that a train step or an NNX optimizer holds, or itself."""
+    while not hasattr(optimizer, "updated") and optimizer is not None:
+        optimizer = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
+    return optimizer
 
 
 # For each update function that was inspected: the structures of its arguments, and the shapes of its parameters.

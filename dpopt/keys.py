@@ -94,6 +94,8 @@ def example_keys(key: jax.Array, step: int | jax.Array, indices: ArrayLike | Seq
     True
     """
     validate.prng_key(key)
+    if not isinstance(step, jax.Array):
+        validate.non_negative_int(step=step)
     indices = jnp.asarray(indices)
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"indices must be a vector of integers; got {indices.dtype} of shape {indices.shape}.")

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -104,6 +105,13 @@ class Batch(NamedTuple):
     mask: Mask  # (size,): False for padding
 
 
+AGAIN = (
+    "these batches have been iterated over before, and are the same again. They are the steps of a whole run, which "
+    "has no epochs: training on a batch twice costs as much as two queries of one sample, which no epsilon here "
+    "counts. For more steps, ask for more; for another run, make a sampler with a seed of its own."
+)
+
+
 class _Sampler(Generic[_Scheme]):
     """Draws the batch of any step from the seed and the step alone."""
 
@@ -116,6 +124,7 @@ class _Sampler(Generic[_Scheme]):
         self.seed: int = validate.plain(seed)
         self.pad_to: int = validate.plain(pad_to)
         self.start: int = validate.plain(start)
+        self._iterated = False
         self._drawn_to = [0]  # shared with copies made by `reseeded`, which feed the same run
 
     def _draw(self, rng: np.random.Generator, step: int) -> Indices:
@@ -179,7 +188,10 @@ class _Sampler(Generic[_Scheme]):
         return Batch(np.stack([r.indices for r in rows]), np.stack([r.mask for r in rows]))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches of steps ``start``, ``start + 1``, ..., endlessly."""
+        """Batches of steps ``start``, ``start + 1``, ..., endlessly. There is a UserWarning if they are drawn again."""
+        if self._iterated:
+            warnings.warn(AGAIN, UserWarning, stacklevel=2)
+        self._iterated = True
         return map(self.batch, itertools.count(self.start))
 
 

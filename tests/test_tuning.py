@@ -19,7 +19,7 @@ from dpopt.composition import bounds
 from dpopt.privacy import Relation
 from dpopt.run.journal import JournalError
 from dpopt.run.statement import state
-from dpopt.tuning import NumTrials, PrivateScore, PublicScore, _files
+from dpopt.tuning import NumTrials, PrivateScore, PublicScore, _files, selection
 
 SELECT = dp_accounting.dp_event.RepeatAndSelectDpEvent
 GAUSSIAN = dp_accounting.GaussianDpEvent
@@ -560,6 +560,14 @@ def test_of_events_that_differ_the_dearest_is_charged_or_none_is():
     apart = {0.01: plan_of(1, 0.9, key, expected_batch_size=2).event, 0.1: plan_of(1, 6.0, key).event}
     with pytest.raises(ValueError, match="none of their 2 events covers all others"):
         searched(run, event=lambda rate: apart[rate])
+
+
+@pytest.mark.parametrize("steps", [3, 100])
+def test_full_batches_cover_samples(steps):
+    """At orders below 2 the divergence of a sample is unknown to dp_accounting, which does not make it larger."""
+    full, half = (events.poisson_event(noise_multiplier=1.0, sampling_prob=q, steps=steps) for q in (1.0, 0.5))
+    assert selection._covers(full, half)
+    assert not selection._covers(half, full)
 
 
 def test_a_bad_argument_is_refused_before_the_first_trial():

@@ -131,6 +131,19 @@ def fraction(**named: object) -> None:
     _check(named, lambda x: 0 <= x < 1, "lie in [0, 1)")
 
 
+def rate(**named: object) -> None:
+    """Raises unless every argument is a finite number of at least 0, or a schedule."""
+    constant = {name: value for name, value in named.items() if not callable(value)}
+    _check(constant, lambda x: x >= 0 and math.isfinite(x), "be non-negative and finite, or a schedule")
+
+
+def flag(**named: object) -> None:
+    """Raises unless every argument is True or False."""
+    for name, value in named.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False; got {value!r} of type {type(value).__name__}.")
+
+
 def positive_int(**named: object) -> None:
     """Raises unless every argument is an integer of at least 1."""
     _check_integers(named, least=1)
@@ -152,7 +165,7 @@ def _check_integers(named: Mapping[str, object], least: int) -> None:
 def one_of(choices: tuple[object, ...], **named: object) -> None:
     """Raises unless every argument is among ``choices``."""
     for name, value in named.items():
-        if value not in choices:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 
 

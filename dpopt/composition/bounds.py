@@ -109,6 +109,8 @@ def covers(steps: Steps, others: Steps, relation: Relation) -> bool:
     """Whether ``steps`` have at least the Renyi divergence of ``others`` at every order, up to rounding."""
     wanted = _orders(steps + others)
     (_, curve), (_, other) = (_curve_of_all(rounded(s), relation, wanted) for s in (steps, others))
+    # A divergence grows with its order: where one could not be computed, that of the next higher order bounds it.
+    other = np.minimum.accumulate(other[::-1])[::-1]
     return bool(np.all(other <= curve * (1 + 1e-9)))
 
 
@@ -236,21 +238,19 @@ def _composed(event: dp.DpEvent, count: int, interval: float) -> _Distribution:
         step = dp.pld.privacy_loss_distribution.from_gaussian_mechanism(
             sigma, value_discretization_interval=interval, sampling_prob=q
         )
-    if _width(event) < interval:
-        return _doubled(step, count)
-    return step if count == 1 else step.self_compose(count)
+    return _repeated(step, count, is_coarse=_width(event) < 2 * interval)
 
 
-def _doubled(step: _Distribution, count: int) -> _Distribution:
-    """``step.self_compose(count)`` for a grid that is coarse beside one step, whose loss has a point or a few.
+def _repeated(step: _Distribution, count: int, *, is_coarse: bool) -> _Distribution:
+    """``step.self_compose(count)``, also for millions of steps; ``is_coarse``: whether it has a point or a few.
 
-    dp_accounting would compose a single point with itself once for every step."""
-    if count == 1:
-        return step
-    half = _doubled(step, count // 2)
-    # Nothing is truncated: what is lost early would be multiplied.
-    even = half.compose(half, tail_mass_truncation=0)
-    return even.compose(step, tail_mass_truncation=0) if count % 2 else even
+    To choose an algorithm dp_accounting raises the number of points to the number of steps, a number of megabytes.
+    After ten steps it has made its choice, unless there is a single point, which it would add up step by step."""
+    if count <= 10**5:
+        return step if count == 1 else step.self_compose(count)
+    ten = step.self_compose(10, tail_mass_truncation=0)  # what is lost here would be multiplied
+    tens = _repeated(ten, count // 10, is_coarse=True) if is_coarse else ten.self_compose(count // 10)
+    return tens.compose(_repeated(step, count % 10, is_coarse=is_coarse)) if count % 10 else tens
 
 
 _cached_composed = functools.lru_cache(maxsize=2 * MOST)(_composed)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.extend import core
 from dpopt.ghost import primitives
 from dpopt.ghost.canonical import binder
 from dpopt.ghost.own_rules import inlined
+from dpopt.ghost.values import aval
 
 _PROBES = 3
 # Linear maps whose coefficients are 0 and 1.
@@ -65,7 +66,7 @@ def _squares(jaxpr: core.Jaxpr, fixed: dict[Any, Any], varied: dict[Any, jax.Arr
             varied.update(zip(eqn.outvars, _of_equation(eqn, fixed, varied), strict=True))
         else:
             fixed.update(zip(eqn.outvars, binder(eqn)(*(_read(v, fixed) for v in eqn.invars)), strict=True))
-    return [varied[v] if v in varied else jnp.zeros(v.aval.shape) for v in jaxpr.outvars]
+    return [varied[v] if v in varied else jnp.zeros(aval(v).shape) for v in jaxpr.outvars]
 
 
 def _read(v: core.Var | core.Literal, env: dict[Any, jax.Array]) -> Any:
@@ -80,9 +81,9 @@ def _of_equation(eqn: core.JaxprEqn, fixed: dict[Any, Any], varied: dict[Any, ja
         still = {v: _read(x, fixed) for v, x, s in given if s is None}
         return _squares(inner, still, {v: s for v, _, s in given if s is not None})
     if eqn.primitive in _ADDITIONS:
-        return [sum((s for s in own if s is not None), start=jnp.zeros(eqn.outvars[0].aval.shape))]
+        return [sum((s for s in own if s is not None), start=jnp.zeros(aval(eqn.outvars[0]).shape))]
     if eqn.primitive in _SAME:
-        return [own[0]]
+        return [cast(jax.Array, own[0])]
     if eqn.primitive in _MULTIPLIED and sum(s is not None for s in own) == 1:
         args = [_squared(_read(v, fixed)) if s is None else s for v, s in zip(eqn.invars, own, strict=True)]
         return _bound(eqn, args)
@@ -114,10 +115,10 @@ def _kept(x: Any) -> jax.Array:
 
 def _by_signs(eqn: core.JaxprEqn, own: Sequence[jax.Array | None], fixed: dict[Any, Any]) -> list[jax.Array]:
     """By random signs, for all other maps (a Fourier transform, a solver): never far below what is usual there."""
-    total = [jnp.zeros(v.aval.shape) for v in eqn.outvars]
+    total = [jnp.zeros(aval(v).shape) for v in eqn.outvars]
     for number in range(_PROBES):
         args = [
-            _read(v, fixed) if s is None else (jnp.sqrt(s) * signs(s.shape, number + _PROBES * k)).astype(v.aval.dtype)
+            _read(v, fixed) if s is None else (jnp.sqrt(s) * signs(s.shape, number + _PROBES * k)).astype(aval(v).dtype)
             for k, (v, s) in enumerate(zip(eqn.invars, own, strict=True))
         ]
         total = [t + jnp.abs(y) ** 2 / _PROBES for t, y in zip(total, binder(eqn)(*args), strict=True)]

@@ -170,7 +170,7 @@ def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_qu
     if factors is not None and _as_product(contact, factors, len(c)):
         left, right = (jnp.squeeze(z, 1) for z in jax.vmap(factors.split)(x, y))  # of the only group
         products = quick_products if is_quick else summed_products
-        total = products(*(z.reshape(-1, z.shape[-1]) for z in (left, right)))
+        total = products(*(z.reshape(math.prod(z.shape[:-1]), z.shape[-1]) for z in (left, right)))
         return factors.unfold(total.reshape(factors.shape))
     batched = jax.vmap(contact.apply, in_axes=(None, 0))
     shape = jax.ShapeDtypeStruct(contact.weight.shape, accumulator_dtype(contact.weight.dtype))

@@ -15,6 +15,7 @@ batch. squares.py bounds what float32 loses of a square.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
@@ -132,7 +133,7 @@ def pairs(group: Group) -> Square:
 def _pairs(rows: Float[Array, "*batch T n"]) -> Float[Array, "*batch pairs n"]:
     """The products of all pairs of rows, each once, and those of a row with itself first."""
     T = rows.shape[-2]
-    return jnp.concatenate([rows[..., : T - d, :] * rows[..., d:, :] for d in range(T)], axis=-2)
+    return jnp.concatenate([rows[..., : T - d, :] * rows[..., d:, :] for d in range(T)] or [rows], axis=-2)
 
 
 # How many terms to add up one after another, as a product of a row with a matrix does.
@@ -152,13 +153,13 @@ def _mixed(rows: Float[Array, "*batch T a"], diagonal: Float[Array, "a p"]) -> _
     def part(start: jax.typing.ArrayLike, count: int) -> _Mixed:
         own = _pairs(lax.dynamic_slice_in_dim(rows, start, count, axis=-1))
         squared = jnp.square(wide(lax.dynamic_slice_in_dim(diagonal, start, count)))
-        flat, ones = own.reshape(-1, count), jnp.ones((1, count), own.dtype)
+        flat, ones = own.reshape(math.prod(own.shape[:-1]), count), jnp.ones((1, count), own.dtype)
         if jax.device_count() > 1:  # a row more would be sent, with all others, to the devices that have one less
             mixed, (columns,) = (einsum("ba,ap->bp", z, squared) for z in (flat, ones))
         else:  # the diagonal's squares are read once: the additional row adds up their columns
             out = einsum("ba,ap->bp", jnp.concatenate([flat, ones]), squared)
             mixed, columns = out[:-1], out[-1]
-        return mixed.reshape(*own.shape[:-1], -1), columns
+        return mixed.reshape(*own.shape[:-1], mixed.shape[1]), columns
 
     def added(start: jax.typing.ArrayLike, count: int, total: _Mixed) -> _Mixed:
         mixed, columns = part(start, count)

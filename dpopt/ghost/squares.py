@@ -82,7 +82,7 @@ def sum_squares(x: jax.Array) -> jax.Array:
 
 def largest(x: jax.Array) -> jax.Array:
     """``max |x|``. (The barrier prevents constant folding, which takes XLA seconds.)"""
-    return jnp.max(jnp.abs(lax.optimization_barrier(x)))
+    return jnp.max(jnp.abs(lax.optimization_barrier(x)), initial=0)
 
 
 def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:

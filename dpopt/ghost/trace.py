@@ -143,6 +143,7 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
     for out in outputs:
         out.dynamic = dynamic
     if not dynamic:
+        _refuse_filtered_weights(eqn, inputs)
         if _is_index_arithmetic(inputs, outputs):
             with jax.ensure_compile_time_eval():
                 values = binder(eqn)(*(v.constant for v in inputs))
@@ -190,6 +191,16 @@ def _refuse_filters_within(eqn: core.JaxprEqn) -> None:
     device if the batch is divided among devices."""
     if jax.device_count() > 1 and _holds_filters(eqn):
         raise CannotFollow(eqn.primitive.name, "it holds a convolution, and there are several devices")
+
+
+def _refuse_filtered_weights(eqn: core.JaxprEqn, inputs: list[Value]) -> None:
+    """Refuses a convolution of weights with weights, where there are several devices.
+
+    If the image is divided among devices along a spatial axis, XLA multiplies the filter's gradient by their number
+    along another axis: that of the sum, but not the norms that it was clipped by."""
+    filtered = eqn.primitive is primitives.CONVOLUTION and all(v.leaves for v in inputs)
+    if jax.device_count() > 1 and filtered:
+        raise CannotFollow(eqn.primitive.name, "it takes weights alone, and there are several devices")
 
 
 def _holds_filters(eqn: core.JaxprEqn) -> bool:

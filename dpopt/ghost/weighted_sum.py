@@ -58,8 +58,17 @@ def _is_copy(contact: Contact) -> bool:
 
 
 def _pulled_back(run: Run, leaf: int, contact: Contact, total: jax.Array) -> jax.Array:
-    (g,) = run.pull_back([contact], [total], [leaf])
+    (g,) = _of_sums(run, [contact], [total], [leaf])
     return g.astype(run.wide[leaf].dtype)
+
+
+def _of_sums(run: Run, contacts: Sequence[Contact], totals: Sequence[Array], leaves: Sequence[int]) -> list[Array]:
+    """Sums at contacts, pulled back to parameters. That of no example is 0, also through an infinite derivative."""
+    found = run.pull_back(contacts, totals, leaves)
+    if all(is_direct(c) for c in contacts):
+        return found
+    is_some = jnp.any(jnp.stack([jnp.any(total != 0) for total in totals]))
+    return [jnp.where(is_some, g, 0) for g in found]
 
 
 def _together(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:
@@ -101,7 +110,7 @@ def to_leaves(
             continue
         contacts = run.contacts_of(members)
         cotangents = [added(k, group) for k in contacts]
-        for leaf, g in zip(members, run.pull_back(contacts, cotangents, members), strict=True):
+        for leaf, g in zip(members, _of_sums(run, contacts, cotangents, members), strict=True):
             scale, offset = run.scales[leaf], run.offsets[leaf]
             g = g if scale is None else g * scale
             totals[leaf] = g if offset is None else g + jnp.sum(c) * offset
@@ -112,5 +121,5 @@ def to_leaves(
 def to_leaf(run: Run, contact: Contact, total: Float[Array, " ..."]) -> Float[Array, " ..."]:
     """``S sum_i c_i g_i`` for a parameter with one contact, from the sum there."""
     (leaf,) = contact.weight.leaves
-    (g,) = run.pull_back([contact], [total], [leaf])
+    (g,) = _of_sums(run, [contact], [total], [leaf])
     return run.affine(leaf, g).astype(run.wide[leaf].dtype)

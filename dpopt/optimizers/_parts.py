@@ -36,6 +36,12 @@ def private_mean(
     )
 
 
+def descent(learning_rate: ScalarOrSchedule) -> optax.GradientTransformation:
+    """The last stage: multiplies by ``-learning_rate``, a number of at least 0 or a schedule."""
+    validate.rate(learning_rate=learning_rate)
+    return optax.scale_by_learning_rate(learning_rate)
+
+
 def decayed_weights(weight_decay: float | jax.Array) -> tuple[optax.GradientTransformation, ...]:
     """The stage that adds ``weight_decay * params``; none if that is 0, so that ``update`` needs no parameters.
 

@@ -52,6 +52,7 @@ def scale_by_either(
     is_adaptive: Callable[[jax.Array], jax.Array],
 ) -> optax.GradientTransformation:
     """Multiplies by ``-adaptive`` at steps where ``is_adaptive(step)`` holds, and by ``-plain`` at others."""
+    validate.rate(learning_rate=plain, adaptive_learning_rate=adaptive)
 
     def init_fn(params: optax.Params):
         del params

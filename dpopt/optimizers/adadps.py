@@ -12,7 +12,7 @@ from dpopt.chain import PrivateOptimizer, chain
 from dpopt.common import validate
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._parts import Clip, private_mean
+from dpopt.optimizers._parts import Clip, descent, private_mean
 from dpopt.preconditioners.base import side_information
 from dpopt.preconditioners.moments import public_moments
 
@@ -69,7 +69,7 @@ def adadps(
         validate.one_of(("rmsprop", "adagrad", "adam"), rule=rule)
         preconditioner = side_information(scale)
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise, preconditioner)
-    return chain(core, optax.scale_by_learning_rate(learning_rate))
+    return chain(core, descent(learning_rate))
 
 
 def scale_from_frequencies(frequencies: ArrayLike, *, cap: float = 1e4, division: float = 100.0) -> np.ndarray:

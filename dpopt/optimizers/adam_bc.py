@@ -21,7 +21,7 @@ from dpopt.common import trees, validate
 from dpopt.common.averages import at_step, one_minus_power, update_average
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
-from dpopt.optimizers._parts import Clip, decayed_weights, private_mean
+from dpopt.optimizers._parts import Clip, decayed_weights, descent, private_mean
 
 NoiseStddev: TypeAlias = PyTree | Callable[[jax.Array], PyTree]  # a prefix of the parameters, or a schedule of one
 _Root: TypeAlias = Callable[[jax.Array], jax.Array]  # of a second moment: at least gamma, plus eps
@@ -210,7 +210,7 @@ def dp_adam_bc(
     """
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     rule = scale_by_adam_bc(b1=b1, b2=b2, gamma=gamma)
-    return chain(core, rule, *decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
+    return chain(core, rule, *decayed_weights(weight_decay), descent(learning_rate))
 
 
 def _init_second_moment(params: optax.Params) -> ScaleByRmsBCState:

@@ -18,7 +18,7 @@ from dpopt.common.averages import one_minus_power
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers import _quantize, _topk
-from dpopt.optimizers._parts import Clip, decayed_weights, private_mean
+from dpopt.optimizers._parts import Clip, decayed_weights, descent, private_mean
 
 # Separates the draws of the rounding from those of the noise, should both get the same key: codes that depend on the
 # noise itself would reveal something about it, and would not be post-processing.
@@ -261,4 +261,4 @@ def dp_micro_adam(
         **options,
     )
     # The paper shrinks the weights before the step: w (1 - lr wd) - lr u is w - lr (u + wd w).
-    return chain(core, rule, *decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
+    return chain(core, rule, *decayed_weights(weight_decay), descent(learning_rate))

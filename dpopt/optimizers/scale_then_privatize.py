@@ -4,6 +4,7 @@ import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.common import validate
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers._parts import Clip, private_mean
@@ -53,6 +54,9 @@ def scale_then_privatize(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
+    validate.rate(learning_rate=learning_rate)
+    validate.fraction(b1=b1)
+    validate.non_negative(eps=eps, weight_decay=weight_decay)
     moments = last_moments(b2=b2, eps_scale=eps_scale)
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise, moments)
     return chain(core, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))

@@ -3,10 +3,13 @@
 The simplest optimizers; copy one to add another.
 """
 
+from typing import Any
+
 import jax
 import optax
 
 from dpopt.chain import PrivateOptimizer, chain
+from dpopt.common import validate
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.strategies import Strategy
 from dpopt.optimizers._parts import Clip, private_mean
@@ -51,6 +54,10 @@ def dp_sgd(
     >>> [round(x, 3) for x in updates.tolist()]
     [-0.3, -0.4]
     """
+    validate.rate(learning_rate=learning_rate)
+    validate.flag(nesterov=nesterov)
+    if momentum is not None:
+        validate.fraction(momentum=momentum)
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.sgd(learning_rate, momentum=momentum, nesterov=nesterov))
 
@@ -82,6 +89,7 @@ def dp_adam(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
+    _check(learning_rate, b1=b1, b2=b2, eps=eps)
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.adam(learning_rate, b1=b1, b2=b2, eps=eps))
 
@@ -115,6 +123,7 @@ def dp_adamw(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
+    _check(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))
 
@@ -148,6 +157,8 @@ def dp_rmsprop(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
+    _check(learning_rate, decay=decay, eps=eps)
+    validate.flag(eps_in_sqrt=eps_in_sqrt)
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.rmsprop(learning_rate, decay=decay, eps=eps, eps_in_sqrt=eps_in_sqrt))
 
@@ -178,6 +189,7 @@ def dp_adagrad(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
+    _check(learning_rate, eps=eps, initial_accumulator_value=initial_accumulator_value)
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     rule = optax.adagrad(learning_rate, initial_accumulator_value=initial_accumulator_value, eps=eps)
     return chain(core, rule)
@@ -210,5 +222,14 @@ def dp_yogi(
     >>> round(opt.privacy.step_event().noise_multiplier, 2)
     1.0
     """
+    _check(learning_rate, b1=b1, b2=b2, eps=eps)
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key, noise)
     return chain(core, optax.yogi(learning_rate, b1=b1, b2=b2, eps=eps))
+
+
+def _check(learning_rate: optax.ScalarOrSchedule, **named: Any) -> None:
+    """What Optax's rules take for granted: decay rates below 1, and nothing else below 0."""
+    validate.rate(learning_rate=learning_rate)
+    decays = {name: value for name, value in named.items() if name in ("b1", "b2", "decay")}
+    validate.fraction(**decays)
+    validate.non_negative(**{name: value for name, value in named.items() if name not in decays})

@@ -50,3 +50,14 @@ class Options(TypedDict, total=False):
     replay: bool
     verify: bool
     example_key: jax.Array | None
+
+
+def check_options(budget: Any, checkpointer: Any, functions: dict[str, Any]) -> None:
+    """Raises a TypeError for what is none of its kind."""
+    if budget is not None and not hasattr(budget, "replacing"):
+        raise TypeError(f"budget must be a dpopt.Budget(epsilon, delta); got {budget!r}.")
+    if checkpointer is not None and not hasattr(checkpointer, "restore"):
+        raise TypeError(f"checkpointer must be a dpopt.run.checkpoint.Checkpointer(directory); got {checkpointer!r}.")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function; got {function!r}.")

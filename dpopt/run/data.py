@@ -117,6 +117,10 @@ def _check_leaf(leaf: Any, name: str, num_examples: int) -> None:
             "(for a list: np.asarray), a source of examples with a length and integer indices, or a function from row "
             "numbers, (B,) integers, to a batch."
         )
+    if getattr(leaf.dtype, "kind", None) in ("O", "S", "U"):
+        raise TypeError(
+            f"{name} has dtype {leaf.dtype}, which JAX cannot compute with: turn text and objects into numbers first."
+        )
     if leaf.ndim == 0 or leaf.shape[0] != num_examples:
         raise ValueError(
             f"{name} has shape {tuple(leaf.shape)}, and the plan samples from {num_examples} examples: each array "

@@ -141,6 +141,21 @@ def claim(opt_state: PyTree, journal: Journal) -> None:
             )
 
 
+def check_apart(opt_state: PyTree, example_key: jax.Array | None) -> None:
+    """Refuses a key for examples that is a noise key.
+
+    Raises:
+        ValueError: if it is.
+
+    *Privacy*: noise and the draws of examples would come from one stream.
+
+    >>> from dpopt import add_gaussian_noise
+    >>> check_apart(add_gaussian_noise(1.0, jax.random.key(0)).init(None), jax.random.key(1))
+    """
+    if example_key is not None and _bits(example_key) in {_bits(state.key) for state in noise_states(opt_state)}:
+        raise ValueError("example_key is the key of the noise. Give each a key of its own (jax.random.split).")
+
+
 def release(journal: Journal) -> None:
     """Forgets the keys of a run that never took a step, so that another run may start with them.
 

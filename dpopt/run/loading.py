@@ -7,6 +7,7 @@ The sampler decides which examples are in a step. They can be read by anything: 
 from __future__ import annotations
 
 import concurrent.futures
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -21,6 +22,7 @@ from dpopt.keys import example_keys
 from dpopt.run._types import RunSampler
 from dpopt.run.data import Data, Rows, check_parts, like_rows, read, rows_of
 from dpopt.run.sharding import along_rows
+from dpopt.sampling import AGAIN
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -30,7 +32,8 @@ class Steps(Sequence[Any]):
     """The steps of a run as a sequence: item t is the batch of step ``start + t``.
 
     Pass it to a loader as its data: ``grain.MapDataset.source(steps)``, or ``DataLoader(steps, batch_size=None)``. The
-    loader then only reads ahead: the sampler chooses the batches, and any process may read a step.
+    loader then only reads ahead: the sampler chooses the batches, and any process may read a step. They are all steps
+    of the run, not an epoch: a loop over them is not to be repeated, and there is a UserWarning if it is.
 
     Args:
         sampler: a sampler of `dpopt.sampling`.
@@ -67,6 +70,14 @@ class Steps(Sequence[Any]):
         if self.rows is not None:
             check_parts(self.rows, sampler)
         sampler.hand_out(stop)  # other processes may draw them, unseen by this one
+
+        self._iterated = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterated and self.rows is not None:
+            warnings.warn(AGAIN, UserWarning, stacklevel=2)
+        self._iterated = True
+        return super().__iter__()
 
     def __len__(self) -> int:
         return self.stop - self.start

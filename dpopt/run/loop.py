@@ -19,6 +19,7 @@ from dpopt.constants import constants_of, given
 from dpopt.gradients import Engine
 from dpopt.run import _program, _resume, entropy, identity
 from dpopt.run._monitor import Monitor
+from dpopt.run._types import check_options
 from dpopt.run.allowance import steps_within
 from dpopt.run.data import BatchReader, Data, check_parts, rows_of
 from dpopt.run.journal import Entry
@@ -134,13 +135,18 @@ def train(
     check_parts(rows, plan.sampler)
     monitor = Monitor(on_step, eval_fn, eval_every, progress)
     validate.non_negative_int(prefetch=prefetch)
+    validate.flag(replay=replay, verify=verify)
+    check_options(budget, checkpointer, {"extra": extra, "place_batch": place_batch})
     target = plan.steps if steps is None else steps
     validate.positive_int(steps=target)
     target = int(target)  # NumPy's unsigned integers have no negative differences
     options: dict[str, Any] = {"microbatch_size": microbatch_size, "engine": engine}
     make_step = functools.partial(make_train_step, optimizer=plan.optimizer, **options)
     make_step(loss_fn)  # a bad argument fails here
-    state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.init(params))
+    if not isinstance(params, TrainState):
+        validate.floating_params(params)
+    state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.new_state(params))
+    entropy.check_apart(state.opt_state, example_key)
     run = _Run(
         plan=plan,
         step=_compiled(make_step, loss_fn),

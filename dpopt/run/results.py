@@ -186,7 +186,7 @@ def make_result(
     if now.update >= target:
         return TrainResult(now, ledger, "steps", f"all {target} steps are done", **of_run)
     if limit is None:
-        reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent"
+        reason = f"the plan covers {plan.steps} steps and {ledger.steps} are spent (for another run, make another plan)"
     else:
         limits, spent = f"epsilon {limit.epsilon:g} at delta {limit.delta:g}", limit.spent(ledger)
         reason = f"one more step would exceed {limits}; {spent:.6g} is spent, on {ledger.steps} steps"

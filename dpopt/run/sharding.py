@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from dpopt.chain import PrivateOptimizer
+from dpopt.common import validate
 from dpopt.common.types import Batch, LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.engines.batches import is_key
@@ -36,6 +37,8 @@ def make_mesh(num_devices: int | None = None, axis: str = "data") -> Mesh:
     1
     """
     devices = jax.devices()
+    if num_devices is not None:
+        validate.positive_int(num_devices=num_devices)
     count = len(devices) if num_devices is None else num_devices
     if not 1 <= count <= len(devices):
         raise ValueError(f"there are {len(devices)} devices; got num_devices={num_devices}.")

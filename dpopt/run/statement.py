@@ -140,7 +140,10 @@ class Statement:
             ("unit, relation", neighbours),
             ("mechanism", self._mechanism(neighbours)),
             ("accountant", f"dp_accounting {metadata.version('dp-accounting')}, {_BOUNDS[self.accountant]}"),
-            ("best attack", ", ".join(f"detects {_up(100 * tpr)}% at {100 * fpr:g}% false alarms" for fpr, tpr in found)),
+            (
+                "best attack",
+                ", ".join(f"detects {_up(100 * tpr)}% at {100 * fpr:g}% false alarms" for fpr, tpr in found),
+            ),
             ("assumed public", "; ".join(PUBLIC)),
             ("not covered", "; ".join(not_covered)),
             ("software", ", ".join(f"{name} {version}" for name, version in _software().items())),

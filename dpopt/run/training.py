@@ -114,7 +114,7 @@ def make_train_step(
     >>> w.tolist(), int(metrics.num_examples)
     ([1.0, 1.0], 2)
     """
-    if not callable(getattr(optimizer, "update", None)):
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(f"optimizer must be an Optax gradient transformation; got {optimizer!r}.")
     if microbatch_size is not None:
         validate.positive_int(microbatch_size=microbatch_size)

@@ -234,3 +234,17 @@ def test_a_sampler_that_did_not_feed_the_run_is_warned_of():
         dpopt.privacy_event(optimizer, sampling=sampler, steps=10)
     with pytest.warns(UserWarning, match="drawn the batches of 10 steps, but only 9 are accounted for"):
         dpopt.privacy_event(optimizer, sampling=sampler, steps=9)
+
+
+@pytest.mark.parametrize("sampling_prob", [1e-9, 1e-7, 1e-5, 1e-3])
+def test_millions_of_steps_take_no_longer(sampling_prob):
+    """dp_accounting raised the number of grid points to the number of steps: minutes, then hours."""
+    run = dict(noise_multiplier=1.0, sampling_prob=sampling_prob, delta=1e-6)
+    before, at_most = 0.0, time.perf_counter() + 60
+    for steps in (100_000, 100_003, 10**7, 10**9 + 7):
+        found = dpopt.epsilon(**run, steps=steps)
+        assert before < found
+        before = found
+    assert time.perf_counter() < at_most
+    near, far = (dpopt.epsilon(**run, steps=steps) for steps in (100_000, 100_001))
+    assert near <= far <= near * 1.001

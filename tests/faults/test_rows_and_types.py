@@ -146,6 +146,8 @@ def test_arrays_of_weak_types_stay_weak(form, weak, dtype):
 
 EMPTY = {
     "a matrix without columns": lambda w, x: jnp.sum(jnp.tanh(x @ w) @ jnp.ones((4, 0)) @ w[:0]) + jnp.sum(x @ w),
+    "no row": lambda w, x: jnp.sum(jnp.tanh(x @ w)) + jnp.sum(jnp.tanh(x[:0] @ w)),
+    "no row, alone": lambda w, x: jnp.sum(jnp.tanh(x[:0] @ w)),
     "no step": lambda w, x: jnp.sum(jnp.sin(lax.scan(lambda h, v: (jnp.tanh(h @ v), None), x, w[None][:0])[0] @ w)),
     "no window": lambda w, x: (
         jnp.sum(jnp.sin(x @ w)) + jnp.sum(lax.reduce_window(x @ w, -jnp.inf, lax.max, (9, 1), (1, 1), "VALID"))
@@ -155,19 +157,41 @@ EMPTY = {
 
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("memory", [1.25, 1])
-def test_what_is_empty_is_no_reason_to_fall_back(name, memory, x64):
+@pytest.mark.parametrize("scale", [None, 1.0, np.full(W.shape, 2.0)], ids=["plain", "number", "diagonal"])
+def test_what_is_empty_is_no_reason_to_fall_back(name, memory, scale, x64):
     loss = EMPTY[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = jax.jit(
             lambda w, x: (
                 dpopt.per_example_grads(loss, engine="ghost", memory=memory)(w, x, mask=None)
+                .scale(1.0 if scale is None else scale)
                 .clipped_sum(dpopt.FlatClip(1e6))
                 .sum
             )
         )
         total = run(W, X)
-    np.testing.assert_allclose(total, jax.vmap(jax.grad(loss), (None, 0))(W, X).sum(0), rtol=1e-9)
+    expected = jax.vmap(jax.grad(loss), (None, 0))(W, X).sum(0) * (1.0 if scale is None else scale)
+    np.testing.assert_allclose(total, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("clip", [dpopt.FlatClip(1.0), dpopt.GroupClip({"a": 1.0, "b": 1.0})], ids=["flat", "group"])
+@pytest.mark.parametrize("memory", [1.25, 1])
+def test_the_sum_of_no_example_is_zero_through_an_infinite_derivative(clip, memory):
+    """All gradients of ``a`` are infinite, so that its coefficients are 0, and 0 times infinity is NaN."""
+    params = {"a": jnp.array([0.0, 1.0]), "b": jnp.ones(2)}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 2)), jnp.float32)
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(x @ (jnp.sqrt(p["a"])[:, None] * jnp.ones((2, 3))))) + jnp.sum(x * p["b"][None])
+
+    def total(engine):
+        grads = dpopt.per_example_grads(loss, engine=engine, memory=memory)
+        return jax.jit(lambda p, x: grads(p, x, mask=None).clipped_sum(clip).sum)(params, x)
+
+    found, expected = total("ghost"), total("vmap")
+    assert np.asarray(found["a"]).tolist() == [0, 0]
+    np.testing.assert_allclose(found["b"], expected["b"], rtol=1e-6)
 
 
 def test_a_rule_of_the_user_s_may_index_constants():

@@ -14,7 +14,7 @@ import dpopt
 
 from . import layouts, losses, weights
 from .losses import KINDS, D, T, V
-from .weights import MULTIPLES, PRODUCTS, PROLOGUES
+from .weights import MULTIPLES, PAIRS, PRODUCTS, PROLOGUES
 
 BATCH = 4
 HALVES = ["bfloat16", "float16"]
@@ -27,6 +27,7 @@ _HEADS: dict[str, Callable] = {
 }
 PENALIZED = 0.05  # the share of programs whose loss has a term of the parameters alone
 MULTIPLIED = 0.05  # the share of weights without a prologue that are multiplied by a number
+PAIRED = 0.05  # of those left, the share whose entries are sums or differences of two
 MADE_OF_PRODUCTS = 0.05  # and the share of those left that are products of matrices
 STOPPED = 0.05  # the share of layers whose output, besides, is used again as a constant
 CROSSED = 0.05  # the share of programs that use a square matrix or filter in several ways more
@@ -77,7 +78,8 @@ def draw(seed: int) -> Program:
         features += [p for p in prologues if p != "plain"]
         prologues = _drawn(seed, [4, len(uses)], prologues, MULTIPLES, MULTIPLIED)
         prologues = _drawn(seed, [7, len(uses)], prologues, PRODUCTS, MADE_OF_PRODUCTS)
-        features += [p for p in prologues if p in MULTIPLES | PRODUCTS]
+        prologues = _drawn(seed, [12, len(uses)], prologues, PAIRS, PAIRED)
+        features += [p for p in prologues if p in MULTIPLES | PRODUCTS | PAIRS]
         uses.append((_stopped(seed, len(uses), KINDS[kind][1], features), list(zip(names, prologues, strict=True))))
     uses = _complex(seed, uses + _crossings(seed, params, features), params, features)
     read, arranged = _orders(seed, features)
@@ -87,7 +89,7 @@ def draw(seed: int) -> Program:
 
     def used_as(w, prologue):
         w = w.astype(computed_in) if casts_first else w
-        return arranged((PROLOGUES | MULTIPLES | PRODUCTS)[prologue](w).astype(computed_in))
+        return arranged((PROLOGUES | MULTIPLES | PRODUCTS | PAIRS)[prologue](w).astype(computed_in))
 
     def loss(params, e):
         e = {k: x.astype(computed_in) if jnp.issubdtype(x.dtype, jnp.floating) else x for k, x in e.items()}

@@ -133,6 +133,14 @@ MULTIPLES: dict[str, Callable] = {
     "multiple_twice": lambda w: _by_direction(w) * jnp.sum(jnp.abs(w)),
 }
 
+# Entries that are sums or differences of two, whose terms may cancel, and the signs of whose coefficients differ.
+PAIRS: dict[str, Callable] = {
+    "paired_mirror": lambda w: w + w[..., ::-1],
+    "paired_difference": lambda w: w - jnp.roll(w, 1, axis=-1),
+    "paired_turned": lambda w: w - w.T if w.ndim == 2 and w.shape[0] == w.shape[1] else w + w[::-1],
+    "paired_halves": lambda w: jnp.concatenate([w[:1] + w[-1:], w[1:] - w[:-1]]),
+}
+
 
 def _flat(function):
     """As a map of matrices, for weights with more axes."""

@@ -76,12 +76,35 @@ def explicit(mesh):
     return {name: float(np.abs(total(way, placed) - total(way, args)).max()) for name, way in ways.items()}
 
 
+def learned_image(mesh):
+    """By how much of its sensitivity one example moves the sum, of a filter applied to an image that is learned, too.
+
+    XLA multiplies the gradient of such a filter by the devices along another axis than the image's."""
+    rng = np.random.default_rng(0)
+    params = {"filter": rng.normal(size=(2, 2, 3, 4)), "image": rng.normal(size=(1, 4, 4, 3))}
+    params, x = jax.tree.map(np.float32, (params, rng.normal(size=(8, 3, 3, 4))))
+    specs = {"filter": P(), "image": P(None, None, "tensor")}
+    placed = {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in params.items()}
+    rows, clip = jax.device_put(x, NamedSharding(mesh, P("data"))), dpopt.FlatClip(1.0)
+
+    def loss(p, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        image = lax.conv_general_dilated(p["image"], p["filter"], (1, 1), "VALID", dimension_numbers=numbers)[0]
+        return jnp.sum(jnp.tanh(image * x) ** 2)
+
+    grads = dpopt.per_example_grads(loss)
+    total = jax.jit(lambda p, x, mask: grads(p, x, mask=mask).clipped_sum(clip).sum)
+    apart = jax.tree.map(jnp.subtract, total(placed, rows, np.ones(8, bool)), total(placed, rows, np.arange(8) != 3))
+    return float(np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(apart))))
+
+
 def main():
     warnings.simplefilter("ignore")
     automatic, typed = (jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2) for kind in
                         (AxisType.Auto, AxisType.Explicit))  # fmt: skip
     ways = ("vmap", None), ("ghost", 5), ("ghost", None)
     found = {"verified": [verified(automatic, *way) for way in ways], "constrained": constrained(automatic)}
+    found["moved"] = learned_image(automatic)
     print(json.dumps(found | {"explicit": explicit(typed)}))
 
 

@@ -34,6 +34,18 @@ def test_no_statement_claims_less_than_was_found(epsilon):
     assert epsilon <= float(text) <= 1.01 * epsilon and float(statement._up(epsilon)) == float(text)
 
 
+@pytest.mark.parametrize("sigma", [2.0, 9.0, 30.0, 100.0])
+def test_no_attack_does_better_than_is_stated(sigma):
+    stated = statement.state(dp.GaussianDpEvent(sigma), delta=1.2349e-5)
+    said = re.findall(r"detects ([0-9.e-]+)% at ([0-9.]+)% false alarms", str(stated))
+    assert [float(rate) for _, rate in said] == [0.1, 1, 10]
+    for detected, rate in said:
+        exact = 100 * stats.norm.cdf(stats.norm.ppf(float(rate) / 100) + 1 / sigma)
+        assert exact <= float(detected) <= 1.05 * exact
+    for delta, epsilon in stated.to_json()["epsilons"].items():  # no smaller delta than epsilon is for
+        assert epsilon >= dpopt.epsilon_of_event(dp.GaussianDpEvent(sigma), delta=float(delta))
+
+
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_the_trade_off_of_a_gaussian_is_the_one_in_closed_form(sigma, accountant):

@@ -11,7 +11,7 @@ from dpopt.chain import PrivateOptimizer, chain
 from dpopt.common import trees, validate
 from dpopt.common.averages import update_average
 from dpopt.common.types import PyTree, ScalarOrSchedule
-from dpopt.optimizers._parts import Clip, private_mean
+from dpopt.optimizers._parts import Clip, descent, private_mean
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
 from dpopt.preconditioners.moments import checked_public_grads, next_second_moment, public_moments
 
@@ -49,7 +49,7 @@ def dp_r_pub(
     """
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key)
     moments = public_moments(rule=rule, decay=decay, eps=eps)
-    return chain(core, precondition_after_noise(moments), optax.scale_by_learning_rate(learning_rate))
+    return chain(core, precondition_after_noise(moments), descent(learning_rate))
 
 
 class ScaleByPublicAdamState(NamedTuple):
@@ -142,7 +142,7 @@ def dp_adam_pub(
     """
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key)
     rule = scale_by_public_adam(b1=b1, b2=b2, b3=b3, eps=eps)
-    return chain(core, rule, optax.scale_by_learning_rate(learning_rate))
+    return chain(core, rule, descent(learning_rate))
 
 
 class BlendPublicGradientsState(NamedTuple):
@@ -220,4 +220,4 @@ def pda_dpmd(
     1.0
     """
     core = private_mean(l2_clip_norm, noise_multiplier, expected_batch_size, key)
-    return chain(core, blend_public_gradients(total_steps), optax.scale_by_learning_rate(learning_rate))
+    return chain(core, blend_public_gradients(total_steps), descent(learning_rate))
