@@ -91,10 +91,8 @@ def wrapped(wrap: Callable[[LossFn], _Loss], loss_fn: LossFn, *, takes_key: bool
     made.takes_key = getattr(loss_fn, "takes_key", False) if takes_key is None else takes_key  # read by `dpopt.train`
     constants = constants_of(loss_fn)
     if constants is not None:
-        made.constants, made.given = (
-            constants,
-            lambda others: wrapped(wrap, given(loss_fn, others), takes_key=takes_key),
-        )
+        made.constants = constants
+        made.given = lambda others: wrapped(wrap, given(loss_fn, others), takes_key=takes_key)
     return loss
 
 

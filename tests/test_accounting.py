@@ -156,7 +156,7 @@ def test_the_accountant_of_an_optimizer_is_the_accountant_of_its_numbers():
 
 def test_sampling_without_replacement_is_accounted_under_replace_one():
     opt = dpopt.dp_sgd(0.1, **privacy_four(noise_multiplier=4.0))
-    event = dpopt.privacy_event(opt, sampling=dpopt.FixedSizeSampler(1000, 10, seed=0), steps=10)
+    event = dpopt.privacy_event(opt, sampling=dpopt.FixedSizeSampler(1000, 10, seed=0).scheme, steps=10)
     oracle = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     oracle.compose(dp.SampledWithoutReplacementDpEvent(1000, 10, dp.GaussianDpEvent(2.0 / PAID)), 10)
     got = epsilon_of_event(event, delta=1e-5, accountant="rdp")

@@ -157,7 +157,8 @@ def test_events_of_selection_are_checked_stored_and_stated():
     ledger.record(GAUSSIAN(3.0), 2)
     assert dpopt.Ledger.from_json(ledger.to_json()) == ledger
     with pytest.raises(ValueError, match=r"the best of several runs has no privacy-loss.*accountant='rdp'"):
-        ledger.epsilon(delta=1e-5)
+        ledger.epsilon(delta=1e-5, accountant="pld")
+    assert ledger.epsilon(delta=1e-5) == ledger.epsilon(delta=1e-5, accountant="rdp")
     accountant = dp_accounting.rdp.RdpAccountant().compose(event).compose(GAUSSIAN(3.0), 2)
     assert ledger.epsilon(delta=1e-5, accountant="rdp") == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)
     stated = state(ledger.event, delta=1e-5)

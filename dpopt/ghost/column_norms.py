@@ -42,8 +42,8 @@ def row_norms(linear: Callable[[jax.Array], list[jax.Array]], x: jax.Array) -> l
     def probe(number: jax.Array) -> list[jax.Array]:
         return [jnp.abs(y) for y in linear(x * signs(x.shape, number).astype(x.dtype))]
 
-    # Behind a barrier the numbers are not constant, so XLA compiles the same kernels for each, and folds none.
-    numbers = lax.optimization_barrier(jnp.arange(_PROBES, dtype=jnp.uint32))
+    # Behind a barrier nothing is constant, so XLA compiles the same kernels for each number, and folds none.
+    x, numbers = lax.optimization_barrier((x, jnp.arange(_PROBES, dtype=jnp.uint32)))
     probed = [functools.reduce(jnp.maximum, own) for own in zip(*map(probe, numbers), strict=True)]
     most = jnp.max(jnp.abs(x), initial=0)
     most = jnp.where((most > 0) & jnp.isfinite(most), most, 1)  # squares of numbers up to 1 do not overflow
@@ -116,7 +116,7 @@ def _kept(x: Any) -> jax.Array:
 def _by_signs(eqn: core.JaxprEqn, own: Sequence[jax.Array | None], fixed: dict[Any, Any]) -> list[jax.Array]:
     """By random signs, for all other maps (a Fourier transform, a solver): never far below what is usual there."""
     total = [jnp.zeros(aval(v).shape) for v in eqn.outvars]
-    for number in range(_PROBES):
+    for number in lax.optimization_barrier(jnp.arange(_PROBES, dtype=jnp.uint32)):
         args = [
             _read(v, fixed) if s is None else (jnp.sqrt(s) * signs(s.shape, number + _PROBES * k)).astype(aval(v).dtype)
             for k, (v, s) in enumerate(zip(eqn.invars, own, strict=True))

@@ -77,9 +77,11 @@ def _shown(value: Any) -> str:
 
 def _code(function: Callable[..., Any]) -> str:
     """The name of a function, and a hash of its code and of the functions that it closes over."""
-    while isinstance(function, functools.partial):
-        function = function.func
     digest = hashlib.sha256()
+    while isinstance(function, functools.partial):
+        for given in function.args:
+            _hash(given, digest, _DEPTH)
+        function = function.func
     _hash(function, digest, _DEPTH)
     return f"{getattr(function, '__qualname__', type(function).__name__)} {digest.hexdigest()[:8]}"
 

@@ -37,6 +37,15 @@ def agree_on_plan(plan: Plan, state: TrainState, constants: PyTree, description:
     entropy.agree(keys | rest)
 
 
+def warn_of_another_program(journal: Journal, program: dict[str, str]) -> None:
+    """Logs in what the run is not what it was when its latest segment began: its steps so far are of the other one."""
+    starts = [entry.program for entry in journal.entries if not entry.is_step]
+    changed = identity.differences(starts[-1] or {}, program) if starts and journal.ledger.steps else ""
+    if changed:
+        steps = journal.ledger.steps
+        _log.warning("dpopt: the run continues with another program than its %d steps so far: %s", steps, changed)
+
+
 @contextlib.contextmanager
 def opened(journal: Journal, checkpointer: Checkpointer | None, run: dict[str, Any]) -> Generator[None]:
     """Keeps the journal's file open, if there is a checkpointer; afterwards another process may continue the run."""

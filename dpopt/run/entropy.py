@@ -21,7 +21,6 @@ from dpopt.correlated.noise import AddCorrelatedNoiseState
 from dpopt.engines.batches import is_key
 from dpopt.keys import secret_words
 from dpopt.noise import AddGaussianNoiseState
-from dpopt.run.identity import is_noise_state
 from dpopt.run.journal import Journal
 from dpopt.run.state import Segment
 
@@ -67,7 +66,7 @@ def noise_states(opt_state: PyTree) -> list[AddGaussianNoiseState | AddCorrelate
     >>> len(noise_states((add_gaussian_noise(1.0, jax.random.key(0)).init(None),)))
     1
     """
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_noise_state) if is_noise_state(x)]
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_noise) if _is_noise(x)]
 
 
 def with_fresh_noise(opt_state: PyTree, words: np.ndarray, queries: int) -> PyTree:
@@ -97,14 +96,18 @@ def with_fresh_noise(opt_state: PyTree, words: np.ndarray, queries: int) -> PyTr
         )
 
     def renew(x: Any) -> Any:
-        if not is_noise_state(x):
+        if not _is_noise(x):
             return x
         key = jax.random.fold_in(x.key, _SEGMENT)
         for word in words[2:6]:
             key = jax.random.fold_in(key, jnp.uint32(word))
         return x.renewed(key)
 
-    return jax.tree.map(renew, opt_state, is_leaf=is_noise_state)
+    return jax.tree.map(renew, opt_state, is_leaf=_is_noise)
+
+
+def _is_noise(x: Any) -> bool:
+    return isinstance(x, AddGaussianNoiseState | AddCorrelatedNoiseState)
 
 
 def claim(opt_state: PyTree, journal: Journal) -> None:

@@ -176,12 +176,12 @@ def _words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bits]).astype(jnp.uint32)
 
 
-def is_noise_state(x: Any) -> bool:
+def _is_noise(x: Any) -> bool:
     return isinstance(x, AddGaussianNoiseState | AddCorrelatedNoiseState)
 
 
 def _without_keys(state: PyTree) -> list[Any]:
-    state = jax.tree.map(lambda x: x.without_segment() if is_noise_state(x) else x, state, is_leaf=is_noise_state)
+    state = jax.tree.map(lambda x: x.without_segment() if _is_noise(x) else x, state, is_leaf=_is_noise)
     return [x for x in jax.tree.leaves(state) if not is_key(x)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import deque
@@ -18,6 +19,7 @@ from dpopt.common.types import LossFn, PyTree
 from dpopt.constants import constants_of, given
 from dpopt.gradients import Engine
 from dpopt.run import _program, _resume, entropy, identity
+from dpopt.run._learns import warn_if_constant
 from dpopt.run._monitor import Monitor
 from dpopt.run._types import check_options
 from dpopt.run.allowance import steps_within
@@ -144,7 +146,8 @@ def train(
     make_step = functools.partial(make_train_step, optimizer=plan.optimizer, **options)
     make_step(loss_fn)  # a bad argument fails here
     if not isinstance(params, TrainState):
-        validate.floating_params(params)
+        with contextlib.suppress(ValueError):  # of JAX, for some modules; the first step names them
+            validate.floating_params(params)
     state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.new_state(params))
     entropy.check_apart(state.opt_state, example_key)
     run = _Run(
@@ -198,6 +201,7 @@ class _Run:
         """Resumes from a state, and takes steps until it has had ``target`` of them or the limit is reached."""
         plan, journal = self.plan, self.plan.journal
         _resume.check_state(state, journal)
+        _resume.warn_of_another_program(journal, self.program)
         place = _resume.find(plan, state, self.replay)
         paid, origin = place.paid, place.origin(journal)
         allowed = steps_within(
@@ -278,7 +282,12 @@ def _engine_check(loss_fn: LossFn, optimizer: Any, params: PyTree, **options: An
     if getattr(loss_fn, "makes_promise", False):
         own = getattr(loss_fn, "verify", None)
         return None if own is None else functools.partial(own, scale=scale)
-    return functools.partial(verification.verify_once, loss_fn, **options, scale=scale)
+
+    def check(params: PyTree, batch: PyTree) -> None:
+        warn_if_constant(loss_fn, params, batch)
+        verification.verify_once(loss_fn, params, batch, **options, scale=scale)
+
+    return check
 
 
 def _compiled(make_step: Callable[[LossFn], TrainStep], loss_fn: LossFn) -> Callable[..., Any]:

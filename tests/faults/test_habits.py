@@ -11,6 +11,7 @@ import pytest
 from runs import DATA, loss_fn, tiny_plan
 
 import dpopt
+from dpopt.run import entropy
 from dpopt.run.loading import Steps
 
 PRIVACY = dict(l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8, key=jax.random.key(0))
@@ -65,6 +66,31 @@ def test_a_plan_that_runs_again_needs_no_warning():
         plan.run(loss_fn, jnp.zeros(3), DATA, steps=2)
         with pytest.raises(dpopt.BudgetExceeded, match="make another plan"):
             plan.run(loss_fn, jnp.zeros(3), DATA)
+
+
+LOST = {
+    "other parameters": lambda w, x: jnp.sum((jnp.zeros(3) - x) ** 2),
+    "a count": lambda w, x: jnp.sum((w > x).astype(jnp.float32)),
+    "the largest": lambda w, x: (jnp.argmax(w) == jnp.argmax(x)).astype(jnp.float32),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_run_that_can_learn_nothing_is_warned_of(name):
+    with pytest.warns(UserWarning, match="depends neither on the example nor on the parameters"):
+        tiny_plan(steps=1).run(LOST[name], jnp.zeros(3), DATA)
+
+
+def test_a_folder_that_another_loss_began_says_so(tmp_path, caplog):
+    pytest.importorskip("orbax.checkpoint")
+    from dpopt.run.checkpoint import Checkpointer
+
+    for loss, said in ((loss_fn, False), (loss_fn, False), (lambda w, x: 2 * loss_fn(w, x), True)):
+        caplog.clear()
+        entropy._runs.clear()
+        with Checkpointer(tmp_path, every=1, asynchronous=False) as checkpointer:
+            tiny_plan(steps=2).run(loss, jnp.zeros(3), DATA, checkpointer=checkpointer)
+        assert ("continues with another program than its 2 steps" in caplog.text) is said
 
 
 OPTIONS = {

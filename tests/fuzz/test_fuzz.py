@@ -1,4 +1,4 @@
-"""A few hundred random programs in every run; ``python -m tests.fuzz`` runs more. A failure names its seed."""
+"""Random programs, a few in every run; ``python -m tests.fuzz`` runs more. A failure names its seed."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def _settings():
     jax.clear_caches()  # programs have nothing in common
 
 
-@pytest.mark.parametrize("part", slow_unless(range(_PARTS // 2), range(_PARTS)))
+@pytest.mark.parametrize("part", slow_unless(range(_PARTS // 4), range(_PARTS)))
 def test_no_example_moves_the_sum_further(part):
     for seed in range(part, PROGRAMS, _PARTS):
         outcome = check.run(seed, compare=seed % 6 == 0)
@@ -71,7 +71,7 @@ _SHARES = ["MULTIPLIED", "MADE_OF_PRODUCTS", "PAIRED", "STOPPED", "CROSSED", "CO
 
 # Weights that are multiples of parameters or products of them, layers whose output is a constant, too, weights that are
 # used in several ways, weights that meet complex numbers, and weights and examples in another order.
-@pytest.mark.parametrize("seed", slow_unless([87_000, 87_008, 87_009, 87_034], range(87_000, 87_040)))
+@pytest.mark.parametrize("seed", slow_unless([87_000, 87_009], range(87_000, 87_040)))
 @pytest.mark.parametrize("share", _SHARES)
 def test_no_example_of_a_loss_with_such_weights_moves_the_sum_further(monkeypatch, share, seed):
     monkeypatch.setattr(program, share, 1.0)

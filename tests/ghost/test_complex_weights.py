@@ -95,7 +95,7 @@ def _drawn(seed):
     return loss_fn, params, (x, y), rng
 
 
-@pytest.mark.parametrize("seed", slow_unless([*range(3), *range(4, 13), 17, 27], range(280)))
+@pytest.mark.parametrize("seed", slow_unless([*range(3), 5, 8, 11, 17, 27], range(280)))
 def test_exact(seed, monkeypatch):
     """In one pass, two or recorded; also where complex weights stay complex."""
     with enable_x64(True):

@@ -27,6 +27,9 @@ _KINDS = {
     ghost_cases.cond,
 }  # fmt: skip
 
+# In float64 those, and a third of the others.
+_QUICK = _KINDS | {*[case for case in ghost_cases.CASES if case not in _KINDS][::3]}
+
 
 def kinds(share):
     """A sixth of the kinds for every run; diagonals, two passes and one pass each take a different sixth."""
@@ -34,7 +37,7 @@ def kinds(share):
     return pytest.mark.parametrize("case", slow_unless(quick, ghost_cases.CASES), ids=lambda case: case.__name__)
 
 
-@CASES
+@pytest.mark.parametrize("case", slow_unless(_QUICK, ghost_cases.CASES), ids=lambda case: case.__name__)
 def test_equals_vmap_in_float64(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     with jax.numpy_rank_promotion("allow"):  # for the models; test_transforms tests the engine without it

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 from jax import lax
 
 import dpopt
@@ -37,7 +38,7 @@ def _ours(pool, x):
     return lambda x: run(x)[0]
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", slow_unless(range(40), range(80)))
 def test_gradients_go_where_xla_sends_them(seed):
     pool, x = _drawn(seed)
     x = jnp.asarray(x, jnp.float32)

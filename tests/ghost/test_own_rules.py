@@ -102,7 +102,7 @@ def _drawn(seed):
     return loss, params, rng.normal(size=(3, size, 4))
 
 
-_SEEDS = range(len(FORWARD) * 2)
+_SEEDS = range(len(FORWARD))
 _RUNS = slow_unless({(seed, _WAYS[seed // len(FORWARD) % 3]) for seed in _SEEDS}, itertools.product(range(160), _WAYS))
 
 

@@ -100,7 +100,7 @@ def drawn(rng):
     return loss, own.params, x
 
 
-@pytest.mark.parametrize("seed", slow_unless(range(12), range(150)))
+@pytest.mark.parametrize("seed", slow_unless(range(6), range(150)))
 def test_products_equal_plain_gradients(monkeypatch, seed, x64):
     monkeypatch.setattr(products, "_MOST_OPERATIONS", float("inf"))
     rng = np.random.default_rng(seed)
