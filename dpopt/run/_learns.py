@@ -28,7 +28,10 @@ def warn_if_constant(loss_fn: LossFn, params: PyTree, batch: Batch) -> None:
         found = loss_fn(params, example)
         return found[0] if isinstance(found, tuple) else found
 
-    program = jax.make_jaxpr(jax.grad(loss))(trees.structs(params), trees.structs(batch, 1)).jaxpr
+    try:
+        program = jax.make_jaxpr(jax.grad(loss))(trees.structs(params), trees.structs(batch, 1)).jaxpr
+    except Exception:  # the first step says what is wrong, and what to do
+        return
     _, is_read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
     if not any(is_read):
         warnings.warn(

@@ -145,9 +145,8 @@ def train(
     options: dict[str, Any] = {"microbatch_size": microbatch_size, "engine": engine}
     make_step = functools.partial(make_train_step, optimizer=plan.optimizer, **options)
     make_step(loss_fn)  # a bad argument fails here
-    if not isinstance(params, TrainState):
-        with contextlib.suppress(ValueError):  # of JAX, for some modules; the first step names them
-            validate.floating_params(params)
+    with contextlib.suppress(ValueError):  # of JAX, for some modules, which the first step names
+        validate.floating_params(params.params if isinstance(params, TrainState) else params)
     state = params if isinstance(params, TrainState) else TrainState(params, plan.optimizer.new_state(params))
     entropy.check_apart(state.opt_state, example_key)
     run = _Run(
@@ -283,9 +282,9 @@ def _engine_check(loss_fn: LossFn, optimizer: Any, params: PyTree, **options: An
         own = getattr(loss_fn, "verify", None)
         return None if own is None else functools.partial(own, scale=scale)
 
-    def check(params: PyTree, batch: PyTree) -> None:
-        warn_if_constant(loss_fn, params, batch)
-        verification.verify_once(loss_fn, params, batch, **options, scale=scale)
+    def check(*params_and_batch: PyTree) -> None:
+        warn_if_constant(loss_fn, *params_and_batch)
+        verification.verify_once(loss_fn, *params_and_batch, **options, scale=scale)
 
     return check
 
