@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,8 @@ _COPIES = (primitives.LAYOUT | primitives.STRUCTURAL) - primitives.CASTS
 _ADDITIONS = frozenset({primitives.ADD, primitives.ADD_ANY, primitives.SUB})
 # Products with numbers that do not depend on the parameter.
 _MULTIPLIED = primitives.BILINEAR | {primitives.MUL, primitives.DIV}
-_SAME = primitives.CASTS | {primitives.NEG, primitives.REAL, primitives.IMAG, primitives.CONJ}
+# Parts of complex numbers, whose squares are at most those of the whole.
+_PARTS = frozenset({primitives.REAL, primitives.IMAG, primitives.CONJ})
 
 
 def row_norms(linear: Callable[[jax.Array], list[jax.Array]], x: jax.Array) -> list[jax.Array]:
@@ -49,12 +50,27 @@ def row_norms(linear: Callable[[jax.Array], list[jax.Array]], x: jax.Array) -> l
     most = jnp.where((most > 0) & jnp.isfinite(most), most, 1)  # squares of numbers up to 1 do not overflow
     program = inlined(jax.make_jaxpr(linear)(x))
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    squares = _squares(program.jaxpr, constants, {program.jaxpr.invars[0]: (x / most) ** 2})
-    found = [most * jnp.sqrt(s).astype(y.dtype) for s, y in zip(squares, probed, strict=True)]
+    squares = _squares(program.jaxpr, constants, {program.jaxpr.invars[0]: _Varied.of((x / most) ** 2)})
+    found = [most * jnp.sqrt(s.total()).astype(y.dtype) for s, y in zip(squares, probed, strict=True)]
     return [jnp.where(jnp.isfinite(f), jnp.maximum(f, y), y) for f, y in zip(found, probed, strict=True)]
 
 
-def _squares(jaxpr: core.Jaxpr, fixed: dict[Any, Any], varied: dict[Any, jax.Array]) -> list[jax.Array]:
+class _Varied(NamedTuple):
+    """An array of the linear program: a multiple, entry by entry, of another one that has independent entries."""
+
+    squares: jax.Array  # of the other one
+    multiple: jax.Array | float = 1.0
+    other: object = None  # tells it from the rest
+
+    @classmethod
+    def of(cls, squares: jax.Array) -> _Varied:
+        return cls(squares, other=object())
+
+    def total(self) -> jax.Array:
+        return self.squares * _squared(self.multiple)
+
+
+def _squares(jaxpr: core.Jaxpr, fixed: dict[Any, Any], varied: dict[Any, _Varied]) -> list[_Varied]:
     """The sums of squares that come out of a linear program, from those that go in.
 
     Args:
@@ -66,30 +82,54 @@ def _squares(jaxpr: core.Jaxpr, fixed: dict[Any, Any], varied: dict[Any, jax.Arr
             varied.update(zip(eqn.outvars, _of_equation(eqn, fixed, varied), strict=True))
         else:
             fixed.update(zip(eqn.outvars, binder(eqn)(*(_read(v, fixed) for v in eqn.invars)), strict=True))
-    return [varied[v] if v in varied else jnp.zeros(aval(v).shape) for v in jaxpr.outvars]
+    return [varied[v] if v in varied else _Varied.of(jnp.zeros(aval(v).shape)) for v in jaxpr.outvars]
 
 
 def _read(v: core.Var | core.Literal, env: dict[Any, jax.Array]) -> Any:
     return v.val if isinstance(v, core.Literal) else env[v]
 
 
-def _of_equation(eqn: core.JaxprEqn, fixed: dict[Any, Any], varied: dict[Any, jax.Array]) -> Sequence[jax.Array]:
+def _of_equation(eqn: core.JaxprEqn, fixed: dict[Any, Any], varied: dict[Any, _Varied]) -> Sequence[_Varied]:
     own = [varied.get(v) if isinstance(v, core.Var) else None for v in eqn.invars]
     if eqn.primitive is primitives.REMAT:
         inner = eqn.params["jaxpr"]
         given = [*zip(inner.invars, eqn.invars, own, strict=True)]
         still = {v: _read(x, fixed) for v, x, s in given if s is None}
         return _squares(inner, still, {v: s for v, _, s in given if s is not None})
+    if (multiple := _multiple(eqn, own, fixed)) is not None:
+        return [multiple]
+    totals = [None if s is None else s.total() for s in own]
+    if eqn.primitive in _PARTS and totals[0] is not None:
+        return [_Varied.of(totals[0])]
     if eqn.primitive in _ADDITIONS:
-        return [sum((s for s in own if s is not None), start=jnp.zeros(aval(eqn.outvars[0]).shape))]
-    if eqn.primitive in _SAME:
-        return [cast(jax.Array, own[0])]
+        return [_Varied.of(functools.reduce(jnp.add, [s for s in totals if s is not None]))]
     if eqn.primitive in _MULTIPLIED and sum(s is not None for s in own) == 1:
-        args = [_squared(_read(v, fixed)) if s is None else s for v, s in zip(eqn.invars, own, strict=True)]
-        return _bound(eqn, args)
+        args = [_squared(_read(v, fixed)) if s is None else s for v, s in zip(eqn.invars, totals, strict=True)]
+        return [*map(_Varied.of, _bound(eqn, args))]
     if eqn.primitive in _COPIES:
-        return _bound(eqn, [_kept(_read(v, fixed)) if s is None else s for v, s in zip(eqn.invars, own, strict=True)])
-    return _by_signs(eqn, own, fixed)
+        args = [_kept(_read(v, fixed)) if s is None else s for v, s in zip(eqn.invars, totals, strict=True)]
+        return [*map(_Varied.of, _bound(eqn, args))]
+    return [*map(_Varied.of, _by_signs(eqn, totals, fixed))]
+
+
+def _multiple(eqn: core.JaxprEqn, own: Sequence[_Varied | None], fixed: dict[Any, Any]) -> _Varied | None:
+    """What is an entrywise multiple of what its operands are multiples of: ``e + e * t``, as in the slope of tanh."""
+    first, others = own[0], [_read(v, fixed) for v, s in zip(eqn.invars, own, strict=True) if s is None]
+    if eqn.primitive is primitives.MUL and first is None:
+        first = own[1]
+    if first is None or any(map(jnp.iscomplexobj, others)):
+        return None
+    if eqn.primitive in primitives.CASTS:
+        return first
+    if eqn.primitive is primitives.NEG:
+        return first._replace(multiple=-first.multiple)
+    if eqn.primitive in (primitives.MUL, primitives.DIV) and len(others) == 1:
+        bind = jnp.multiply if eqn.primitive is primitives.MUL else jnp.divide
+        return first._replace(multiple=bind(first.multiple, others[0]))
+    if eqn.primitive in _ADDITIONS and own[1] is not None and own[1].other is first.other:
+        bind = jnp.subtract if eqn.primitive is primitives.SUB else jnp.add
+        return first._replace(multiple=bind(first.multiple, own[1].multiple))
+    return None
 
 
 def _bound(eqn: core.JaxprEqn, args: Sequence[Any]) -> list[jax.Array]:

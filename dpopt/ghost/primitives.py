@@ -48,7 +48,9 @@ LAYOUT = _all("""
     reshape transpose squeeze rev copy slice split convert_element_type reduce_precision broadcast_in_dim dynamic_slice
 """)
 # An output entry adds up input entries, or copies one, or has a number of its own.
-STRUCTURAL = _all("concatenate cumsum gather pad reduce_sum scatter scatter_add select_n stack tile unstack")
+STRUCTURAL = _all(
+    "concatenate cumsum dynamic_update_slice gather pad reduce_sum scatter scatter_add select_n stack tile unstack"
+)
 # The same entries in the same order, where input and output have equally many.
 RESHAPING = _all("reshape squeeze broadcast_in_dim")
 # The same, and every entry stays in its place.
