@@ -94,7 +94,7 @@ def example_keys(key: jax.Array, step: int | jax.Array, indices: ArrayLike | Seq
     True
     """
     validate.prng_key(key)
-    if not isinstance(step, jax.Array):
+    if not isinstance(step, jax.Array | np.ndarray):
         validate.non_negative_int(step=step)
     indices = jnp.asarray(indices)
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):

@@ -165,7 +165,7 @@ def _check_integers(named: Mapping[str, object], least: int) -> None:
 def one_of(choices: tuple[object, ...], **named: object) -> None:
     """Raises unless every argument is among ``choices``."""
     for name, value in named.items():
-        if not any(type(value) is type(choice) and value == choice for choice in choices):
+        if isinstance(value, np.ndarray | jax.Array) or value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 
 
