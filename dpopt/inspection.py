@@ -9,9 +9,7 @@ the sum of that clip, and nothing else that depends on an example may reach the 
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -21,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpopt import _stages
+from dpopt import _one_run, _stages
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting, flow
 from dpopt.common.names import first_line
@@ -109,56 +107,8 @@ def privacy_event(optimizer: Any, *, sampling: Sampling, steps: int, params: PyT
     1.1
     """
     event = compose(privacy_of(optimizer, params), sampling, steps)
-    _warn_of_another_run(optimizer, getattr(sampling, "drawn_to", None), steps)
-    _warn_of_another_size(optimizer, getattr(sampling, "expected_batch_size", None))
+    _one_run.warn_of_another(optimizer, sampling, steps)
     return event
-
-
-def _warn_of_another_run(optimizer: Any, drawn_to: int | None, steps: int) -> None:
-    if drawn_to == 0 and getattr(_held(optimizer), "updated", False):
-        warning = (
-            "this optimizer has been used, but this sampler has drawn no batches. If they came from elsewhere, such as "
-            "epochs over shuffled data, epsilon does not hold for them. Pass the sampler that drew them, or a scheme "
-            "(sampler.scheme) for the cost of a planned run."
-        )
-    elif drawn_to is not None and steps < drawn_to:
-        warning = (
-            f"this sampler has drawn the batches of {drawn_to} steps, but only {steps} are accounted for: the others "
-            "cost nothing only if their results were never used. Pass a scheme (sampler.scheme) for the cost of a "
-            "shorter run."
-        )
-    elif drawn_to and steps > drawn_to:
-        warning = (
-            f"this sampler has drawn the batches of {drawn_to} steps, and {steps} are accounted for. If these were all "
-            "taken, some took a batch that another had, which costs more. Pass a scheme (sampler.scheme) for the cost "
-            "of a planned run."
-        )
-    else:
-        return
-    warnings.warn(warning, UserWarning, stacklevel=3)
-
-
-def _warn_of_another_size(optimizer: Any, expected: float | None) -> None:
-    """Epsilon does not depend on it, but the mean that the optimizer is given does."""
-    stages = getattr(_held(optimizer), "stages", ())
-    while stages and hasattr(stages[0], "stages"):
-        stages = stages[0].stages
-    for stage in (getattr(part, "stage", None) for part in stages):
-        divisor = validate.concrete(stage.divisor) if isinstance(stage, _stages.Normalize) else None
-        if expected is not None and divisor is not None and not math.isclose(divisor, expected, rel_tol=1e-3):
-            warnings.warn(
-                f"this optimizer divides by an expected_batch_size of {divisor:g}, and the sampler expects batches of "
-                f"{expected:g}: every step is {expected / divisor:.3g} times the mean gradient.",
-                UserWarning,
-                stacklevel=3,
-            )
-
-
-def _held(optimizer: Any) -> Any:
-    """The optimizer that a train step or an NNX optimizer holds, or itself."""
-    while not hasattr(optimizer, "updated") and optimizer is not None:
-        optimizer = getattr(optimizer, "optimizer", getattr(optimizer, "tx", None))
-    return optimizer
 
 
 # For each update function that was inspected: the structures of its arguments, and the shapes of its parameters.

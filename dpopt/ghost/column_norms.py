@@ -7,7 +7,7 @@ weight. Both estimates here are of the program of that map, applied to all entri
   ways (a learned gain, an average) finds out by how much. But for ``w_i - w_j`` it is 0 whenever the signs are equal;
 * squares, added up as if whatever meets were independent: right where entries meet once, whatever their signs.
 
-The larger one is about the norm for all but maps that were made to deceive both.
+The larger one was never below a quarter of the norm in a search over composed maps (tests/ghost/test_cancelling.py).
 """
 
 from __future__ import annotations

@@ -47,6 +47,16 @@ def inverse_root(v: PyTree, eps: float | jax.Array, eps_in_sqrt: bool = False) -
     return jax.tree.map(lambda x: 1 / (jnp.sqrt(x) + eps), v)
 
 
+def where_finite(moments: PyTree, before: PyTree) -> PyTree:
+    """New moments, or those before if a public gradient has left any that is not finite.
+
+    >>> where_finite(jnp.array(jnp.nan), jnp.array(1.0)).tolist()
+    1.0
+    """
+    is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(moments)]))
+    return optax.tree.where(is_finite, moments, before)
+
+
 def checked_public_grads(public_grads: optax.Updates | None, like: PyTree) -> PyTree:
     """The public gradients of an update, in the dtype of moments, if they have the structure and shapes of ``like``.
 
@@ -152,8 +162,7 @@ class PublicMoments(Preconditioner):
         v = next_second_moment(self.rule, state.v, jax.tree.map(jnp.square, g), self.decay)
         m = state.m if self.rule != "adam" else jax.tree.map(lambda m, g: update_average(m, g, self.b1), state.m, g)
         # A NaN would stay in the moments and silently drop every private example from then on.
-        is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((v, m))]))
-        state = optax.tree.where(is_finite, PublicMomentsState(v, m), state)
+        state = where_finite(PublicMomentsState(v, m), state)
         scale = inverse_root(state.v, self.eps, self.eps_in_sqrt)
         if self.rule != "adam":
             return Diagonal(scale=scale), state

@@ -3,6 +3,8 @@
 The remainder is rounding error, which differs between any two ways of adding up.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,6 +170,38 @@ def test_gains_are_about_the_column_norms_of_the_map_to_the_parameter(weight, sh
     assert (found >= 0.5 * exact).all()
     terms = np.abs(rng.normal(size=found.shape))
     assert np.linalg.norm(found * terms) < 2.5 * np.linalg.norm(exact * terms)
+
+
+N = 6
+# Maps of square matrices, to be composed.
+_OPS = [
+    lambda w: w + w.T, lambda w: w - w.T, lambda w: w + w[::-1], lambda w: w - jnp.roll(w, 1, axis=1),
+    lambda w: jnp.cumsum(w, axis=0), jnp.tanh, lambda w: jnp.sin(w) * w, jnp.tril,
+    lambda w: w - jnp.mean(w, axis=0, keepdims=True), lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True),
+    lambda w: w @ jnp.asarray(np.random.default_rng(1).normal(size=(N, N)), w.dtype), lambda w: w @ w.T,
+    lambda w: jax.nn.softmax(w, axis=1), lambda w: w[:1] + w, lambda w: jnp.concatenate([w[1:] - w[:-1], w[:1]]),
+    lambda w: 2.5 * w, lambda w: jnp.where(jnp.eye(N) > 0, -w, w),
+    lambda w: lax.scan(lambda c, x: (x, c - x), w[0], w)[1],
+    lambda w: jnp.fft.irfft(jnp.fft.rfft(w) * 0.7, n=N), lambda w: w * jnp.sum(w),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", slow_unless({0, 80, 88, 162}, range(390)))
+def test_gains_of_composed_maps_are_at_no_entry_far_too_small(seed):
+    """The smallest share found is 0.25, of a scan (`_by_signs`), and 0.46 without one."""
+    rng = np.random.default_rng(seed)
+    ops = [_OPS[i] for i in rng.integers(len(_OPS), size=rng.integers(1, 4))]
+    w = jnp.asarray(rng.normal(size=(N, N)), jnp.float32)
+
+    def weight(w):
+        return functools.reduce(lambda w, op: op(w), ops, w)
+
+    with jax.numpy_rank_promotion("allow"):
+        (found,) = row_norms(jax.linearize(lambda w: [weight(w)], w)[1], jnp.ones_like(w))
+        jacobian = np.asarray(jax.jacobian(weight)(w), np.float64).reshape(N * N, -1)
+    exact = np.linalg.norm(jacobian, axis=1).reshape(N, N)
+    counts = exact > 1e-4 * exact.max()  # the others are rounding
+    assert (np.asarray(found, np.float64)[counts] >= 0.2 * exact[counts]).all()
 
 
 _SYMMETRIC = {"sums": lambda w: w + w.T, "differences": lambda w: w - w.T, "neighbours": lambda w: w[1:] + w[:-1]}

@@ -13,7 +13,7 @@ from dpopt.common.averages import update_average
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.optimizers._parts import Clip, descent, private_mean
 from dpopt.optimizers.baselines.after_noise import precondition_after_noise
-from dpopt.preconditioners.moments import checked_public_grads, next_second_moment, public_moments
+from dpopt.preconditioners.moments import checked_public_grads, next_second_moment, public_moments, where_finite
 
 
 def dp_r_pub(
@@ -101,8 +101,7 @@ def scale_by_public_adam(
         nu = next_second_moment("rmsprop", state.nu, jax.tree.map(jnp.square, public), b3)
         mu = jax.tree.map(lambda m, g: update_average(m, g, b2), state.mu, blend)
         # A NaN would stay in the moments for ever: without a usable public gradient those so far serve again.
-        is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((mu, nu))]))
-        count, mu, nu = optax.tree.where(is_finite, (count, mu, nu), tuple(state))
+        count, mu, nu = where_finite((count, mu, nu), tuple(state))
         mu_hat = optax.tree.bias_correction(mu, b2, jnp.maximum(count, 1))
         nu_hat = optax.tree.bias_correction(nu, b3, jnp.maximum(count, 1))
         updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
