@@ -31,9 +31,10 @@ from dpopt.ghost.values import Contact, Entry
 # XLA turns a vmapped filter gradient into a grouped convolution, which takes about three times as long
 # (924 ms against 304 on two cores for 128x32x32x64 to 64 channels).
 _VMAPPED_CONVOLUTION = 3
-# Forming the gradients of all examples costs as much as this many passes over them: the memory is fresh, batched
-# products write it slowly, and the norms and the sum read it again. (Measured on most models of the zoo: 5 to 190.)
-_ALL_FORMED = 24
+# Forming the gradients of all examples costs as much as this many passes over them: they are written, and the norms
+# and the sum read them again. (Measured on models of the zoo: 0 to 12, half of them below 3; with 6 to 24, `auto` takes
+# the same way on all of them.)
+_ALL_FORMED = 6
 # Kept gradients may take this share of the memory of the contacts' inputs and cotangents.
 _KEPT_SHARE = 1.0
 # The gradients of one contact may take at most this many times its own input and cotangent, which they replace.
