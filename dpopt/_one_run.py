@@ -10,8 +10,25 @@ from dpopt.common import validate
 
 def warn_of_another(optimizer: Any, sampling: Any, steps: int) -> None:
     """Compares the steps drawn and the size of batches; a scheme, which stands for a planned run, has neither."""
+    _warn_of_another_optimizer(optimizer, sampling)
     _warn_of_other_steps(optimizer, getattr(sampling, "drawn_to", None), steps)
     _warn_of_another_size(optimizer, getattr(sampling, "expected_batch_size", None))
+
+
+def _warn_of_another_optimizer(optimizer: Any, sampling: Any) -> None:
+    held = _held(optimizer)
+    if not getattr(sampling, "drawn_to", 0) or not getattr(held, "updated", False):
+        return  # nothing has been trained yet: this is a plan
+    accounted = getattr(sampling, "accounted", [])
+    if any(other is not held for other in accounted):
+        warnings.warn(
+            "this sampler's batches have been accounted for with another optimizer. If both trained on them, each step "
+            "made two queries of one sample, which costs more than their epsilons added up. For another run, make a "
+            "sampler with a seed of its own; for the cost of a planned run, pass a scheme (sampler.scheme).",
+            UserWarning,
+            stacklevel=4,
+        )
+    accounted.append(held)
 
 
 def _warn_of_other_steps(optimizer: Any, drawn_to: int | None, steps: int) -> None:

@@ -85,9 +85,9 @@ def privacy_event(optimizer: Any, *, sampling: Sampling, steps: int, params: PyT
     """The event of training with a named optimizer, a `dpopt.chain`, an ``optax.chain`` or a train step.
 
     A sampler stands for the run that it feeds. There is a UserWarning if it expects batches of another size than the
-    optimizer does; if it has drawn more or fewer batches than ``steps``; or none although the optimizer has been used:
-    the batches then came from elsewhere (an epoch over shuffled data is not a Poisson sample). For the cost of another
-    run, pass a scheme (``sampler.scheme``).
+    optimizer does; if it has drawn more or fewer batches than ``steps``; if it has fed another optimizer; or if it has
+    drawn none although the optimizer has been used: the batches then came from elsewhere (an epoch over shuffled data
+    is not a Poisson sample). For the cost of another run, pass a scheme (``sampler.scheme``).
 
     Args:
         optimizer, params: see `privacy_of`.

@@ -14,6 +14,7 @@ import optax
 from jax.typing import ArrayLike
 
 from dpopt import _stages
+from dpopt._run_key import of_one_run
 from dpopt.common import trees, validate
 from dpopt.common.lazy import flow
 from dpopt.common.types import PyTree, ScalarOrSchedule
@@ -58,7 +59,8 @@ def standard_normal_like(key: jax.Array, tree: PyTree) -> PyTree:
 
     Raises:
         TypeError: if an array is complex.
-        ValueError: within `jax.shard_map`, where every device would draw the same noise for its own part of an array.
+        ValueError: within `jax.shard_map`, where every device would draw the same noise for its own part of an array;
+            under `jax.vmap` of the tree but not of the key, where all runs would draw the same noise.
 
     *Privacy*: reads no data. The generator is threefry (or that of the key), not a cryptographic one.
 
@@ -73,6 +75,7 @@ def standard_normal_like(key: jax.Array, tree: PyTree) -> PyTree:
             "shard_map, and add noise outside: there it is drawn by position in the whole array, shard by shard."
         )
     leaves, structure = jax.tree.flatten(tree)
+    key = of_one_run(key, leaves)
     shapes = tuple(map(jnp.shape, leaves))
     dtypes = tuple(trees.accumulator_dtype(jnp.result_type(leaf)) for leaf in leaves)
     for dtype in dtypes:
@@ -173,9 +176,9 @@ def drawn_by(
     is_off = not callable(noise_stddev) and validate.concrete(noise_stddev) == 0
 
     def init_fn(params: optax.Params):
-        del params
         # Copied, so that a training step that donates its state does not delete the caller's key.
-        return AddGaussianNoiseState(key=jnp.array(key, copy=True), count=jnp.zeros([], jnp.int32))
+        own = jnp.array(of_one_run(key, params), copy=True)
+        return AddGaussianNoiseState(key=own, count=jnp.zeros([], jnp.int32))
 
     def update_fn(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         del params, extra_args

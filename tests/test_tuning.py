@@ -19,7 +19,7 @@ from dpopt.composition import bounds
 from dpopt.privacy import Relation
 from dpopt.run.journal import JournalError
 from dpopt.run.statement import state
-from dpopt.tuning import NumTrials, PrivateScore, PublicScore, _files, selection
+from dpopt.tuning import NumTrials, PrivateScore, PublicScore, _files, _trials
 
 SELECT = dp_accounting.dp_event.RepeatAndSelectDpEvent
 GAUSSIAN = dp_accounting.GaussianDpEvent
@@ -209,6 +209,7 @@ def binned(sigma, shift, bins=60):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
+@pytest.mark.one_in(2)
 def test_no_selection_diverges_more_than_is_charged(shape, seed):
     """For random mechanisms, random orders of preference, both directions, many Renyi orders, and delta(epsilon)."""
     rng = np.random.default_rng([seed, int(10 * min(shape, 99))])
@@ -243,6 +244,7 @@ def test_the_brute_force_sees_the_price_of_one_run():
 
 
 @pytest.mark.parametrize("shape", [0.0, 1.0, math.inf])
+@pytest.mark.one_in(2)
 def test_what_is_let_out_has_the_exact_law(shape):
     """`repeat_and_select` itself, on two settings: outcome by outcome against the law of the best of K."""
     trials, levels = NumTrials(3.0, shape), 4
@@ -567,8 +569,8 @@ def test_of_events_that_differ_the_dearest_is_charged_or_none_is():
 def test_full_batches_cover_samples(steps):
     """At orders below 2 the divergence of a sample is unknown to dp_accounting, which does not make it larger."""
     full, half = (events.poisson_event(noise_multiplier=1.0, sampling_prob=q, steps=steps) for q in (1.0, 0.5))
-    assert selection._covers(full, half)
-    assert not selection._covers(half, full)
+    assert _trials._covers(full, half)
+    assert not _trials._covers(half, full)
 
 
 def test_a_bad_argument_is_refused_before_the_first_trial():

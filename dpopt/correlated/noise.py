@@ -10,6 +10,7 @@ import optax
 
 from dpopt import _stages
 from dpopt import noise as independent_noise
+from dpopt._run_key import of_one_run
 from dpopt.common import trees, validate
 from dpopt.common.lazy import flow
 from dpopt.common.types import PyTree, ScalarOrSchedule
@@ -89,7 +90,8 @@ def add_correlated_noise(
         count = 0 if is_off else stream.num_buffers
         buffers = tuple(jax.tree.map(_zeros_like, params) for _ in range(count))
         zero = jnp.zeros([], jnp.int32)
-        return AddCorrelatedNoiseState(jnp.array(key, copy=True), zero, jnp.copy(zero), buffers)
+        own = jnp.array(of_one_run(key, params), copy=True)
+        return AddCorrelatedNoiseState(own, zero, jnp.copy(zero), buffers)
 
     def update_fn(updates: PyTree, state: PyTree, params: optax.Params | None = None, **extra_args: Any):
         del params, extra_args

@@ -1,8 +1,8 @@
-"""The number of steps that a budget covers."""
+"""What was spent earlier, and the number of steps that a budget covers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from dpopt import accounting, events
 from dpopt.common import validate
@@ -11,6 +11,8 @@ from dpopt.ledger import Ledger
 
 if TYPE_CHECKING:
     from dpopt.run.plan import Budget, Plan
+    from dpopt.run.results import TrainResult
+    from dpopt.tuning.selection import Selection
 
 
 def steps_within(
@@ -62,3 +64,25 @@ def steps_within(
         accountant=budget.accountant,
         most=most,
     )
+
+
+def spent_by(earlier: dp_accounting.DpEvent | TrainResult | Selection | None, unit: str) -> Any:
+    """What was spent earlier on records of this unit: an event, or that of the result of a run or a search.
+
+    Raises:
+        ValueError: if the result is about other records.
+
+    *Privacy*: arithmetic on public constants.
+
+    >>> spent_by(None, "example") is None
+    True
+    """
+    if not hasattr(earlier, "ledger"):
+        return earlier  # an event, which the caller checks
+    spent = cast("TrainResult | Selection", earlier)
+    if spent.unit != unit:
+        raise ValueError(
+            f"earlier is a run whose records are {spent.unit}s, and these are {unit}s: what one of the former costs is "
+            "not what one of the latter costs."
+        )
+    return events.following(spent.earlier, spent.ledger.event)

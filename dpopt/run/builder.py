@@ -23,6 +23,7 @@ from dpopt.ledger import Ledger
 from dpopt.optimizers.averaging import average_params
 from dpopt.preconditioners.base import Preconditioner, precondition
 from dpopt.private_mean import privatize
+from dpopt.run.allowance import spent_by
 from dpopt.run.plan import Budget, Plan, Sampler
 from dpopt.samplers.parts import BallsInBinsSampler, CyclicPoissonSampler, EpochSampler
 from dpopt.samplers.truncated import TruncatedPoissonSampler
@@ -164,7 +165,7 @@ class Builder:
         Warns (UserWarning) if delta is not below 1 / num_examples.
         """
         self._check_noise_is_free("budget")
-        event = _spent_by(earlier, self.unit)
+        event = spent_by(earlier, self.unit)
         budget = Budget(epsilon, delta, accountant, event)
         if event is not None and (spent := budget.spent(Ledger())) >= epsilon:
             raise ValueError(f"earlier: {spent:.4g} is spent already at delta {delta:g}, and epsilon is {epsilon:g}.")
@@ -284,16 +285,3 @@ class Builder:
                 return BallsInBinsSampler(n, size, seed=seed, pad_to=pad_to)
             case _:
                 return FixedSizeSampler(n, size, seed=seed, pad_to=1 if pad_to is None else pad_to)
-
-
-def _spent_by(earlier: dp_accounting.DpEvent | TrainResult | Selection | None, unit: str) -> Any:
-    """The event of what was spent earlier for records of this unit."""
-    if not hasattr(earlier, "ledger"):
-        return earlier  # an event, which the budget checks
-    spent = cast("TrainResult | Selection", earlier)
-    if spent.unit != unit:
-        raise ValueError(
-            f"earlier is a run whose records are {spent.unit}s, and this plan's are {unit}s: what one record of the "
-            "one costs is not what one of the other costs."
-        )
-    return events.following(getattr(spent, "earlier", None), spent.ledger.event)

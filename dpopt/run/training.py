@@ -90,7 +90,8 @@ def make_train_step(
     """Makes ``step(params, opt_state, batch, mask, **extra) -> (params, opt_state, metrics)``.
 
     The step is a pure function of arrays: it works under ``jax.jit``, in ``jax.lax.scan``, and under ``jax.vmap`` over
-    seeds. For any microbatch size, noise is drawn once and the parameters are updated once.
+    the keys of several runs, each of which costs what one does. For any microbatch size, noise is drawn once and the
+    parameters are updated once.
 
     Args:
         loss_fn: ``loss_fn(params, example) -> scalar``; see `dpopt.per_example_grads`, and `dpopt.flax` for making one

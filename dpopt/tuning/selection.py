@@ -16,11 +16,12 @@ import numpy as np
 from dpopt import accounting, events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
-from dpopt.composition import bounds
 from dpopt.ledger import Ledger
+from dpopt.run.allowance import spent_by
 from dpopt.run.results import TrainResult
 from dpopt.run.statement import Statement, state
 from dpopt.tuning._files import Directory, Memory, Progress
+from dpopt.tuning._trials import kept, most_expensive, trial_event
 from dpopt.tuning.num_trials import NumTrials
 from dpopt.tuning.scores import PrivateScore, PublicScore
 
@@ -35,6 +36,7 @@ class Selection:
         score: its score; None if no trial was run.
         ledger: the cost of the whole search; ``other_ledger.record(selection.ledger.event)`` adds it to another's.
         num_examples, unit: see `repeat_and_select`.
+        earlier: what was spent before the search; not in `ledger`, but in `epsilon` and `statement`.
 
     *Privacy*: all of it together costs what `ledger` says.
 
@@ -48,16 +50,21 @@ class Selection:
     ledger: Ledger
     num_examples: int
     unit: str = "example"
+    earlier: dp_accounting.DpEvent | None = None
 
     def epsilon(self, *, delta: float) -> float:
-        """Epsilon of the whole search, by Renyi divergences."""
+        """Epsilon of the whole search, and of what was spent earlier, by Renyi divergences."""
         validate.small_delta(delta, self.num_examples)
-        return self.ledger.epsilon(delta=delta, accountant="rdp")
+        return accounting.epsilon_of_event(self._event, delta=delta, accountant="rdp")
 
     def statement(self, *, delta: float) -> Statement:
         """What the search promises, for a paper or a file (`dpopt.run.statement`)."""
         validate.small_delta(delta, self.num_examples)
-        return state(self.ledger.event, delta=delta, unit=self.unit, accountant="rdp")
+        return state(self._event, delta=delta, unit=self.unit, accountant="rdp")
+
+    @property
+    def _event(self) -> dp_accounting.DpEvent:
+        return events.following(self.earlier, self.ledger.event)
 
 
 def calibrate(
@@ -89,7 +96,7 @@ def calibrate(
     """
 
     def whole(noise_multiplier: float) -> dp_accounting.DpEvent:
-        return num_trials.event(_trial_event(make_event(noise_multiplier), score))
+        return num_trials.event(trial_event(make_event(noise_multiplier), score))
 
     return accounting.calibrate_event(whole, epsilon=epsilon, delta=delta, accountant="rdp")
 
@@ -104,6 +111,7 @@ def repeat_and_select(
     key: jax.Array,
     num_examples: int,
     unit: str = "example",
+    earlier: dp_accounting.DpEvent | TrainResult | Selection | None = None,
     directory: str | Path | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> Selection:
@@ -133,6 +141,8 @@ def repeat_and_select(
         key: secret; the number of trials, their settings and their keys follow from it.
         num_examples: how many there are in the training data; public.
         unit: what one of them is: ``"example"``, or ``"client"``.
+        earlier: what was spent before on the same records, such as the run whose parameters all trials start from: an
+            event, or the result of a run or a search. The result's epsilon covers it.
         directory: where to keep what it takes to go on, or None. It is as secret as the noise key, also afterwards: it
             says how many trials there were. Unpickling runs code: use no directory of others.
         identity: what else must be as it was when a search in ``directory`` began, as JSON can hold it: the model, its
@@ -167,9 +177,11 @@ def repeat_and_select(
     _check_plain(settings=settings, identity=identity)
     validate.prng_key(key)
     validate.positive_int(num_examples=num_examples)
-    num_examples = int(num_examples)
-    of_training = _most_expensive(event, settings)
-    whole = num_trials.event(_trial_event(of_training, score))
+    num_examples, spent = int(num_examples), spent_by(earlier, unit)
+    if spent is not None:
+        events.check(spent)
+    of_training = most_expensive(event, settings)
+    whole = num_trials.event(trial_event(of_training, score))
     ledger = Ledger()
     ledger.record(whole)
     draws, training, scoring = jax.random.split(key, 3)
@@ -181,7 +193,7 @@ def repeat_and_select(
         for trial in range(progress.done, len(progress.order)):
             try:
                 trained = train(settings[progress.order[trial]], jax.random.fold_in(training, trial))
-                value = _value(trained, of_training, num_examples, unit)
+                value = kept(trained, of_training, num_examples, unit, spent)
                 found = score(value, jax.random.fold_in(scoring, trial))
             except Exception as error:
                 error.add_note(_AFTER_AN_ERROR)
@@ -202,13 +214,13 @@ def repeat_and_select(
             "num_examples": num_examples,
             "unit": unit,
             "identity": identity,
-        }
+        } | ({} if spent is None else {"earlier": events.to_json(spent)})
         with Directory.opened(Path(directory), of_search, whole) as files:
             progress = go_on(files)
     if progress.best is None:
-        return Selection(None, None, None, ledger, num_examples, unit)
+        return Selection(None, None, None, ledger, num_examples, unit, spent)
     best = settings[progress.order[progress.best]]
-    return Selection(best, progress.value, progress.score, ledger, num_examples, unit)
+    return Selection(best, progress.value, progress.score, ledger, num_examples, unit, spent)
 
 
 _AFTER_AN_ERROR = (
@@ -235,62 +247,3 @@ def _check_plain(**named: Any) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name} must be plain values, such as JSON can hold; got {value!r}.") from error
-
-
-def _trial_event(training: dp_accounting.DpEvent, score: PublicScore | PrivateScore) -> dp_accounting.DpEvent:
-    if isinstance(score, PublicScore):
-        return training
-    return dp_accounting.ComposedDpEvent([training, score.event])
-
-
-def _most_expensive(event: Any, settings: list[Any]) -> dp_accounting.DpEvent:
-    """The event that covers every setting's."""
-    if not callable(event):
-        events.check(event)
-        return event
-    found: list[dp_accounting.DpEvent] = []
-    for setting in settings:
-        one: Any = event(setting)
-        events.check(one)
-        if one not in found:
-            found.append(one)
-    for one in found:
-        if all(_covers(one, other) for other in found):
-            return one
-    raise ValueError(
-        f"the settings' trials cost differently, and none of their {len(found)} events covers all others at every "
-        "Renyi order. Leave fixed what moves epsilon (noise multiplier, batch size, steps), or state one event that "
-        "covers all of them."
-    )
-
-
-def _covers(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> bool:
-    """Whether one mechanism's Renyi divergences are at no order below another's, but for rounding."""
-    pairs = [(event, other), (events.with_one_more(event), events.with_one_more(other))]
-    return all(_covers_one_way(*pair) for pair in (pairs if pairs[0] != pairs[1] else pairs[:1]))
-
-
-def _covers_one_way(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> bool:
-    steps, others = events.flattened(event), events.flattened(other)
-    if not others:
-        return True
-    replaces = events.is_replace_one(steps)
-    if not steps or replaces != events.is_replace_one(others):
-        return event == other
-    return bounds.covers(steps, others, events.relation_of(steps))
-
-
-def _value(trained: Any, event: dp_accounting.DpEvent, num_examples: int, unit: str) -> Any:
-    if not isinstance(trained, TrainResult):
-        return trained
-    if (trained.num_examples, trained.unit) != (num_examples, unit):
-        raise ValueError(
-            f"the search is for {num_examples} records of unit {unit!r}, and a trial trained on {trained.num_examples} "
-            f"of unit {trained.unit!r}: pass the trials' own num_examples and unit."
-        )
-    if not _covers(event, trained.ledger.event):
-        raise ValueError(
-            "a trial spent more than the event that is stated for it, and the search is charged by: more steps, less "
-            "noise, or steps that were lost and taken anew. State the event of what trials do."
-        )
-    return jax.device_get(trained.params)

@@ -80,6 +80,7 @@ def test_much_noise_in_a_sample_of_fixed_size_costs_next_to_nothing():
     [CyclicPoissonSampler(1000, 100, parts=4, seed=0), EpochSampler(1000, 250, seed=0)],
     ids=["cyclic", "all"],
 )
+@pytest.mark.one_in(2)
 def test_steps_cost_as_much_wherever_they_start(sampler, start):
     """An event of later steps alone cost nothing if another step of the same part had come before."""
     privacy = Privacy((Query(0.5),))
@@ -102,6 +103,7 @@ def test_multipliers_of_16_bits_are_not_rounded_again(dtype):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 7, 13])
+@pytest.mark.one_in(2)
 def test_shares_of_a_clip_norm_of_16_bits_are_not_rounded_up(count):
     clip = dpopt.LayerwiseClip(jnp.asarray(1.0, jnp.bfloat16))
     params = {str(i): jnp.zeros(1) for i in range(count)}
@@ -122,7 +124,7 @@ def test_what_was_spent_for_examples_is_not_counted_for_users():
 
     first = builder().noise(10.0).then(optax.sgd(0.1)).build()
     result = first.run(lambda w, x: jnp.sum((w - x) ** 2), jnp.zeros(2), np.ones((100, 2), np.float32), progress=False)
-    with pytest.raises(ValueError, match="records are examples, and this plan's are users"):
+    with pytest.raises(ValueError, match="records are examples, and these are users"):
         builder(unit="user").budget(epsilon=2.0, delta=1e-4, earlier=result)
     event = builder().budget(epsilon=2.0, delta=1e-4, earlier=result)._budget.earlier
     assert event == result.ledger.event
