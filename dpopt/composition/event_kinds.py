@@ -56,14 +56,14 @@ def check(event: object) -> None:
         case dp.GaussianDpEvent(noise_multiplier=sigma):
             is_sound = sigma >= 0
         case dp.SelfComposedDpEvent(count=count):
-            is_sound = count >= 1 and count == int(count)
+            is_sound = 1 <= count < math.inf and count == int(count)
         case dp.PoissonSampledDpEvent(sampling_probability=q):
             is_sound = 0 <= q <= 1
         case dp.SampledWithoutReplacementDpEvent(source_dataset_size=n, sample_size=b):
-            is_sound = 0 <= b <= n
+            is_sound = 0 <= b <= n < math.inf
         case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
             counts = event.dataset_size, event.truncated_batch_size
-            is_sound = sigma >= 0 and 0 <= q <= 1 and all(x >= 0 and x == int(x) for x in counts)
+            is_sound = sigma >= 0 and 0 <= q <= 1 and all(0 <= x < math.inf and x == int(x) for x in counts)
         case dp.dp_event.RepeatAndSelectDpEvent(mean=mean, shape=shape):
             is_sound = 1 <= mean < math.inf and shape >= 0
         case _:
@@ -74,8 +74,8 @@ def check(event: object) -> None:
         check(part)
 
 
-def _parts(event: dp.DpEvent) -> list[dp.DpEvent]:
-    return [part for part in getattr(event, "events", [getattr(event, "event", None)]) if part is not None]
+def _parts(event: Any) -> list[dp.DpEvent]:
+    return [event.event] if hasattr(event, "event") else list(getattr(event, "events", []))
 
 
 def everything_in(event: dp.DpEvent) -> Iterator[dp.DpEvent]:

@@ -64,10 +64,9 @@ class Monitor:
     def during(self, state: TrainState, last: int, spent: Callable[[], float] | None) -> Generator[None]:
         """Surrounds the steps of a run from a state to step ``last``; ``spent`` returns epsilon, if a delta is set."""
         self._last = last
-        if state.update < last:
-            self._evaluate(state)
-            if self.console is not None:
-                self._line = _Line(self.console, state.update, last, spent)
+        self._evaluate(state)
+        if state.update < last and self.console is not None:
+            self._line = _Line(self.console, state.update, last, spent)
         try:
             with contextlib.nullcontext() if self._line is None else self._line.bar:
                 yield

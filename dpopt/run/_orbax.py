@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpopt.common.types import PyTree
 from dpopt.engines.batches import is_key
@@ -60,7 +61,7 @@ class Folder:
         manager = self.open()
         described = manager.restore(position, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         loaded = manager.restore(position, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        values = [_keyed(loaded["state"][str(i)], leaf) for i, leaf in enumerate(leaves)]
+        values = [_restored(loaded["state"][str(i)], leaf) for i, leaf in enumerate(leaves)]
         return jax.tree.unflatten(structure, values), described
 
     def set_aside(self, positions: list[int]) -> None:
@@ -97,5 +98,8 @@ def _raw(x: Any) -> jax.Array:
     return jax.random.key_data(x) if is_key(x) else jnp.asarray(x)
 
 
-def _keyed(raw: jax.Array, like: Any) -> jax.Array:
+def _restored(raw: jax.Array, like: Any) -> jax.Array:
+    """The array in place of ``like``. One that may be on any device stays so: others may be on a mesh."""
+    if not getattr(like, "committed", False):
+        raw = jnp.asarray(np.asarray(raw))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(like)) if is_key(like) else raw

@@ -17,7 +17,7 @@ from dpopt.common import validate
 from dpopt.common.names import first_line
 from dpopt.ledger import Ledger
 from dpopt.run import _orbax, identity
-from dpopt.run.journal import Journal, JournalError, check_identity
+from dpopt.run.journal import Journal, check_identity
 from dpopt.run.state import Segment, TrainState
 
 _log = logging.getLogger(__name__)
@@ -152,11 +152,13 @@ class Checkpointer:
         damage = []
         for position in reversed(positions):
             try:
-                state, described = self._load(position, like)
-            except JournalError:
-                raise
+                state, described, digest = self._read(position, like)
             except Exception as error:  # orbax, tensorstore and the file system raise many types
                 damage.append(f"{position}: {first_line(error)[:200]}")
+                continue
+            found = identity.state_digest(state)
+            if found != digest:
+                damage.append(f"{position}: its content has digest {found}, and {digest} was saved")
                 continue
             check_identity(described["identity"], run, f"checkpoint {position} of {self.directory}")
             self._check_journal(described, journal)
@@ -172,13 +174,11 @@ class Checkpointer:
             )
         return None
 
-    def _load(self, position: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def _read(self, position: int, like: TrainState) -> tuple[TrainState, dict[str, Any], str]:
+        """A checkpoint's state and description, and the digest that the state had."""
         tree, described = self._folder.load(position, {"params": like.params, "opt_state": like.opt_state})
         state = TrainState(tree["params"], tree["opt_state"], described["update"], Segment(**described["segment"]))
-        found = identity.state_digest(state)
-        if found != described["digest"]:
-            raise CheckpointError(f"its content has digest {found}, and {described['digest']} was saved")
-        return state, described
+        return state, described, described["digest"]
 
     def _open(self, journal: Journal) -> None:
         """Opens the folder of checkpoints, under the lock of the journal."""

@@ -82,7 +82,7 @@ class Journal:
     def __init__(self):
         self.run = secrets.token_hex(8)  # the name of the run, which is stored in the file
         self._entries: list[Entry] = []
-        self._ledger = Ledger()
+        self._counted = 0, Ledger()  # how many entries are in this ledger: the others are added when it is read
         self._path: Path | None = None
         self._file: journal_file.JournalFile | None = None
         self._is_closed = False
@@ -101,7 +101,18 @@ class Journal:
     @property
     def ledger(self) -> Ledger:
         """Everything spent so far: a copy, so that changing it does not change the journal."""
-        return self._ledger.copy()
+        return self._spent().copy()
+
+    def _spent(self) -> Ledger:
+        """The ledger of all entries. Derived from them, so that no interrupt leaves the two apart."""
+        counted, ledger = self._counted
+        new = [entry.event for entry in self._entries[counted:] if entry.event is not None]
+        if new:
+            ledger = ledger.copy()
+            for event in new:
+                ledger.record(event)
+            self._counted = len(self._entries), ledger
+        return ledger
 
     @property
     def is_open(self) -> bool:
@@ -140,7 +151,7 @@ class Journal:
             raise JournalError(f"the journal {self._path} is not open: pass the run's checkpointer to continue.")
         if self._file is not None:
             self._write(self._file, entry.to_json())
-        self._keep(entry)
+        self._entries.append(entry)
 
     def attach(self, path: Path, identity: Mapping[str, Any], *, is_writer: bool = True) -> None:
         """Keeps this journal in a file from now on: a new one, or one that holds the earlier part of the same run.
@@ -157,25 +168,28 @@ class Journal:
         path = Path(path).absolute()
         if self._path == path and not self._is_closed:
             return
-        if self._path != path and (self._path is not None or self._entries):
+        spent = self._spent().steps
+        if self._path != path and (self._path is not None or spent):
             where = self._path or "in memory only"
             raise JournalError(
-                f"this plan has taken {self._ledger.steps} steps, recorded {where}, and cannot continue in {path}: "
-                "their cost would be lost. Build a new plan with a new key, or give the checkpointer to the first run."
+                f"this plan has taken {spent} steps, recorded {where}, and cannot continue in {path}: their cost would "
+                "be lost. Build a new plan with a new key, or give the checkpointer to the first run."
             )
+        held = self._entries if self._path == path else []  # a call that failed before its first step took none
         file = _opened(path) if is_writer else None
         try:
             content = _content(path) if path.exists() else journal_file.Content()
-            run, added = self._continued_by(content, identity, path)
+            run, entries = self._continued_by(content, held, identity, path)
             if file is not None:
                 file.follow(content)
         except BaseException:
             if file is not None:
                 file.close()
             raise
-        for entry in added:
-            self._keep(entry)
-        self.run, self._path, self._file, self._is_closed = run, path, file, False
+        # At once: an interrupt must not leave a journal that has read some of its file.
+        self.__dict__.update(
+            run=run, _entries=entries, _counted=(0, Ledger()), _path=path, _file=file, _is_closed=False
+        )
         if file is not None and content.length == 0:
             self._write(file, {"format": journal_file.FORMAT, "run": run, "identity": dict(identity)})
             journal_file.sync_directory(path.parent)
@@ -189,22 +203,17 @@ class Journal:
             self._file = None
 
     def _continued_by(
-        self, content: journal_file.Content, identity: Mapping[str, Any], path: Path
+        self, content: journal_file.Content, held: list[Entry], identity: Mapping[str, Any], path: Path
     ) -> tuple[str, list[Entry]]:
-        """The name of the run, and the entries that a file has beyond those held here: all, or another process's."""
+        """The name of the run, and the entries of its file, which must begin with those held here."""
         run = ""
         if content.header is not None:
             check_identity(content.header["identity"], identity, str(path))
             run = content.header["run"]
         entries = [Entry.from_json(body) for body in content.entries]
-        if entries[: len(self)] != self._entries or (self._entries and run != self.run):
+        if entries[: len(held)] != held or (held and run != self.run):
             raise JournalError(f"{path} lacks steps that this plan has taken and written there before.")
-        return run or self.run, entries[len(self) :]
-
-    def _keep(self, entry: Entry) -> None:
-        if entry.event is not None:
-            self._ledger.record(entry.event)
-        self._entries.append(entry)
+        return run or self.run, entries
 
     def _write(self, file: journal_file.JournalFile, body: dict[str, Any]) -> None:
         try:

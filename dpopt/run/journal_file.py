@@ -42,7 +42,7 @@ class JournalFile:
     """
 
     def __init__(self, path: Path):
-        self._path, self._checksum, self._length = path, "", 0
+        self._path, self._checksum, self._length, self._owner = path, "", 0, os.getpid()
         # Unbuffered: each line is passed to the system in one write, whose failure is seen.
         self._file = open(path, "ab+", buffering=0)
         os.chmod(path, 0o600)
@@ -52,7 +52,10 @@ class JournalFile:
             self._file.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
-            raise InUse(f"{path} is in use by another process: one run has one writer.") from error
+            raise InUse(
+                f"{path} is in use by another process: one run has one writer. (If that run was killed, processes that "
+                "it had started, such as those that load data, may hold the file: end them.)"
+            ) from error
 
     def follow(self, content: Content) -> None:
         """Continues after this content of the file; an incomplete last line is dropped."""
@@ -94,7 +97,10 @@ class JournalFile:
             )
 
     def close(self) -> None:
-        """Closes the file, which releases its lock."""
+        """Closes the file and releases its lock."""
+        # Explicitly, since a process that was forked meanwhile has the file open, too; but not in that process.
+        if self._owner == os.getpid() and not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
 

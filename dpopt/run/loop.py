@@ -93,12 +93,12 @@ def train(
             ledger, including what is already spent.
         checkpointer: a `dpopt.run.checkpoint.Checkpointer`, or None to keep the journal in memory.
         on_step: called with the number of steps done and the new parameters after every step, once that is charged. A
-            call that was interrupted when a run was killed is repeated, so each number is seen at least once.
+            call that was interrupted when a run was killed is repeated. The next step deletes the arrays: keep copies.
         eval_fn: from parameters (their average, if the optimizer keeps one: `dpopt.average_params`) to numbers, such
             as ``{"accuracy": ...}`` on test data; they become the result's ``history``. The data it reads must be
             public, or held out from people whose privacy is not at stake: its results are not covered by epsilon.
-        eval_every: steps between two evaluations. There is always one before the first step (so that an error in
-            ``eval_fn`` costs nothing) and one after the last.
+        eval_every: steps between two evaluations. There is always one before the first step, if any (so that an error
+            in ``eval_fn`` costs nothing), and one after the last.
         progress: whether to show steps, epsilon spent, the last evaluation and the time left, by ``rich``. None: only
             if ``rich`` is installed and standard error is a terminal.
         extra: from the number of steps done and the parameters to keyword arguments of the optimizer's update, such as

@@ -80,7 +80,8 @@ class Statement:
 
     def epsilons(self, deltas: Sequence[float] = ()) -> dict[float, float]:
         """Epsilon at several deltas (by default `delta` and three smaller ones); all of them hold at once."""
-        deltas = [self.delta * 10.0**-n for n in range(4)] if len(deltas) == 0 else deltas
+        if len(deltas) == 0:  # powers of ten as one writes them: 1e-5 * 0.1 is 1.0000000000000002e-06
+            deltas = [self.delta, *(float(f"{self.delta / 10**n:.15g}") for n in range(1, 4))]
         return {d: accounting.epsilon_of_event(self.event, delta=d, accountant=self.accountant) for d in deltas}
 
     def true_positive_rates(self, false_positive_rates: Sequence[float]) -> list[float]:

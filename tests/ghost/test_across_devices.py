@@ -38,6 +38,7 @@ def test_what_xla_divides_wrongly_is_not_verified():
     assert found["verified"][-1] == [True, True]
     assert {way: off for way, off in found["explicit"].items() if off > 1e-5} == {}
     assert found["moved"] <= 1 + 1e-6
+    assert found["resumed"] == [[2, 4], [2, 4]]
 
 
 @st.composite

@@ -1,11 +1,13 @@
 """What is checked, and what runs, where parameters and batches lie on a mesh of 8 simulated devices."""
 
 import json
+import tempfile
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -98,6 +100,24 @@ def learned_image(mesh):
     return float(np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(apart))))
 
 
+def resumed(mesh):
+    """Steps after each of two calls of a run whose parameters the caller has placed, and the optimizer's state not."""
+    from dpopt.run.checkpoint import Checkpointer
+
+    x = np.float32(np.random.default_rng(0).normal(size=(64, 8)))
+    w, steps = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P("tensor"))), []
+    with tempfile.TemporaryDirectory() as folder:
+        for last in (2, 4):
+            builder = dpopt.Builder(num_examples=64, expected_batch_size=8, steps=4, key=dpopt.secure_key(), pad_to=32)
+            plan = builder.clip(1.0).noise(2.0).then(optax.adam(0.1)).build()
+            with Checkpointer(folder, every=2) as checkpointer:
+                result = plan.run(
+                    lambda w, x: jnp.sum((jnp.tanh(w) - x) ** 2), w, x, steps=last, checkpointer=checkpointer
+                )
+            steps.append(result.state.update)
+    return steps
+
+
 def main():
     warnings.simplefilter("ignore")
     automatic, typed = (jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2) for kind in
@@ -105,6 +125,7 @@ def main():
     ways = ("vmap", None), ("ghost", 5), ("ghost", None)
     found = {"verified": [verified(automatic, *way) for way in ways], "constrained": constrained(automatic)}
     found["moved"] = learned_image(automatic)
+    found["resumed"] = [resumed(automatic), resumed(typed)]
     print(json.dumps(found | {"explicit": explicit(typed)}))
 
 

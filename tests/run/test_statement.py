@@ -238,3 +238,11 @@ def test_a_ledger_is_read_without_being_held(tmp_path):
     assert ledger == result.ledger and identity["num_examples"] == 100
     assert events.flattened(ledger.event).total() == 3
     assert isinstance(jax.tree.leaves(result.params)[0], jax.Array)
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1 / 3_000])
+def test_smaller_deltas_are_as_one_writes_them(delta):
+    """1e-5 * 0.1 is 1.0000000000000002e-06, and would be rounded up to 1.01e-06."""
+    stated = statement.state(dp.GaussianDpEvent(2.0), delta=delta, accountant="rdp")
+    assert [*stated.epsilons()] == [delta, *(pytest.approx(delta / 10**n, rel=1e-14) for n in (1, 2, 3))]
+    assert ("1.01e-" in str(stated) or "1.01e-" in json.dumps(stated.to_json())) is False
