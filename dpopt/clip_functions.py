@@ -6,11 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from dpopt.common import trees, validate
 from dpopt.common.types import PyTree
 from dpopt.engines import stacked
-from dpopt.engines.norms import shrink_to, without_denormals
+from dpopt.engines.norms import safe_norm, shrink_to, without_denormals
 
 # The least clip norm and gamma. Float32 flushes numbers below 2^-126: norms near this bound lose less than 2^-20 to it.
 LEAST_CLIP_NORM = 2.0**-100
@@ -87,9 +88,12 @@ class GroupClip:
             _check_clip_norm(**{f"l2_clip_norms{jax.tree_util.keystr(path)}": entry})
 
     @property
-    def sensitivity(self) -> float:
-        """L2 sensitivity of the clipped sum to adding or removing one example."""
-        return float(np.linalg.norm(np.array(jax.tree.leaves(self.l2_clip_norms), np.float64)))
+    def sensitivity(self) -> float | jax.Array:
+        """L2 sensitivity of the clipped sum to adding or removing one example; traced if a clip norm is."""
+        clip_norms = jax.tree.leaves(self.l2_clip_norms)
+        if any(isinstance(c, Tracer) for c in clip_norms):
+            return safe_norm(jnp.stack([*map(jnp.asarray, clip_norms)]), axis=0)
+        return float(np.linalg.norm(np.array(clip_norms, np.float64)))
 
     def coefficients(self, leaf_norms: PyTree) -> PyTree:
         """Maps norms, a pytree of ``(B,)``, to coefficients of the same shape."""

@@ -1,9 +1,9 @@
 """Model, data and plan of the examples on several devices: a small network, Adam, epsilon 3."""
 
+import argparse
 import contextlib
 import hashlib
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +48,18 @@ def loss_fn(params, example):
     return optax.sigmoid_binary_cross_entropy(hidden @ params["out"], example["y"])
 
 
-def train_on(mesh, layout, directory=None, plan=None, replay="--replay" in sys.argv):
+def parsed(description):
+    """The options of an example that runs on the devices of one process."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("devices", nargs="?", type=int, help="how many to use (default: all)")
+    parser.add_argument("--replay", action="store_true", help="noise and batches follow from the plan's key alone")
+    return parser.parse_args()
+
+
+def train_on(mesh, layout, directory=None, plan=None, replay=False):
     """Trains on a mesh; with a directory, saves checkpoints there and resumes from them.
 
-    With ``--replay`` the plan's key alone determines noise and batches, so that runs can be compared.
+    With ``replay``, two runs can be compared.
     """
     plan, data = plan or make_plan(), make_data()
     with contextlib.ExitStack() as stack:

@@ -3,16 +3,14 @@
 Try it without accelerators: XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/fully_sharded.py
 """
 
-import sys
-
 import common
 
 from dpopt import sharding
 
 if __name__ == "__main__":
-    counts = [int(x) for x in sys.argv[1:] if x.isdecimal()]
-    mesh = sharding.make_mesh(*counts)
-    result = common.train_on(mesh, sharding.fully_sharded)
+    options = common.parsed(__doc__)
+    mesh = sharding.make_mesh(options.devices)
+    result = common.train_on(mesh, sharding.fully_sharded, replay=options.replay)
     kernel = result.params["hidden"]["kernel"]
     print(f"the first kernel is {kernel.shape}; a device holds {kernel.addressable_shards[0].data.shape} of it")
     common.report(result, mesh)

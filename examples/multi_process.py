@@ -7,18 +7,25 @@ On a cluster, ``jax.distributed.initialize()`` finds the arguments itself. All p
 checkpoint directory. The first one writes the journal, and no process continues before a step is written there.
 """
 
-import sys
+import argparse
 
 import jax
 
 if __name__ == "__main__":
-    address, processes, number, *directory = [x for x in sys.argv[1:] if x != "--replay"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", help="host and port of the first process")
+    parser.add_argument("processes", type=int, help="how many there are")
+    parser.add_argument("number", type=int, help="of this one, from 0")
+    parser.add_argument("directory", nargs="?", help="where to keep checkpoints")
+    parser.add_argument("--replay", action="store_true", help="noise and batches follow from the plan's key alone")
+    options = parser.parse_args()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, num_processes=int(processes), process_id=int(number))
+    jax.distributed.initialize(options.address, num_processes=options.processes, process_id=options.number)
 
-    import common
+    import common  # only now: it computes with JAX
 
     from dpopt import sharding
 
     mesh = sharding.make_mesh()
-    common.report(common.train_on(mesh, sharding.replicated, *directory), mesh)
+    result = common.train_on(mesh, sharding.replicated, options.directory, replay=options.replay)
+    common.report(result, mesh)

@@ -118,6 +118,7 @@ def check_sensitivity(run, bound, values, mask):
 
 @pytest.mark.parametrize("clip_name", CLIPS)
 @given(batches(4), st.lists(st.booleans(), min_size=4, max_size=4))
+@pytest.mark.one_in(2)
 def test_adding_or_removing_one_example_moves_the_sum_by_at_most_the_sensitivity(clip_name, values, mask):
     check_sensitivity(*summing(clip_name), values, np.array(mask))
 
@@ -335,3 +336,19 @@ def test_layerwise_clip_refuses_layers_that_are_none():
     with pytest.raises(ValueError, match="scanned must have the tree structure"):
         grads = {"w": jnp.ones((3, 2))}
         stacked_grads(grads, mask=None).clipped_sum(dpopt.LayerwiseClip(1.0, scanned={"v": True}))
+
+
+@pytest.mark.parametrize("make", [FlatClip, lambda c: GroupClip({"a": c, "b": c / 2}), dpopt.LayerwiseClip])
+def test_a_clip_norm_may_be_traced(make):
+    """Such as one of several that ``vmap`` tries."""
+    grads = {"a": jnp.asarray([[3.0, 4.0], [0.3, 0.4]]), "b": jnp.asarray([[1.0], [9.0]])}
+
+    def total(c):
+        stage, like = clip_and_sum(make(c)), jax.tree.map(lambda g: g[0], grads)
+        return stage.update(grads, stage.init(like), like)[0], jnp.asarray(make(c).sensitivity)
+
+    norms = np.array([0.5, 2.0, 1e30], np.float32)
+    sums, sensitivities = jax.vmap(total)(norms)
+    for i, c in enumerate(norms):
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-6), sums, total(float(c))[0])
+        np.testing.assert_allclose(sensitivities[i], make(float(c)).sensitivity, rtol=1e-6)

@@ -10,8 +10,9 @@ from helpers import paid
 
 pytest.importorskip("sklearn")
 
-from sklearn.base import clone
+from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.metrics import get_scorer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from sklearn.utils.validation import column_or_1d
 
@@ -221,3 +222,40 @@ def test_a_search_of_what_cannot_be_covered_is_refused():
     ):
         with pytest.raises(error, match=said):
             private_search(**changes).fit(x, y > 0)
+
+
+def test_a_search_knows_its_columns_by_name():
+    pandas = pytest.importorskip("pandas")
+    x, y = table(rows=200)
+    rows = pandas.DataFrame(x, columns=["a", "b", "c"])
+    search = private_search().fit(rows, y > 0)
+    assert [*search.feature_names_in_] == [*search.best_estimator_.feature_names_in_] == ["a", "b", "c"]
+    np.testing.assert_array_equal(search.predict(rows), search.best_estimator_.predict(rows))
+    for predict in (search.predict, search.predict_proba, search.decision_function, lambda r: search.score(r, y > 0)):
+        with pytest.raises(ValueError, match="feature names should match"):
+            predict(rows[["b", "a", "c"]])
+
+
+def test_a_search_is_what_its_estimator_is():
+    """To scorers of scikit-learn, too."""
+    x, y = table(rows=200)
+    search = private_search()
+    assert is_classifier(search) and not is_regressor(search)
+    found = get_scorer("roc_auc")(search.fit(x, y > 0), x, y > 0)
+    assert found == get_scorer("roc_auc")(search.best_estimator_, x, y > 0)
+    other = private_search(estimator=PrivateLinearRegressor(target_range=(-6, 6), feature_range=(-1, 1), steps=3))
+    assert is_regressor(other) and not hasattr(other, "predict_proba") and not hasattr(other, "decision_function")
+
+
+# Which setting is drawn, and the noise, differ between two fits.
+RANDOM = dict.fromkeys(["check_fit_idempotent", "check_supervised_y_2d"], "settings and noise are drawn anew")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning", "ignore::DeprecationWarning")
+@parametrize_with_checks(
+    [PrivateSearch(ToldByTheLabels(), {"learning_rate": [0.1]}, epsilon=1e3, delta=1e-2, mean_trials=2.0)],
+    expected_failed_checks=lambda _: RANDOM,
+)
+def test_scikit_learns_own_checks_of_a_search(estimator, check):
+    check(estimator)

@@ -43,7 +43,7 @@ def relabelled(examples: Any, label: Any, *, num_classes: int, seed: int) -> Any
         if not path or _name(path[-1]) != label:
             return leaf
         own = np.asarray(leaf)
-        if own.ndim != 1 or not np.issubdtype(own.dtype, np.integer) or own.min() < 0 or own.max() >= num_classes:
+        if own.ndim != 1 or not np.issubdtype(own.dtype, np.integer) or np.any((own < 0) | (own >= num_classes)):
             raise ValueError(
                 f"labels must be a row of integers from 0 to {num_classes - 1}; {jax.tree_util.keystr(path)} has dtype "
                 f"{own.dtype} and shape {own.shape}. For other labels change the examples yourself."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -106,7 +107,12 @@ def finite_rows(grads: PyTree) -> Bool[Array, " batch"]:
 
 def _finite(grad: Float[Array, "batch ..."], axes: int = 1) -> Bool[Array, " batch *layers"]:
     """Where one parameter's gradients are finite, along their first ``axes`` axes."""
-    return jnp.isfinite(grad.reshape(*grad.shape[:axes], -1)).all(-1)
+    return jnp.isfinite(_flat(grad, axes)).all(-1)
+
+
+def _flat(grad: Float[Array, "batch ..."], axes: int) -> Float[Array, "batch *layers entries"]:
+    """All but the first ``axes`` axes as one. (Reshape's -1 cannot be found where there are no layers.)"""
+    return grad.reshape(*grad.shape[:axes], math.prod(grad.shape[axes:]))
 
 
 def global_norms(leaf_norms: PyTree) -> Float[Array, "*batch"]:
@@ -132,7 +138,7 @@ def clip_stacked(
 
     # `if_any` keeps XLA from computing them a second time: what is added up has to be exactly what was clipped.
     grads = if_any(bad, without_bad_ones, grads)
-    norms = [safe_norm(g.reshape(*g.shape[:k], -1), axis=k) for g, k in zip(grads, axes, strict=True)]
+    norms = [safe_norm(_flat(g, k), axis=k) for g, k in zip(grads, axes, strict=True)]
     norms = [jnp.where(f, n, jnp.nan) for f, n in zip(fine, norms, strict=True)]
     leaf_norms = tree.unflatten(norms)
     coefficients = tree.flatten_up_to(row_coefficients(clip, leaf_norms))

@@ -20,7 +20,7 @@ from dpopt.engines import rounding, sums
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, largest_value, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import formed_in_conditionals, kept_bytes, recomputed_bytes
-from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
+from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan, why_not_by_layer
 from dpopt.ghost.planner import keeping_more
 from dpopt.ghost.values import Contact, Entry
 
@@ -165,9 +165,9 @@ def choose(
     size, parts = plan.batch_size, plan.parts if may_split else 1
     single = single_parameters(plan, limits, layer_axes)
     if any(layer_axes):
-        missing = [plan.paths[i] for i, axes in enumerate(layer_axes) if axes and i not in single]
+        missing = [i for i, axes in enumerate(layer_axes) if axes and i not in single]
         if missing:
-            raise CannotFollow("layers", f"{missing[0]} is not a weight that a scan reads layer by layer, each once")
+            raise CannotFollow("scan", why_not_by_layer(plan, missing[0]))
         return _streamed(plan, parts, single, "layers that are clipped one by one are clipped as their gradients come")
     wants_vmap = may_vmap and plan.prefers_vmap
     is_fastest = wants_vmap or plan.ghost_cost <= plan.vmap_cost

@@ -285,3 +285,15 @@ def orientation(contact: Contact) -> tuple[tuple[int, ...], tuple[int, ...]] | N
         return None
     order = entry.order
     return None if order is None else cast(Any, tuple(tuple(order[i] for i in axes) for axes in factors.axes))
+
+
+def why_not_by_layer(plan: Plan, leaf: int) -> str:
+    """Why the layers of a parameter cannot be clipped one by one."""
+    contacts = plan.leaves[leaf].contacts
+    if len(contacts) != 1:
+        what = f"is used in {len(contacts)} ways" if contacts else "is used nowhere"
+    elif not is_direct(contacts[0]):
+        what = "is changed on its way to its layer (normalised, put in another order, read by index)"
+    else:
+        what = "is not read one layer a step, each once, by a single scan"
+    return f"{plan.paths[leaf]}, whose layers are clipped one by one, {what}"

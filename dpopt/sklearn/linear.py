@@ -240,6 +240,8 @@ class PrivateLinearRegressor(RegressorMixin, _PrivateLinear):
     def fit(self, X: Any, y: Any) -> PrivateLinearRegressor:
         """Trains on rows ``(n, features)`` and targets ``(n,)``."""
         rows, y = cast(Any, validate_data(self, X, y, dtype=np.float64, y_numeric=True))
+        if y.dtype.kind not in "biuf":
+            raise ValueError(f"y must be numbers; got an array of dtype {y.dtype}.")
         if self.target_range is None:
             raise ValueError("target_range must say between which numbers targets lie: it is not read off y.")
         middle, half = _middle_and_half("target_range", self.target_range)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_classifier
 from sklearn.model_selection import ParameterGrid
-from sklearn.utils.validation import check_is_fitted, check_X_y
+from sklearn.utils import get_tags
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted, check_X_y, validate_data
 
 from dpopt import tuning
 from dpopt.keys import secure_key
 
 _BUDGET = ("epsilon", "delta", "noise_multiplier")
 _MOVE_EPSILON = (*_BUDGET, "steps", "expected_batch_size")
+
+
+def _estimator_has(method: str) -> Callable[[PrivateSearch], bool]:
+    return lambda self: hasattr(self.estimator, method)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -45,7 +52,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         best_params_, best_score_: its setting and its score: accuracy, or for a regressor one minus the absolute error
             as a share of the target's range.
         epsilon_, statement_, ledger_: what the search cost.
-        n_features_in_, classes_: the best estimator's.
+        n_features_in_, feature_names_in_, classes_: as the estimators have them.
 
     Raises:
         ValueError, TypeError: by `fit`, for bad parameters, or a grid over one that moves epsilon.
@@ -84,7 +91,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         """
         settings = self._settings()
         epsilon, delta = cast(float, self.epsilon), cast(float, self.delta)
-        rows, y = check_X_y(X, y, dtype="float64")
+        rows, y = cast(Any, validate_data(self, X, y, dtype="float64"))
         trials = tuning.NumTrials(max(2, len(settings)) if self.mean_trials is None else self.mean_trials, self.shape)
         score = self._score(rows, y)
 
@@ -116,7 +123,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self.epsilon_ = self.statement_.epsilon
         best = self.best_estimator_  # what it says of itself is the cost of one fit
         best.epsilon_, best.statement_, best.ledger_ = self.epsilon_, self.statement_, self.ledger_
-        self.n_features_in_ = self.best_estimator_.n_features_in_
+        if (names := getattr(self, "feature_names_in_", None)) is not None:  # fits see arrays
+            best.feature_names_in_ = names
         if is_classifier(self.estimator):
             self.classes_ = self.best_estimator_.classes_
         return self
@@ -171,6 +179,13 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         check_is_fitted(self)
         return self.best_estimator_.predict(X)
 
+    @available_if(_estimator_has("decision_function"))
+    def decision_function(self, X: Any) -> np.ndarray:
+        """The best classifier's logits."""
+        check_is_fitted(self)
+        return self.best_estimator_.decision_function(X)
+
+    @available_if(_estimator_has("predict_proba"))
     def predict_proba(self, X: Any) -> np.ndarray:
         """The best classifier's probabilities, ``(n, classes)``."""
         check_is_fitted(self)
@@ -180,6 +195,13 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         """The best estimator's score; on private rows it is not covered."""
         check_is_fitted(self)
         return self.best_estimator_.score(X, y)
+
+    def __sklearn_tags__(self) -> Any:
+        """Those of a classifier or a regressor, as the estimator is one."""
+        tags, own = super().__sklearn_tags__(), get_tags(self.estimator)
+        tags.estimator_type, tags.classifier_tags = own.estimator_type, own.classifier_tags
+        tags.regressor_tags, tags.target_tags, tags.input_tags = own.regressor_tags, own.target_tags, own.input_tags
+        return tags
 
 
 def _plain(value: Any) -> Any:

@@ -126,6 +126,7 @@ WEAK = {name: functools.partial(jnp.full, fill_value=x) for name, x in {"int": 1
 @pytest.mark.parametrize("dtype", slow_unless({"bfloat16", "float32"}, ["int8", "bfloat16", "float16", "float32"]))
 @pytest.mark.parametrize("weak", WEAK)
 @pytest.mark.parametrize("form", ["product", "scan"])
+@pytest.mark.one_in(5)
 def test_arrays_of_weak_types_stay_weak(form, weak, dtype):
     """``jnp.full`` makes them, and what they multiply keeps its dtype: an int8 overflows, a carry fits."""
     batch = {"k": WEAK[weak]((3,)), "x": jnp.arange(6).reshape(3, 2).astype(dtype)}
@@ -156,9 +157,26 @@ EMPTY = {
 }
 
 
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
+def test_a_scan_over_no_layers(engine):
+    params = {"w": W, "layers": np.zeros((0, 4, 4), np.float32)}
+    square = jnp.asarray(np.eye(4), jnp.float32)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(lax.scan(lambda h, v: (jnp.tanh(h @ v), None), x @ square, p["layers"])[0] @ p["w"]))
+
+    clip = dpopt.LayerwiseClip(1.0, scanned={"w": False, "layers": True})
+    got = dpopt.per_example_grads(loss, engine=engine)(params, X, mask=None).clipped_sum(clip).sum
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, X)["w"]
+    scale = np.minimum(1, 1 / np.linalg.norm(np.asarray(grads).reshape(len(X), -1), axis=1))
+    np.testing.assert_allclose(got["w"], np.einsum("b,b...->...", scale, grads), rtol=1e-5, atol=1e-6)
+    assert got["layers"].shape == (0, 4, 4)
+
+
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("memory", [1.25, 1])
 @pytest.mark.parametrize("scale", [None, 1.0, np.full(W.shape, 2.0)], ids=["plain", "number", "diagonal"])
+@pytest.mark.one_in(3)
 def test_what_is_empty_is_no_reason_to_fall_back(name, memory, scale, x64):
     loss = EMPTY[name]
     with warnings.catch_warnings():
@@ -178,6 +196,7 @@ def test_what_is_empty_is_no_reason_to_fall_back(name, memory, scale, x64):
 
 @pytest.mark.parametrize("clip", [dpopt.FlatClip(1.0), dpopt.GroupClip({"a": 1.0, "b": 1.0})], ids=["flat", "group"])
 @pytest.mark.parametrize("memory", [1.25, 1])
+@pytest.mark.one_in(3)
 def test_the_sum_of_no_example_is_zero_through_an_infinite_derivative(clip, memory):
     """All gradients of ``a`` are infinite, so that its coefficients are 0, and 0 times infinity is NaN."""
     params = {"a": jnp.array([0.0, 1.0]), "b": jnp.ones(2)}

@@ -87,6 +87,7 @@ def test_what_is_added_up_is_what_norms_were_taken_of(way, positions):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(3), range(60)))
+@pytest.mark.one_in(2)
 def test_two_passes_of_any_batch(seed, x64, monkeypatch):
     """Any model, batch size, mask and diagonal; some parameters are clipped individually, the others together.
 
@@ -144,6 +145,7 @@ def test_two_passes_of_any_batch(seed, x64, monkeypatch):
     ),
     ids=lambda case: case.__name__,
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_a_bad_example_changes_nothing_about_the_others(case):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     if not any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(batch)):
@@ -444,6 +446,7 @@ def _plain_layerwise(loss, params, batch, mask, clip_norm):
 
 @pytest.mark.parametrize("batch_size", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (300, 720))])
 @pytest.mark.parametrize("engine, parts", [("vmap", 1), ("ghost", 1), ("ghost", 4)])
+@pytest.mark.one_in(2)
 def test_layers_of_a_scan_are_clipped_one_by_one(engine, parts, batch_size, monkeypatch):
     monkeypatch.setattr(ghost.Plan, "parts", property(lambda self: parts))
     loss, params, batch = _layers()
@@ -464,7 +467,7 @@ def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
     loss, params, batch = _layers(tied=True)
     clip = dpopt.LayerwiseClip(0.1, scanned=SCANNED)
     fallback._warned.clear()
-    with pytest.warns(UserWarning, match=r"\['layers'\]\['w'\] is not a weight that a scan reads"):
+    with pytest.warns(UserWarning, match=r"\['layers'\]\['w'\], whose layers .*, is used in 2 ways"):
         clipped = jax.jit(lambda p, b: dpopt.per_example_grads(loss, engine="ghost")(p, b, mask=None).clipped_sum(clip))
         got = clipped(params, batch).sum
     assert_trees_close(got, _plain_layerwise(loss, params, batch, np.ones(6, bool), 0.1), rtol=1e-5, atol=1e-6)
@@ -490,6 +493,7 @@ def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("case", [ghost_cases.dense, ghost_cases.conv2d], ids=lambda case: case.__name__)
+@pytest.mark.one_in(3)
 def test_one_pass_leaves_out_gradients_that_are_not_finite(case, value, monkeypatch):
     """Their entries would make those of the sum NaN, times a coefficient of zero, too."""
     monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
