@@ -1,5 +1,6 @@
 """Settings of all tests: reproducible hypothesis runs, and no silent promotion of ranks."""
 
+import collections
 from unittest import mock
 
 import hypothesis
@@ -16,6 +17,19 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile("dpopt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that `-m` leaves out are removed
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test marked ``one_in(n)``, every n-th runs in every run, the others with ``-m slow``."""
+    seen = collections.Counter()
+    for item in items:
+        share = item.get_closest_marker("one_in")
+        if share is not None and item.get_closest_marker("slow") is None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % share.args[0]:
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -331,6 +331,7 @@ def flat(tree):
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.one_in(2)
 def test_one_example_moves_every_count_by_a_half(grouping):
     """Up, down, or by 0 if its gradient is not finite; and the sum by at most C, in 300 batches."""
     clip = quantile_clip(GROUPINGS[grouping], learning_rate=1.0)

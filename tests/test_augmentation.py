@@ -78,6 +78,7 @@ def clipped_sum(promise, params, batch, mask, clip_norm):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("multiplicity", slow_unless((3,), [1, 3, 8]))
+@pytest.mark.one_in(3)
 def test_the_mean_gradient_is_what_is_clipped(engine, multiplicity):
     with enable_x64():
         params = mlp_params(dtype=jnp.float64)
@@ -101,6 +102,7 @@ def test_the_mean_gradient_is_what_is_clipped(engine, multiplicity):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.one_in(2)
 def test_one_augmentation_that_changes_nothing_is_the_plain_loss(engine):
     params, batch = mlp_params(), mlp_batch(5)
     loss_fn = augmented(mlp_loss, lambda example, key: example, multiplicity=1)

@@ -42,6 +42,7 @@ def as_jax(tree):
 
 @pytest.mark.parametrize("batch", slow_unless({None, 2, 100}, [None, 1, 2, 4, 6, 100]))
 @pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.one_in(2)
 def test_local_runs_of_padded_clients(x64, batch, microbatch_size):
     data = clients()
     sizes = [6, 3, 1, 5, 4]

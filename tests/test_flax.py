@@ -81,6 +81,7 @@ def by_hand(opt, steps=2):
 
 
 @pytest.mark.parametrize("name", slow_unless([*OPTIMIZERS][::2], OPTIMIZERS))
+@pytest.mark.one_in(2)
 def test_a_promise_passes_through_train_state(name):
     tx = OPTIMIZERS[name]()
     state = TrainState.create(apply_fn=MODEL.apply, params=PARAMS, tx=tx)

@@ -200,6 +200,7 @@ def test_narrow_gradients_are_summed_in_float32(dtype):
     ids=["float", "np.float64", "dict with None", "0-d", "zero-size leaf"],
 )
 @pytest.mark.parametrize("under_jit", [False, True])
+@pytest.mark.one_in(2)
 def test_unusual_parameters(params, under_jit):
     def loss(p, x):
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)) * x

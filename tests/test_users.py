@@ -165,6 +165,7 @@ def flat(tree):
         ("auto", "mean", None),
     ],
 )
+@pytest.mark.one_in(2)
 def test_rows_are_the_users_gradients(x64, engine, reduce, microbatch_size):
     ids = ragged(11, num_users=5)
     data = mlp_data(len(ids))
@@ -230,6 +231,7 @@ def logs_of_users(engine):
         ("vmap", 1e30),
     ],
 )
+@pytest.mark.one_in(2)
 def test_padding_adds_exactly_nothing(engine, garbage):
     rng = np.random.default_rng(0)
     data = rng.uniform(1, 2, (4, 3, 2)).astype(np.float32)

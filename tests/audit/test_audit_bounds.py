@@ -116,6 +116,7 @@ KINDS = ("randomised response", "all revealed at times", "some revealed")
     ("m", "epsilon", "delta"), [(1, 0.3, 1e-2), (20, 1.0, 1e-3), (200, 1.0, 1e-4), (300, 3.0, 1e-5)]
 )
 @pytest.mark.parametrize("significance", [0.01, 0.2])
+@pytest.mark.one_in(5)
 def test_the_bound_is_wrong_as_seldom_as_it_says_computed_exactly(kind, m, epsilon, delta, significance):
     """Each of these is (epsilon, delta)-private and no better, so a bound above epsilon is an error."""
     delta = 0.0 if kind == "randomised response" else delta

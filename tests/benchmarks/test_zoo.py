@@ -46,6 +46,7 @@ def test_the_zoo_is_large_and_every_model_names_its_source():
 
 
 @pytest.mark.parametrize("name", TRACED)
+@pytest.mark.one_in(2)
 def test_the_ghost_engine_supports_models_without_a_warning(name, monkeypatch):
     """Shapes only: neither parameters nor gradients are computed."""
     monkeypatch.setattr(entries, "initial", lambda init: init(entries.KEY))

@@ -32,11 +32,10 @@ def arrays(shapes, seed):
 @pytest.mark.parametrize(
     "copied, share",  # no arrays together, the small ones, all
     [
-        (0, 1),
         (1_500, 1),
+        *(pytest.param(copied, 1, marks=pytest.mark.slow) for copied in (0, 6_000, 2**22)),
         (6_000, 1 / 8),
-        (2**22, 1),
-        *(pytest.param(*p, marks=pytest.mark.slow) for p in [(0, 1 / 8), (1_500, 1 / 8), (6_000, 1), (2**22, 1 / 8)]),
+        *(pytest.param(copied, 1 / 8, marks=pytest.mark.slow) for copied in (0, 1_500, 2**22)),
     ],
 )
 @hypothesis.settings(max_examples=40, deadline=None)

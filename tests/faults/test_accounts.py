@@ -237,6 +237,7 @@ def test_a_sampler_that_did_not_feed_the_run_is_warned_of():
 
 
 @pytest.mark.parametrize("sampling_prob", [1e-9, 1e-7, 1e-5, 1e-3])
+@pytest.mark.one_in(2)
 def test_millions_of_steps_take_no_longer(sampling_prob):
     """dp_accounting raised the number of grid points to the number of steps: minutes, then hours."""
     run = dict(noise_multiplier=1.0, sampling_prob=sampling_prob, delta=1e-6)

@@ -45,6 +45,7 @@ def test_scanned_tables():
 
 @pytest.mark.parametrize("positions", [1, 3, 40])  # a norm method for each
 @pytest.mark.parametrize("diagonal", slow_unless({True}, [False, True]))
+@pytest.mark.one_in(2)
 def test_scanned_tables_equal_plain_gradients(positions, diagonal):
     def loss(w, e):
         h, _ = lax.scan(lambda h, table: (h + jnp.sin(table[e["ids"]]) * e["u"], None), jnp.zeros((positions, 3)), w)
@@ -82,6 +83,7 @@ _LOOK_UPS = {
 
 @pytest.mark.parametrize("look_up", _LOOK_UPS)
 @pytest.mark.parametrize("index", slow_unless({8, -1}, [8, 2**31 - 1, -8, -1]))
+@pytest.mark.one_in(3)
 def test_tied_oov(look_up, index):
     """A table for look-up and read-out: where the look-up has no gradient, its cross term must not count either."""
     V, d, T, large = 6, 3, 4, 1e3
@@ -145,6 +147,7 @@ _UNDERFLOW = [
 
 
 @pytest.mark.parametrize("case", range(len(_UNDERFLOW)))
+@pytest.mark.one_in(2)
 def test_underflow(case):
     loss, shape, example, clip, scale = _UNDERFLOW[case]
     assert 0.9 < contribution(loss, jnp.zeros(shape), example, clip, scale=scale) < 1 + SLACK
@@ -291,6 +294,7 @@ def _of_length_one(w):
     [lambda w: jnp.where(jnp.arange(w.size).reshape(w.shape) % 4 == 0, 0, w), jnp.triu, lambda w: w.at[1].set(1)],
     ids=["masked", "triangular", "overwritten"],
 )
+@pytest.mark.one_in(3)
 def test_what_a_weight_drops_is_dropped_beside_a_bad_example(weight, is_group, memory):
     """Found by the fuzzer: an example whose gradient is NaN only where the weight is masked counted, but not where
     another example was bad, which moved the sum by 1.3 C."""
@@ -321,6 +325,7 @@ def test_what_a_weight_drops_is_dropped_beside_a_bad_example(weight, is_group, m
 @pytest.mark.parametrize("memory", slow_unless({1.25}, [1.25, 1]))
 @pytest.mark.parametrize("ratio", [10.0**k for k in range(1, 11, 3)])
 @pytest.mark.parametrize("weight", [_standardized, _of_length_one])
+@pytest.mark.one_in(2)
 def test_gradients_that_the_weight_takes_away(weight, ratio, memory):
     """Found by the fuzzer: a normalised weight takes one direction out of the gradient, but not out of the roundings of
     the sum. It moved by 194 C."""
@@ -385,6 +390,7 @@ def test_the_rounding_error_of_a_norm_is_that_of_its_own_dtype(x64):
 @pytest.mark.parametrize("way", ["recorded", "two passes", "one pass"])
 @pytest.mark.parametrize("outlier", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("form", ["scan", "sequence"])
+@pytest.mark.one_in(4)
 def test_a_large_input_where_a_unit_is_saturated(form, outlier, way):
     """Its cotangent is zero, so it has no part in the gradient, and none in how large the terms of a sum may be."""
     rng = np.random.default_rng(0)

@@ -278,6 +278,7 @@ def test_on_step_lost(tmp_path, monkeypatch, replay):
     ],
     ids=["learning rate", "moment", "loss", "data source", "microbatches"],
 )
+@pytest.mark.one_in(2)
 def test_a_replay_error_names_what_changed(change, named):
     plan = tiny_plan(steps=2)
     dpopt.train(plan, loss_fn, start(), fetch, replay=True)

@@ -79,6 +79,7 @@ def test_sumorder(microbatch_size):
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 @pytest.mark.parametrize("shape", [(1,), (64,), (16, 4)], ids=str)
 @pytest.mark.parametrize("microbatch_size", slow_unless({None, 1000}, [None, 1, 1000]))
+@pytest.mark.one_in(5)
 def test_sumorder2(engine, shape, microbatch_size):
     options = dict(engine=engine, microbatch_size=microbatch_size)
     loss = (lambda w, e: w @ e) if len(shape) == 1 else (lambda w, e: jnp.sum(w * e))
@@ -135,6 +136,7 @@ CASES = {
 @pytest.mark.parametrize("microbatch_size", slow_unless({None}, [None, 64]))
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_every_kind_of_contact(case, engine, microbatch_size):
     loss, params, batch = CASES[case]
     found = moved(loss, params, batch, engine=engine, microbatch_size=microbatch_size)
@@ -211,6 +213,7 @@ def test_federated_rounds():
 @pytest.mark.parametrize(
     ("batch", "microbatch_size"), [(86, None), (87, None), (300, None), (512, 128), (640, None), (700, 100), (1000, 7)]
 )
+@pytest.mark.one_in(3)
 def test_the_sum_is_the_sum(engine, batch, microbatch_size):
     """Blocks, groups, tails and microbatches against NumPy in float64."""
     rng = np.random.default_rng(batch)
@@ -287,6 +290,7 @@ def test_floats_are_used_where_the_bound_holds():
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8, 64])
+@pytest.mark.one_in(3)
 def test_floats_add_up_groups_where_the_bound_holds(devices, monkeypatch):
     """Of a batch, or of each of several parts of one, which are added up after it, and of each device's share."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)

@@ -126,6 +126,7 @@ def programs(count):
 
 
 @pytest.mark.parametrize("names", slow_unless([*programs(30)][::2], programs(30)), ids=" - ".join)
+@pytest.mark.one_in(3)
 def test_ghost_follows_prologues_of_all_kinds(names, x64):
     *steps, contact = names
 

@@ -92,6 +92,7 @@ def drawn(rng, layer, number):
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("seed", slow_unless({2}, range(28)))
+@pytest.mark.one_in(3)
 def test_multiples_equal_plain_gradients(seed, layer, x64):
     rng = np.random.default_rng([seed, list(LAYERS).index(layer)])
     params, x, loss = drawn(rng, layer, str(rng.choice(list(NUMBERS))))

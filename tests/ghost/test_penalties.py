@@ -85,6 +85,7 @@ def penalized(rng: np.random.Generator, layer: str, mapped: str, varies: bool):
         for i, layer in enumerate(LAYERS)
     ],
 )
+@pytest.mark.one_in(3)
 def test_penalties_equal_plain_gradients(seed, layer, x64):
     rng = np.random.default_rng([seed, list(LAYERS).index(layer)])
     mapped, varies = str(rng.choice(list(MAPS))), bool(rng.random() < 0.5)

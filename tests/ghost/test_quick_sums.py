@@ -109,6 +109,7 @@ def no_allowance(none_for_adding, monkeypatch):
 
 
 @shapes(0)
+@pytest.mark.one_in(2)
 def test_an_example_adds_at_most_the_clip_norm_although_its_factors_are_rounded(gpu, dtype, shape):
     assert most_added(dtype, shape) <= 1 + 2.0**-13
 
@@ -176,6 +177,7 @@ FOLLOWED = {"once": loss_in(jnp.float32), "twice": twice, "loop": in_a_loop(jnp.
         for j, passes in enumerate(["recorded", "one pass", "two passes"])
     ],
 )
+@pytest.mark.one_in(2)
 def test_bits_that_tf32_does_not_hold_do_not_matter(gpu, name, passes):
     """Both factors are rounded before their norm is taken, so that norm and sum are of the same numbers."""
     w, loss_fn = np.zeros((3, 2), np.float32), FOLLOWED[name]

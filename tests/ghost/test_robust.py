@@ -39,6 +39,7 @@ ROBUST = pytest.mark.parametrize(
 
 @ROBUST
 @pytest.mark.parametrize("clip", slow_unless({flat_clip}, [flat_clip, leaf_clip]))
+@pytest.mark.one_in(2)
 def test_an_example_that_is_not_finite_contributes_zero(case, clip):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     keep = np.arange(ghost_cases.B) != 2
@@ -146,6 +147,7 @@ def test_offset_and_scale_survive_a_bad_example():
         pytest.param(ghost_cases.lstm, jnp.bfloat16, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.one_in(2)
 def test_half_precision_parameters(case, dtype):
     """Norms and sums are float32; they agree as well as 8 bits of mantissa in the passes allow."""
     loss_fn, params, batch = case(ghost_cases.Arrays())
@@ -259,6 +261,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused():
     ),
     ids=lambda c: c.__name__,
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_finite_gradients_need_no_slow_path(case, monkeypatch, x64):
     """The slow path would give the right result too, so no other test would notice a NaN on the fast path."""
 

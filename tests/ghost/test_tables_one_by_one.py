@@ -63,6 +63,7 @@ def exact(shape, ids, rows, factor):
 
 
 @pytest.mark.parametrize("seed", slow_unless(set(QUICK), range(120)))
+@pytest.mark.one_in(3)
 def test_norms_and_sums(seed, monkeypatch):
     shape, ids, rows, factor, size = draw(seed)
     gradients, terms = exact(shape, ids, rows, factor)

@@ -51,6 +51,7 @@ def _program(rng, method):
 
 
 @pytest.mark.parametrize("run", _RUNS, ids=lambda run: f"{run[0]}, {run[1]}")
+@pytest.mark.one_in(3)
 def test_no_coefficient_is_too_small_for_its_example(run):
     seed, way = run
     rng = np.random.default_rng(seed)

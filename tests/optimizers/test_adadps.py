@@ -35,6 +35,7 @@ def optimizer_of(run):
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize(("dtype", "rtol"), PRECISIONS, ids=["x64", "x32"])
+@pytest.mark.one_in(2)
 def test_golden(monkeypatch, name, dtype, rtol):
     run = load(name)
     with golden_runs.enable_x64(dtype == jnp.float64):
@@ -180,6 +181,7 @@ def test_one_example_moves_the_sum_by_at_most_the_clip_norm(rule):
 
 
 @pytest.mark.parametrize("rule", ["rmsprop", "adam"])
+@pytest.mark.one_in(3)
 def test_scan_equals_a_loop(either_precision, rule):
     opt = adadps(0.1, rule=rule, **privacy_four())
     step = dpopt.make_train_step(tiny_loss, opt, engine="vmap")

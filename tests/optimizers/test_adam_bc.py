@@ -162,6 +162,7 @@ RULES = {
 @pytest.mark.parametrize("x64, rtol", [(True, 1e-10), (False, 2e-4)])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("noise", ["constant", "schedule", "per coordinate", "schedule per coordinate"])
+@pytest.mark.one_in(3)
 def test_numpy_transcription(rule, noise, x64, rtol):
     rng = np.random.default_rng(0)
     steps, d = 15, 6

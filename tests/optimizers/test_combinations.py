@@ -52,6 +52,7 @@ ADAPTIVE = [(diagonal, "adam_bc", "float32") for diagonal in DIAGONALS] + [("non
 
 
 @pytest.mark.parametrize("pair", slow_unless(PAIRS[::2], PAIRS), ids="-".join)
+@pytest.mark.one_in(4)
 def test_a_diagonal_and_a_rule_train_together(pair):
     train_together(*pair, clip=1.0)
 

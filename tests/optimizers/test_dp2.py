@@ -167,6 +167,7 @@ def named():
 
 
 @pytest.mark.parametrize("name", slow_unless({"corrected", "scheduled"}, named()))
+@pytest.mark.one_in(3)
 def test_scan_equals_a_loop(either_precision, name):
     opt = named()[name]
     step = dpopt.make_train_step(tiny_loss, opt, engine="vmap")
@@ -193,6 +194,7 @@ def test_bfloat16_parameters_keep_float32_moments(name):
 
 
 @pytest.mark.parametrize("name", slow_unless({"dp2", "noise_first", "extra_query"}, named()))
+@pytest.mark.one_in(2)
 def test_nan_examples_count_as_absent(name):
     batch = tiny_batch()
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), batch)

@@ -76,6 +76,7 @@ def check_golden(monkeypatch, name, dtype, rtol, **options):
 
 # The reference programs clip by C / (norm + 1e-15), which is C / norm at this tolerance.
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.one_in(3)
 def test_golden_x64(monkeypatch, x64, name):
     check_golden(monkeypatch, name, jnp.float64, golden_runs.RTOL64)
 

@@ -195,6 +195,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", slow_unless(OPTIONS.keys() - {"eight bits", "buckets", "blocks"}, OPTIONS))
+@pytest.mark.one_in(2)
 def test_numpy_transcription_over_three_wraps(option):
     options = {"density": 0.2, "memory_size": 4, "quantization_bits": 4, "b1": 0.8, "b2": 0.95, "eps": 1e-4}
     options |= OPTIONS[option]
@@ -253,6 +254,7 @@ def test_numpy_transcription_with_the_same_random_rounding(monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("bucket", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
+@pytest.mark.one_in(3)
 def test_quantized_error_is_at_most_half_a_unit(bits, bucket, size):
     x = jnp.asarray(10 + np.random.default_rng(size).normal(size=size), jnp.float32)
     q = _quantize.quantize(x, bits=bits, bucket_size=bucket)
@@ -383,6 +385,7 @@ def random_grads(steps, dtype, seed=0):
 
 @pytest.mark.parametrize("x64, rtol", [(True, 1e-12), (False, 1e-4)])  # optax rounds 1 - b2^t in float32
 @pytest.mark.parametrize("correction", ["global", "window"])
+@pytest.mark.one_in(3)
 def test_density_one_and_long_memory_is_adam(x64, rtol, correction):
     with enable_x64(x64):
         grads = random_grads(25, jnp.float64 if x64 else jnp.float32)

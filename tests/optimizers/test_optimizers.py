@@ -128,6 +128,7 @@ def train(name, *, steps=3, batch=None, mask=None, params=None, **changes):
 
 
 @TWINS
+@pytest.mark.one_in(3)
 def test_without_noise_and_clip_it_follows_its_optax_twin(name):
     opt, twin = ROWS[name].make(**privacy_four(**WITHOUT_PRIVACY)), ROWS[name].twin
     params = twin_params = make_params()
@@ -207,6 +208,7 @@ def test_the_check_for_leaks_has_power(monkeypatch):
 
 @FEW
 @pytest.mark.parametrize("dtype", slow_unless({"bfloat16"}, ["bfloat16", "float64"]))
+@pytest.mark.one_in(2)
 def test_it_keeps_shapes_and_dtypes_and_can_be_scanned(name, dtype):
     with enable_x64(dtype == "float64"):
         params = make_params(dtype)

@@ -49,6 +49,7 @@ def test_golden_pda_dpmd_end_to_end_from_the_data(monkeypatch, x64):
 
 @both
 @pytest.mark.parametrize("name", ["dp_rmsprop_L_sigma1", "dp_adagrad_L_sigma1", "dp_adam_L_sigma1"])
+@pytest.mark.one_in(3)
 def test_golden_plain_baselines(monkeypatch, name, dtype, rtol):
     run = load(name)
     m, four = run.meta, four_of(run)

@@ -22,6 +22,7 @@ RUNS = ["adam_stp_intended_sigma0", "adam_stp_intended_sigma1"]
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(jnp.float64, golden_runs.RTOL64), (jnp.float32, golden_runs.RTOL32)], ids=["x64", "x32"]
 )
+@pytest.mark.one_in(3)
 def test_golden(monkeypatch, name, dtype, rtol):
     run = load(name)
     m = run.meta

@@ -88,6 +88,7 @@ ASKS_FOR_PUBLIC_GRADIENTS = ("adadps, public", "dp_r_pub", "dp_adam_pub", "pda_d
 
 
 @pytest.mark.parametrize("name", slow_unless({*NAMED} - {*SIMILAR}, NAMED))
+@pytest.mark.one_in(3)
 def test_builder_gives_the_trajectory_of_the_named_optimizer(name):
     named, diagonals, rule = NAMED[name]
     b = builder()

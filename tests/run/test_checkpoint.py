@@ -28,6 +28,7 @@ def lines(directory):
 
 
 @pytest.mark.parametrize("at", [1, 5, 8, 10])
+@pytest.mark.one_in(2)
 def test_a_run_that_died_resumes_bit_for_bit(tmp_path, at):
     whole = run(tiny_plan(steps=10), replay=True)
     with Checkpointer(tmp_path, every=4) as c, pytest.raises(Died):

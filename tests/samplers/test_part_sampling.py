@@ -157,6 +157,7 @@ def charged(plan, ledger):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_an_uninterrupted_run_costs_what_its_plan_says(kind):
     plan = KINDS[kind]()
     result = run(plan)
@@ -232,6 +233,7 @@ def test_a_fresh_segment_restarts_the_strategy(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["cyclic, banded", "epochs, redrawn", "bins, recurrent"])
+@pytest.mark.one_in(2)
 def test_a_run_that_is_replayed_is_the_same_to_the_bit(kind, tmp_path):
     pytest.importorskip("orbax.checkpoint")
     from dpopt.run.checkpoint import Checkpointer
