@@ -214,7 +214,7 @@ def as_gather(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | No
         numbers = lax.GatherDimensionNumbers(offset_dims=axes, collapsed_slice_dims=(), start_index_map=axes)
         return lax.gather(table, at, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
 
-    return _traced(look_up, eqn)
+    return traced(look_up, eqn)
 
 
 def differentiated(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list[jax.Array]]:
@@ -231,18 +231,18 @@ def in_steps(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | Non
     that. And a product of wide factors may be rounded to 16 bits, in which its cotangents would be added up."""
     params, primitive = eqn.params, eqn.primitive
     if primitive is RESHAPE and (axes := params["dimensions"]) is not None:
-        return _traced(lambda x: primitive.bind(lax.transpose(x, axes), **{**params, "dimensions": None}), eqn)
+        return traced(lambda x: primitive.bind(lax.transpose(x, axes), **{**params, "dimensions": None}), eqn)
     if primitive is BROADCAST and [*params["broadcast_dimensions"]] != (
         places := sorted(params["broadcast_dimensions"])
     ):
         order = [params["broadcast_dimensions"].index(place) for place in places]
         sorted_params = {**params, "broadcast_dimensions": tuple(places)}
-        return _traced(lambda x: primitive.bind(lax.transpose(x, order), **sorted_params), eqn)
+        return traced(lambda x: primitive.bind(lax.transpose(x, order), **sorted_params), eqn)
     narrow = params.get("preferred_element_type")
     if narrow is None or not is_narrow(narrow) or any(is_narrow(aval(v).dtype) for v in eqn.invars):
         return None
     wanted = max((accumulator_dtype(aval(v).dtype) for v in eqn.invars), key=lambda dtype: dtype.itemsize)
-    return _traced(lambda *x: primitive.bind(*x, **{**params, "preferred_element_type": wanted}).astype(narrow), eqn)
+    return traced(lambda *x: primitive.bind(*x, **{**params, "preferred_element_type": wanted}).astype(narrow), eqn)
 
 
 def weight_last(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
@@ -268,10 +268,10 @@ def weight_last(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]] | 
     def swapped(weight: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.transpose(eqn.primitive.bind(x, weight, **params), order)
 
-    return _traced(swapped, eqn)
+    return traced(swapped, eqn)
 
 
-def _traced(function: Callable[..., jax.Array], eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]]:
+def traced(function: Callable[..., jax.Array], eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[jax.Array]]:
     """The jaxpr of a function of an equation's inputs, and its constants."""
     closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars))
     return closed.jaxpr, closed.consts

@@ -218,7 +218,7 @@ class Plan:
     @property
     def prefers_vmap(self) -> bool:
         """Whether plain per-example gradients should be faster by more than the margin, or are tiny."""
-        return self.is_tiny or self.ghost_cost > MARGIN * self.vmap_cost
+        return self.vmap_cost < math.inf and (self.is_tiny or self.ghost_cost > MARGIN * self.vmap_cost)
 
 
 def _processors() -> int:

@@ -64,10 +64,11 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     weighted = sum((products | read).values())
     vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive is CONVOLUTION else 1) for c, n in products.items())
     written = sum(_written(trace, i, contacts) for i, contacts in enumerate(uses))
+    by_vmap = passes + vmapped + _ALL_FORMED * costs.OPERATIONS_PER_BYTE * written
     return Plan(
         trace, batch_size, leaves, kept,
         ordinary_cost=passes + sum(products.values()), ghost_cost=passes + norms + weighted,
-        vmap_cost=passes + vmapped + _ALL_FORMED * costs.OPERATIONS_PER_BYTE * written,
+        vmap_cost=by_vmap if trace.can_be_vmapped else math.inf,
         scaled=scaled, shifted=shifted, paths=paths,
     )  # fmt: skip
 

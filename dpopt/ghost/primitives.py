@@ -32,6 +32,7 @@ TRANSPOSE, RESHAPE, BROADCAST, CAST, ROUND_TO = (
 MAX_POOL = primitive("reduce_window_max")
 COMPLEX, CONJ, REAL, IMAG = (primitive(name) for name in ("complex", "conj", "real", "imag"))
 LINEAR_SOLVE = primitive("linear_solve")
+RAGGED_DOT = "ragged_dot_general"  # by name: JAX exports it nowhere
 STOP_GRADIENT, SCAN, WHILE, COND, REMAT, CUSTOM_JVP, CUSTOM_VJP = (
     primitive(name)
     for name in ("stop_gradient", "scan", "while", "cond", "remat", "custom_jvp_call", "custom_vjp_call")

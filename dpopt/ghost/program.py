@@ -230,6 +230,7 @@ class Trace:
     body: Scope = field(init=False)  # set by trace.py: a scope refers to its trace
     results: list[Value] = field(default_factory=list)  # the loss, then the auxiliary leaves
     aux_tree: Any = None
+    can_be_vmapped: bool = True  # whether JAX has rules to map all of it over examples
 
     def new_contact(self, weight: Value, *args: Any, **kwargs: Any) -> Contact:
         self.contacts.append(Contact(len(self.contacts), weight, *args, **kwargs))

@@ -38,6 +38,7 @@ from dpopt.ghost.complex_weights import in_real_numbers
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.derivatives import differentiated_inputs, differentiated_variables, of_steps
 from dpopt.ghost.entries import describe
+from dpopt.ghost.experts import dense_experts
 from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.linear import may_pull_back_sums
@@ -158,6 +159,10 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
         return _visit_remat(eqn, inputs, outputs, needed, scope)
     if weights and primitive is primitives.SCAN:
         return _visit_scan(eqn, inputs, needed, scope)
+    if primitive.name == primitives.RAGGED_DOT and not inputs[1].dynamic:
+        if dense := dense_experts(eqn):
+            scope.trace.can_be_vmapped = False
+            return _walk(*dense, inputs, needed, scope)
     if weights == [0] and primitive is primitives.DYNAMIC_SLICE:
         if look_up := as_gather(eqn):
             return _walk(*look_up, inputs, needed, scope)

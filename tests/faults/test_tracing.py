@@ -237,10 +237,6 @@ def callback(w, x):
     return jnp.sum(jnp.sin(doubled @ w))
 
 
-def ragged(w, x):
-    return jnp.sum(jnp.sin(lax.ragged_dot(x, jnp.stack([w, 2 * w]), jnp.array([1, 2], jnp.int32))))
-
-
 def one_at_a_time(w, x):
     """``custom_vmap`` passes all rows at once to its rule, which might mix them."""
 
@@ -252,7 +248,7 @@ def one_at_a_time(w, x):
     return jnp.sum(jnp.sin(centred(x) @ w))
 
 
-@pytest.mark.parametrize("loss", [reference, callback, ragged, one_at_a_time], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", [reference, callback, one_at_a_time], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("jit", slow_unless({True}, [False, True]), ids=["eager", "jit"])
 def test_refs(loss, jit, x64):
     """The ghost engine falls back to vmap, and vmap to one example after the other."""
