@@ -15,7 +15,7 @@ def of_one_run(key: jax.Array, tree: PyTree) -> jax.Array:
 
     *Privacy*: reads no values.
 
-    >>> of_one_run(jax.random.PRNGKey(0), jnp.zeros(3)).tolist()
+    >>> of_one_run(jax.random.PRNGKey(0), jax.numpy.zeros(3)).tolist()
     [0, 0]
     """
     leaves = [jax.lax.stop_gradient(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]

@@ -174,7 +174,7 @@ def test_a_checkpoint_with_other_numbers_is_damaged(tmp_path, monkeypatch):
     from dpopt.run import _orbax
 
     saved_run(tmp_path, 2)
-    monkeypatch.setattr(_orbax, "_keyed", lambda raw, like: like if _orbax.is_key(like) else raw + 1)
+    monkeypatch.setattr(_orbax, "_restored", lambda raw, like: like if _orbax.is_key(like) else raw + 1)
     with pytest.raises(CheckpointError, match="its content has digest"):
         saved_run(tmp_path, 2)
 

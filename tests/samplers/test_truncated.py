@@ -22,6 +22,7 @@ from dpopt.composition import step_events
 from dpopt.privacy import Privacy, Query, Relation
 from dpopt.run import statement
 from dpopt.samplers.truncated import TruncatedPoisson, TruncatedPoissonSampler, ample_batch_size
+from dpopt.tuning import _trials
 
 DELTA = 1e-5
 
@@ -375,7 +376,7 @@ def test_one_more_is_counted_at_any_depth():
     assert dpopt.epsilon_of_event(best, **RDP) > 1.5 * dpopt.epsilon_of_event(selected, **RDP)
     rates = [dpopt.trade_off.true_positive_rates(e, [0.01])[0] for e in (run, plain)]
     assert rates[0] > 1.5 * rates[1]
-    assert dpopt.tuning.selection._covers(run, plain) and not dpopt.tuning.selection._covers(plain, run)
+    assert _trials._covers(run, plain) and not _trials._covers(plain, run)
 
 
 @pytest.mark.slow
