@@ -165,7 +165,7 @@ def choose(
     size, parts = plan.batch_size, plan.parts if may_split else 1
     single = single_parameters(plan, limits, layer_axes)
     if any(layer_axes):
-        missing = [i for i, axes in enumerate(layer_axes) if axes and i not in single]
+        missing = [i for i, axes in enumerate(layer_axes) if axes and i not in single and plan.leaves[i].contacts]
         if missing:
             raise CannotFollow("scan", why_not_by_layer(plan, missing[0]))
         return _streamed(plan, parts, single, "layers that are clipped one by one are clipped as their gradients come")

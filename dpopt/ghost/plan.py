@@ -290,8 +290,8 @@ def orientation(contact: Contact) -> tuple[tuple[int, ...], tuple[int, ...]] | N
 def why_not_by_layer(plan: Plan, leaf: int) -> str:
     """Why the layers of a parameter cannot be clipped one by one."""
     contacts = plan.leaves[leaf].contacts
-    if len(contacts) != 1:
-        what = f"is used in {len(contacts)} ways" if contacts else "is used nowhere"
+    if len(contacts) > 1:
+        what = f"is used in {len(contacts)} ways"
     elif not is_direct(contacts[0]):
         what = "is changed on its way to its layer (normalised, put in another order, read by index)"
     else:

@@ -473,6 +473,20 @@ def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
     assert_trees_close(got, _plain_layerwise(loss, params, batch, np.ones(6, bool), 0.1), rtol=1e-5, atol=1e-6)
 
 
+def test_layers_that_are_used_nowhere_are_no_reason_to_fall_back():
+    """Such as a frozen part of the model. They count among the layers that share the clip norm."""
+    loss, params, batch = _layers()
+    both = {"used": params, "unused": jax.tree.map(jnp.ones_like, params)}
+    clip = dpopt.LayerwiseClip(0.1, scanned={"used": SCANNED, "unused": SCANNED})
+    grads = dpopt.per_example_grads(lambda p, x: loss(p["used"], x), engine="ghost")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = jax.jit(lambda p, b: grads(p, b, mask=None).clipped_sum(clip).sum)(both, batch)
+    expected = _plain_layerwise(loss, params, batch, np.ones(6, bool), 0.1 / np.sqrt(2))
+    assert_trees_close(got["used"], expected, rtol=1e-5, atol=1e-6)
+    assert not any(jnp.any(x) for x in jax.tree.leaves(got["unused"]))
+
+
 @pytest.mark.parametrize("clip", [dpopt.LayerwiseClip(1.0), dpopt.GroupClip({"a": 0.5, "b": 0.5})], ids=str)
 @pytest.mark.parametrize("way", ["vmap", "recorded", "one pass"])
 def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
