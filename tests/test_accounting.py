@@ -261,6 +261,9 @@ def test_a_ledger_refuses_what_it_cannot_store(thing):
         '[{"event": {"kind": "SpecialDpEvent"}, "count": 1}]',
         '[{"event": {"kind": "GaussianDpEvent"}, "count": 1}]',
         '[{"event": {"kind": "GaussianDpEvent", "noise_multiplier": 1.0}, "count": 0}]',
+        '[{"event": {"kind": "GaussianDpEvent", "noise_multiplier": 1.0}, "count": Infinity}]',
+        '[{"event": {"kind": "SelfComposedDpEvent", "event": null, "count": 2}, "count": 1}]',
+        '[{"event": {"kind": "SelfComposedDpEvent", "event": {"kind": "NoOpDpEvent"}, "count": Infinity}, "count": 1}]',
     ],
 )
 def test_a_damaged_ledger_is_refused(text):
