@@ -28,7 +28,8 @@ def _warn_of_another_optimizer(optimizer: Any, sampling: Any) -> None:
             UserWarning,
             stacklevel=4,
         )
-    accounted.append(held)
+    elif not accounted:
+        accounted.append(held)
 
 
 def _warn_of_other_steps(optimizer: Any, drawn_to: int | None, steps: int) -> None:

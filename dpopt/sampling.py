@@ -126,7 +126,7 @@ class _Sampler(Generic[_Scheme]):
         self.start: int = validate.plain(start)
         self._iterated = False
         self._drawn_to = [0]  # shared with copies made by `reseeded`, which feed the same run
-        self.accounted: list[Any] = []  # used optimizers that `dpopt.privacy_event` was asked about, shared likewise
+        self.accounted: list[Any] = []  # the used optimizer that `dpopt.privacy_event` saw first, shared likewise
 
     def _draw(self, rng: np.random.Generator, step: int) -> Indices:
         raise NotImplementedError
