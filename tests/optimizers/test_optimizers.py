@@ -187,6 +187,26 @@ def test_nothing_that_was_not_noised_reaches_state_or_parameters(name, monkeypat
     assert_identical(train(name, batch=mlp_batch(4, seed=1), **same), train(name, batch=mlp_batch(4, seed=2), **same))
 
 
+def _members():
+    return jax.tree.map(lambda p: jnp.stack([p, p + 1]), make_params())
+
+
+@EVERY
+def test_members_of_an_ensemble_get_no_states_with_one_key(name):
+    """All noise in them: of gradients, of counts and of other queries."""
+    opt, _ = standard(name)
+    with pytest.raises(ValueError, match="all runs would draw the same noise"):
+        jax.eval_shape(jax.vmap(opt.init), _members())
+
+
+@FEW
+def test_members_of_an_ensemble_share_no_step(name):
+    opt, step = standard(name)
+    one = opt.init(make_params()), mlp_batch(4), np.ones(4, bool)
+    with pytest.raises(ValueError, match="all runs would draw the same noise"):
+        jax.eval_shape(jax.vmap(step, (0, None, None, None)), _members(), *one)
+
+
 def test_the_check_for_leaks_has_power(monkeypatch):
     """An optimizer that stores the clipped sum itself is caught."""
     clip = dpopt.clip_and_sum(1.0)
