@@ -267,31 +267,3 @@ CROSSINGS: dict[tuple[int, ...], list[Callable[[Any, Any, Any], Any]]] = {
     ],
     (3, D, D): [_conv1d(), _conv1d(order="WOI"), _conv1d(dilation=2, order="WOI"), _conv1d(stride=2)],
 }
-
-
-def _of_complex(way):
-    """A layer that meets a complex activation, of at least float32, and returns a real one."""
-
-    def layer(h, w, e):
-        dtype = jnp.promote_types(h.dtype, jnp.float32)
-        z = way(lax.complex(h.astype(dtype), e["u"].astype(dtype)), w[0].astype(dtype))
-        return (z.real + z.imag).astype(h.dtype)
-
-    return layer
-
-
-# Ways in which a square matrix of real numbers meets complex ones.
-_IN_COMPLEX: list[Callable[[Any, Any], Any]] = [
-    lambda z, w: z @ w,
-    lambda z, w: jnp.fft.fft(z, axis=0) @ w,
-    lambda z, w: jnp.einsum("oi,ti->ot", w, z).T,
-    lambda z, w: z @ (w * w[0, 0]),
-    lambda z, w: z.real @ (w + 1j * w.T),
-    lambda z, w: z @ lax.complex(w, jnp.sin(w)),
-    lambda z, w: jnp.einsum("ti,io->tio", z, jnp.conj(w - 0.5j * w)).sum(1),
-    lambda z, w: lax.scan(lambda c, x: (0.5 * c + x @ w, c), jnp.zeros_like(z[0]), z)[1],
-    lambda z, w: jax.checkpoint(lambda z: z @ (1j * w))(z),
-    lambda z, w: z * w,
-    lambda z, w: z * w[0, 0],
-]
-COMPLEX = [_of_complex(way) for way in _IN_COMPLEX]

@@ -12,7 +12,7 @@ import numpy as np
 
 import dpopt
 
-from . import layouts, losses, weights
+from . import layouts, losses, special, weights
 from .losses import KINDS, D, T, V
 from .weights import MULTIPLES, PAIRS, PRODUCTS, PROLOGUES
 
@@ -32,6 +32,7 @@ MADE_OF_PRODUCTS = 0.05  # and the share of those left that are products of matr
 STOPPED = 0.05  # the share of layers whose output, besides, is used again as a constant
 CROSSED = 0.05  # the share of programs that use a square matrix or filter in several ways more
 COMPLEX = 0.05  # the share of programs that compute with complex numbers, too
+EXPERTS = 0.05  # the share whose rows are sorted by expert and multiplied by `ragged_dot`
 REORDERED = (
     0.05  # the share that reads its examples in another order, and uses its weights, or their statistics, in one
 )
@@ -81,7 +82,8 @@ def draw(seed: int) -> Program:
         prologues = _drawn(seed, [12, len(uses)], prologues, PAIRS, PAIRED)
         features += [p for p in prologues if p in MULTIPLES | PRODUCTS | PAIRS]
         uses.append((_stopped(seed, len(uses), KINDS[kind][1], features), list(zip(names, prologues, strict=True))))
-    uses = _complex(seed, uses + _crossings(seed, params, features), params, features)
+    uses = special.of_complex(seed, COMPLEX, uses + _crossings(seed, params, features), params, features)
+    uses = special.of_experts(seed, EXPERTS, uses, params, features)
     read, arranged = _orders(seed, features)
     head = str(rng.choice(list(_HEADS)))
     regularized = rng.random() < PENALIZED
@@ -168,21 +170,6 @@ def _crossings(seed, params, features):
     )
     features += ["crossed", *(p for p in prologues if p != "plain")]
     return [(ways[i], [(name, str(rng.choice(prologues)))]) for i in chosen]
-
-
-def _complex(seed, uses, params, features):
-    """Uses of a matrix of the program, or of one of its own, next to complex numbers: after the others, or alone."""
-    rng = np.random.default_rng([seed, 8])  # like `_uneven`
-    if rng.random() >= COMPLEX:
-        return uses
-    features.append("complex")
-    name = str(rng.choice([*(k for k, w in params.items() if w.shape == losses.SQUARE), "complex"]))
-    if name == "complex":
-        params[name] = (rng.normal(size=losses.SQUARE) * 0.5).astype(np.float32)
-    prologue = str(rng.choice([*PROLOGUES, *MULTIPLES])) if rng.random() < 0.4 else "plain"
-    chosen = rng.choice(len(losses.COMPLEX), size=rng.integers(1, 3), replace=False)
-    more = [(losses.COMPLEX[i], [(name, prologue)]) for i in chosen]
-    return more if rng.random() < 0.5 else uses + more
 
 
 def _orders(seed, features):

@@ -43,7 +43,7 @@ def test_no_example_moves_the_sum_further_on_a_gpu(part):
 
 def _drawn_as_then(monkeypatch):
     """Without what programs of the same seeds have been given since."""
-    for share in ("PAIRED", "MADE_OF_PRODUCTS", "STOPPED", "CROSSED", "COMPLEX", "REORDERED"):
+    for share in ("PAIRED", "MADE_OF_PRODUCTS", "STOPPED", "CROSSED", "COMPLEX", "EXPERTS", "REORDERED"):
         monkeypatch.setattr(program, share, 0.0)
 
 
@@ -67,11 +67,11 @@ def test_no_example_of_a_loss_with_a_penalty_moves_the_sum_further(monkeypatch, 
     assert not outcome.failures, f"seed {seed} with a penalty: {outcome.failures}"
 
 
-_SHARES = ["MULTIPLIED", "MADE_OF_PRODUCTS", "PAIRED", "STOPPED", "CROSSED", "COMPLEX", "REORDERED"]
+_SHARES = ["MULTIPLIED", "MADE_OF_PRODUCTS", "PAIRED", "STOPPED", "CROSSED", "COMPLEX", "EXPERTS", "REORDERED"]
 
 
 # Weights that are multiples of parameters or products of them, layers whose output is a constant, too, weights that are
-# used in several ways, weights that meet complex numbers, and weights and examples in another order.
+# used in several ways, weights that meet complex numbers, experts, and weights and examples in another order.
 @pytest.mark.parametrize("seed", slow_unless([87_009], range(87_000, 87_040)))
 @pytest.mark.parametrize("share", _SHARES)
 def test_no_example_of_a_loss_with_such_weights_moves_the_sum_further(monkeypatch, share, seed):
