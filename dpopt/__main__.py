@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,15 @@ from dpopt.sampling import Poisson, WithoutReplacement
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0 on success, or 2 after printing an error."""
     given = _parser().parse_args(arguments)
-    try:
-        given.run(given)
-    except (ValueError, TypeError, OSError, journal.JournalError) as error:
-        print(f"dpopt {given.command}: {error}", file=sys.stderr)
-        return 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            given.run(given)
+        except (ValueError, TypeError, OSError, journal.JournalError) as error:
+            print(f"dpopt {given.command}: {error}", file=sys.stderr)
+            return 2
+    for text in dict.fromkeys(str(w.message) for w in caught):
+        print(f"dpopt {given.command}: warning: {text}", file=sys.stderr)
     return 0
 
 
@@ -81,8 +86,15 @@ def _steps(given: argparse.Namespace) -> int:
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
-    delta = 0.1 / given.examples if given.delta is None else given.delta
+    delta = _delta(given, given.examples)
     return {"delta": delta, "accountant": given.accountant or ("rdp" if given.sampling == "fixed" else "pld")}
+
+
+def _delta(given: argparse.Namespace, num_examples: int) -> float:
+    if given.delta is None:
+        return 0.1 / num_examples
+    validate.small_delta(given.delta, num_examples)
+    return given.delta
 
 
 def _epsilon(given: argparse.Namespace) -> None:
@@ -108,7 +120,7 @@ def _calibrate(given: argparse.Namespace) -> None:
 def _statement(given: argparse.Namespace) -> None:
     path = given.ledger / "ledger.jsonl" if given.ledger.is_dir() else given.ledger
     identity, ledger = journal.read(path)
-    delta = 0.1 / identity["num_examples"] if given.delta is None else given.delta
+    delta = _delta(given, identity["num_examples"])
     own = dict(unit=identity["unit"], correlation=identity.get("correlation"))
     earlier = from_json(identity["earlier"]) if "earlier" in identity else None
     found = statement.state(following(earlier, ledger.event), delta=delta, accountant=given.accountant, **own)

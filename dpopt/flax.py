@@ -265,6 +265,11 @@ class NNXOptimizer(nnx.Optimizer[nnx.Module]):
             return super().update(model, grads, **kwargs)
         promise = cast(Any, grads)  # Optax annotates arrays only
         params = nnx.as_pure(nnx.state(model, self.wrt))
+        if jax.tree.structure(promise.like) != jax.tree.structure(params):
+            raise ValueError(
+                f"the gradients are of other parameters than those that this optimizer trains (wrt={self.wrt!r}): give "
+                "nnx_grads, or nnx_loss, and NNXOptimizer the same wrt."
+            )
         opt_state = nnx.as_pure(self.opt_state)
         inspect_optimizer(self.tx, grads, opt_state, params, nnx.as_pure(kwargs))
         updates, new_state = self.tx.update(promise, opt_state, params, **nnx.as_pure(kwargs))

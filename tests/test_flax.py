@@ -249,3 +249,11 @@ assert "dpopt.ghost" in sys.modules
 clipped(jnp.ones(3), jnp.ones((5, 3)))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_gradients_of_other_parameters_than_the_optimizer_trains_are_named():
+    model = NNXNet(nnx.Rngs(0))
+    optimizer = NNXOptimizer(model, adam(), wrt=nnx.PathContains("hidden"))
+    promise = dpopt.flax.nnx_grads(nnx_batch_loss)(model, (X, Y), mask=None)
+    with pytest.raises(ValueError, match=r"same wrt"):
+        optimizer.update(model, promise)

@@ -21,7 +21,7 @@ import jax
 from jax.experimental import xla_metadata
 from jax.extend import core
 
-from dpopt.engines.programs import CALLS, equations, scan_arguments, subprograms
+from dpopt.engines.programs import INLINED, equations, scan_arguments, subprograms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,26 @@ def bounded(total: _Tree) -> _Tree:
 
 def released(total: _Tree, add_noise: Callable[[_Tree], _Tree]) -> _Tree:
     """``add_noise(total)``; an inspection draws nothing, and raises unless a clip has bounded exactly this sum."""
-    return _marked(total, "released") if is_inspecting() else add_noise(total)
+    return _marked(total, "released") if is_inspecting() else add_noise(_without_derivative(total))
+
+
+@jax.custom_jvp
+def _without_derivative(total: _Tree) -> _Tree:
+    """The same values, which cannot be differentiated: noise is added, so it is in no derivative of the result."""
+    return total
+
+
+def _refuse_derivative(primals: tuple[_Tree], tangents: tuple[Any]) -> tuple[_Tree, Any]:
+    zeros = jax.custom_derivatives.SymbolicZero
+    if all(isinstance(t, zeros) for t in jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, zeros))):
+        return primals[0], tangents[0]
+    raise ValueError(
+        "a derivative through a private update would contain no noise, and be as private as the examples. "
+        "Differentiate what is computed from its result, or wrap in jax.lax.stop_gradient what the update reads."
+    )
+
+
+_without_derivative.defjvp(_refuse_derivative, symbolic_zeros=True)
 
 
 def advanced(count: jax.Array, following: jax.Array) -> jax.Array:
@@ -160,7 +179,7 @@ class _Walk:
             return self.mark(labels, once, **eqn.params)
         if name in _UNCHANGED:
             return labels
-        if name in CALLS | {"custom_vjp_call"} and len(inner) == 1:
+        if name in INLINED | {"custom_vjp_call"} and len(inner) == 1:
             return self.program(inner[0], labels, once)
         control = {"cond": self.branches, "while": self.while_loop, "scan": self.scan}
         if name in control:

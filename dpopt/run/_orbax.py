@@ -16,6 +16,7 @@ from dpopt.engines.batches import is_key
 
 try:
     import orbax.checkpoint as ocp
+    from etils import epath
 except ImportError as error:
     raise ImportError("dpopt.run.checkpoint needs orbax: pip install 'dpopt[checkpoint]'.") from error
 
@@ -54,14 +55,16 @@ class Folder:
         self.open().save(position, args=args, force=True)
 
     def load(self, position: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """The tree and its description; shapes, dtypes, keys and shardings are those of ``like``."""
+        """The tree and its description; shapes, dtypes, keys and shardings are those of ``like``.
+
+        A process waits for no other, which may find that its own part is damaged: orbax's manager would wait for it."""
         leaves, structure = jax.tree.flatten(like)
         raw = [_raw(leaf) for leaf in leaves]
         target = {str(i): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for i, x in enumerate(raw)}
-        manager = self.open()
-        described = manager.restore(position, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        loaded = manager.restore(position, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        values = [_restored(loaded["state"][str(i)], leaf) for i, leaf in enumerate(leaves)]
+        path = epath.Path(self.path / str(position))
+        described = ocp.JsonCheckpointHandler().restore(path / "run", args=ocp.args.JsonRestore())
+        loaded = ocp.StandardCheckpointHandler().restore(path / "state", args=ocp.args.StandardRestore(target))
+        values = [_restored(loaded[str(i)], leaf) for i, leaf in enumerate(leaves)]
         return jax.tree.unflatten(structure, values), described
 
     def set_aside(self, positions: list[int]) -> None:

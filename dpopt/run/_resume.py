@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from dpopt.common.types import PyTree
+from dpopt.engines.batches import is_key
 from dpopt.run import entropy, identity
+from dpopt.run._types import RunSampler
+from dpopt.run.data import Rows, read
 from dpopt.run.journal import Entry, Journal
 from dpopt.run.state import Segment, TrainState
 
@@ -22,7 +27,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dpopt.run.loop")
 
 
-def agree_on_plan(plan: Plan, state: TrainState, constants: PyTree, description: Any, options: list[Any]) -> None:
+# Rows of the data that processes compare before the first step.
+_COMPARED = 64
+
+
+def agree_on_plan(
+    plan: Plan, state: TrainState, rows: Rows, constants: PyTree, description: Any, options: list[Any]
+) -> None:
     """Raises an error if the processes of a run differ; see `dpopt.run.entropy.agree`."""
     if jax.process_count() == 1:
         return
@@ -33,8 +44,24 @@ def agree_on_plan(plan: Plan, state: TrainState, constants: PyTree, description:
         "parameters": identity.state_digest(state),
         "constants of the loss": identity.state_digest(TrainState(constants, ())),
         "steps, replay, budget, checkpoints and evaluations": options,
+        "rows of the data": _some_rows(rows, plan.sampler),
     }
     entropy.agree(keys | rest)
+
+
+def _some_rows(rows: Rows, sampler: RunSampler) -> str:
+    """A hash of some rows: if processes had them in different orders, an example could be in a batch twice.
+
+    Not of rows of which this process reads its own part only, unless `dpopt.run.loading.sharded_rows` chose it."""
+    indices = np.random.default_rng(0).choice(sampler.num_examples, min(_COMPARED, sampler.num_examples), replace=False)
+    leaves = jax.tree.leaves(read(getattr(rows, "whole", rows), 0, indices))
+    if any(len(x) != len(indices) or not getattr(x, "is_fully_addressable", True) for x in leaves):
+        return "parts"
+    found = hashlib.sha256()
+    for x in leaves:
+        x = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        found.update(f"{x.shape} {x.dtype}".encode() + x.tobytes())
+    return found.hexdigest()
 
 
 def warn_of_another_program(journal: Journal, program: dict[str, str]) -> None:
@@ -86,6 +113,12 @@ def meet(name: str) -> None:
     """Waits for all processes: none may release a result before the first one has written to the journal."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def _agree_on_file(journal: Journal) -> None:
+    """Raises in every process unless all see what the first one has just written, and not copies of the directory."""
+    if jax.process_count() > 1 and journal.path is not None:
+        entropy.agree({"checkpoint directory": hashlib.sha256(journal.path.read_bytes()).hexdigest()})
 
 
 def check_state(state: TrainState, journal: Journal) -> None:
@@ -180,4 +213,5 @@ def begin(plan: Plan, place: Place, replay: bool, program: dict[str, str]) -> Tr
     digest = identity.state_digest(state)
     journal.append(Entry(None, digest, state.update, segment.id, here, program, is_exact))
     meet(f"dpopt segment {len(journal)}")
+    _agree_on_file(journal)
     return state._replace(opt_state=opt_state, segment=segment)

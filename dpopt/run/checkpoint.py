@@ -13,10 +13,12 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from dpopt.common import validate
 from dpopt.common.names import first_line
 from dpopt.ledger import Ledger
-from dpopt.run import _orbax, identity
+from dpopt.run import _orbax, entropy, identity
 from dpopt.run.journal import Journal, check_identity
 from dpopt.run.state import Segment, TrainState
 
@@ -106,6 +108,7 @@ class Checkpointer:
         """
         self._open(journal)
         position = len(journal)
+        _check_placed(state)
         if state.segment is None:
             raise CheckpointError("this state belongs to no segment of a run: save what dpopt.train returns.")
         if position in self._folder:
@@ -151,11 +154,15 @@ class Checkpointer:
         positions = self.positions()
         damage = []
         for position in reversed(positions):
+            loaded, reason = None, "another process cannot read it"
             try:
-                state, described, digest = self._read(position, like)
+                loaded = self._read(position, like)
             except Exception as error:  # orbax, tensorstore and the file system raise many types
-                damage.append(f"{position}: {first_line(error)[:200]}")
+                reason = first_line(error)[:200]
+            if entropy.in_any_process(loaded is None) or loaded is None:
+                damage.append(f"{position}: {reason}")
                 continue
+            state, described, digest = loaded
             found = identity.state_digest(state)
             if found != digest:
                 damage.append(f"{position}: its content has digest {found}, and {digest} was saved")
@@ -217,7 +224,7 @@ class Checkpointer:
         except Exception as error:
             raise CheckpointError(
                 f"a checkpoint in {self.directory} could not be written: {first_line(error)[:300]}. The ledger and "
-                "earlier checkpoints are unaffected: make room and start the run again."
+                "earlier checkpoints are unaffected: start the run again when there is room, and the cause is removed."
             ) from error
 
     def close(self) -> None:
@@ -235,3 +242,16 @@ class Checkpointer:
         except CheckpointError:
             if kind is None:  # an earlier error must not be hidden
                 raise
+
+
+def _check_placed(state: TrainState) -> None:
+    """Refuses arrays that each of several processes has for itself, which orbax cannot save."""
+    if jax.process_count() == 1:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state)):
+        if getattr(leaf, "is_fully_addressable", True):
+            raise CheckpointError(
+                f"the state{jax.tree_util.keystr(path)} is an array of this process alone, and several processes save "
+                "one checkpoint: place the state on a mesh of all their devices, by dpopt.sharding.place_state or "
+                "dpopt.run.meshes.train_on."
+            )

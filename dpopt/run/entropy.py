@@ -202,6 +202,19 @@ def agree(facts: Mapping[str, Any]) -> None:
         )
 
 
+def in_any_process(flag: bool) -> bool:
+    """Whether something holds in any process of a run; they all have to ask.
+
+    *Privacy*: reads no data.
+
+    >>> in_any_process(False)
+    False
+    """
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.array([int(flag)]))))  # gloo cannot gather booleans
+
+
 def _bits(key: jax.Array | np.ndarray) -> bytes:
     raw = jax.random.key_data(key) if is_key(key) else key
     if isinstance(raw, jax.Array) and not (raw.is_fully_addressable or raw.is_fully_replicated):

@@ -121,7 +121,7 @@ def train(
         VerificationError: if the engine's sum differs from that of plain gradients;
         JournalError, CheckpointError: if a stored file is damaged or belongs to another run; ValueError, TypeError:
             for a bad argument, such as a state whose steps are not in the plan's journal, or a key that another run of
-            this process was started with; or if the processes of a run differ in key, seed, plan or parameters.
+            this process was started with; or if the processes of a run differ in key, seed, plan, parameters or data.
 
     *Privacy*: the parameters after every step, all of them together, cost what the ledger states.
 
@@ -166,7 +166,7 @@ def train(
     description = {"identity": run.identity, "program": run.program}
     saving = None if checkpointer is None else [checkpointer.every, checkpointer.keep]
     options_of_run = [target, replay, repr(run.limit), saving, eval_fn is not None, eval_every]
-    _resume.agree_on_plan(plan, state, run.constants, description, options_of_run)
+    _resume.agree_on_plan(plan, state, rows, run.constants, description, options_of_run)
     with _resume.opened(plan.journal, checkpointer, run.identity):
         try:
             if state.update == 0 and state.segment is None:

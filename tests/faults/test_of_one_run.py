@@ -114,3 +114,30 @@ def test_a_search_covers_what_its_trials_start_from():
         following.budget(epsilon=0.9 * epsilon, delta=1e-3, accountant="rdp", earlier=found)
     with pytest.raises(ValueError, match="records are examples, and these are clients"):
         _search(trial, event, earlier=first, unit="client")
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jacfwd], ids=["grad", "jit", "jvp"]
+)
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_derivative_through_an_update_is_refused(noise, transform):
+    """It holds no noise: a hypergradient, or a learning rate that is learned, was computed from the examples as is."""
+    optimizer, step = _step(jax.random.key(0), NOISES[noise])
+
+    def trained(params):
+        return jnp.sum(step(params, optimizer.init(params), *BATCH)[0])
+
+    with pytest.raises(ValueError, match="would contain no noise"):
+        transform(trained)(MEMBERS[0])
+
+
+def test_what_follows_from_an_update_has_a_derivative():
+    def scaled(learning_rate, params):
+        optimizer = dpopt.dp_sgd(1.0, **PRIVACY, key=jax.random.key(0))
+        stopped = jax.lax.stop_gradient(params)
+        gradients = dpopt.per_example_grads(loss_fn)(stopped, BATCH[0], mask=BATCH[1])
+        updates, _ = optimizer.update(gradients, optimizer.init(stopped), stopped)
+        return jnp.sum((params + learning_rate * updates) ** 2)
+
+    updated = lambda rate: jax.jit(jax.grad(scaled))(rate, MEMBERS[0])  # noqa: E731
+    assert np.isfinite(updated(0.1)) and updated(0.1) != updated(0.2)

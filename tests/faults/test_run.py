@@ -312,9 +312,13 @@ def test_processes_that_differ_refuse_to_start(tmp_path):
         "own parameters": "parameters",
         "own steps": "steps, replay, budget, checkpoints and evaluations",
         "own intervals": "steps, replay, budget, checkpoints and evaluations",
-        "own data": r"the result of this step (the data, or the loss)",
+        "own data": "rows of the data",
+        "own order": "rows of the data",
+        "own data, later": "the result of this step (the data, or the loss)",
+        "own copies": "checkpoint directory",
         "own directories": "checkpoint directory",
     }.items():
         assert all(f"differ in: {differing}. " in g[name] for g in got), (name, got)
+    assert got[0]["damaged"] == got[1]["damaged"] == ["checkpoints", "damaged", "ledger.jsonl"]
     # By default each call draws fresh bits, and both processes the same.
     assert got[0]["shared key"] == got[1]["shared key"] and got[0]["twice"] == got[1]["twice"] != got[0]["shared key"]

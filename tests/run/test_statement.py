@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import DATA, loss_fn, tiny_plan
 from scipy import stats
 
 import dpopt
@@ -246,3 +247,16 @@ def test_smaller_deltas_are_as_one_writes_them(delta):
     stated = statement.state(dp.GaussianDpEvent(2.0), delta=delta, accountant="rdp")
     assert [*stated.epsilons()] == [delta, *(pytest.approx(delta / 10**n, rel=1e-14) for n in (1, 2, 3))]
     assert ("1.01e-" in str(stated) or "1.01e-" in json.dumps(stated.to_json())) is False
+
+
+@pytest.mark.parametrize("command", ["epsilon", "calibrate", "statement"])
+def test_the_shell_warns_of_a_delta_that_protects_nobody(command, tmp_path, capsys):
+    arguments = {"epsilon": [*RUN, "--noise-multiplier", "1"], "calibrate": [*RUN, "--epsilon", "2"]}.get(command)
+    if arguments is None:
+        with checkpoint.Checkpointer(tmp_path) as checkpointer:
+            tiny_plan().run(loss_fn, jnp.zeros(3), lambda i: DATA[i], steps=1, checkpointer=checkpointer)
+        arguments = [str(tmp_path)]
+    assert shell.main([command, *arguments, "--delta", "0.5"]) == 0
+    assert capsys.readouterr().err.count("choose a delta well below 1/n") == 1
+    assert shell.main([command, *arguments, "--delta", "1e-9"]) == 0
+    assert not capsys.readouterr().err
