@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # `jax.extend` takes as long to import as all of dpopt
     from jax.extend.core import Jaxpr, JaxprEqn
 
 # Primitives that run one jaxpr once, on their own inputs.
-CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call"}
+INLINED = {"jit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "custom_jvp_call"}
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

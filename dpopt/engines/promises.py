@@ -146,16 +146,23 @@ class Rows(abc.ABC):
         # Outside `jit` a loop over microbatches would be compiled at every call.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
         try:
+            axes = stacked.layer_axes(clip, self.params)
             plan = ghost.plan_clipped_sum(
-                self.loss_fn, self.params, self.batch, scale=scale, offset=offset, has_aux=self.has_aux
-            ).of(size)
+                self.loss_fn,
+                self.params,
+                self.batch,
+                scale=scale,
+                offset=offset,
+                has_aux=self.has_aux,
+                layer_axes=axes,
+            )
             way = ghost.choose(
-                plan,
+                plan.of(size),
                 self.memory,
                 may_split=self.microbatch_size is None and is_traced,
                 may_vmap=self.engine == "auto",
                 limits=stacked.own_clip_norms(clip, self.params),
-                layer_axes=stacked.layer_axes(clip, self.params),
+                layer_axes=axes,
             )
         except ghost.CannotFollow as reason:
             fallback.to_vmap(self.loss_fn, reason.primitive, str(reason))

@@ -7,6 +7,10 @@ float32, in any order the device chooses, then a few of these blocks one after a
 Longer sums are pairs of floats, whose rounding is negligible. Neighbouring batches differ in one row of one block.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 ROWS = 86  # in a block: three blocks hold a batch of 256
 BLOCKS = 3  # added up in floats
 
@@ -51,17 +55,26 @@ terms that cancel: SECURITY.md states what that adds. Float64 sums stay far belo
 """
 
 
-def blocks(size: int) -> tuple[int, int]:
-    """The length of the blocks of a group of ``size`` rows, and their number; the first may be shorter."""
-    count = -(-size // ROWS)
-    return -(-size // count), count
+class Split(NamedTuple):
+    """Rows in a ``number`` of parts of ``length``, one of which may be shorter."""
+
+    length: int
+    number: int
+
+    @classmethod
+    def into(cls, number: int, size: int) -> Split:
+        return cls(-(-size // number), number)
 
 
-def groups(size: int) -> tuple[int, int]:
-    """The number of groups of ``size`` rows, and their length."""
+def blocks(size: int) -> Split:
+    """The blocks of a group of ``size`` rows."""
+    return Split.into(-(-size // ROWS), size)
+
+
+def groups(size: int) -> Split:
+    """The groups of ``size`` rows."""
     found = levels(size)
-    count = -(-size // (BLOCKS * ROWS)) if found is None else found[-1]
-    return count, -(-size // count)
+    return Split.into(-(-size // (BLOCKS * ROWS)) if found is None else found[-1], size)
 
 
 def levels(size: int) -> tuple[int, int, int] | None:
@@ -70,7 +83,8 @@ def levels(size: int) -> tuple[int, int, int] | None:
     These are the fewest groups. More are smaller, and so may their blocks be, but adding them up loses more."""
     fewest = -(-size // (BLOCKS * ROWS))
     for count in range(fewest, max(fewest, lost(ROWS, BLOCKS) // size) + 1):
-        found = *blocks(-(-size // count)), count
+        length, number = blocks(-(-size // count))
+        found = length, number, count
         if floats_suffice(*found):
             return found
     return None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from dpopt.engines.programs import CALLS, equations, scan_arguments, subprograms
+from dpopt.engines.programs import INLINED, equations, scan_arguments, subprograms
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -106,7 +106,7 @@ def _follow_one(eqn: JaxprEqn, of_row: Sequence[bool]) -> tuple[list[str], list[
         threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
         return [f"{name} with keys of type {t}" for t in keys if t != threefry], every
     inner = list(subprograms(eqn))
-    if name in CALLS | {"scan"} and len(inner) == 1 and len(inner[0].invars) == len(of_row):
+    if name in INLINED | {"scan"} and len(inner) == 1 and len(inner[0].invars) == len(of_row):
         return _follow_scan(eqn, inner[0], of_row) if name == "scan" else _follow(inner[0], of_row)
     # Under vmap all rows run a branch or loop whose condition depends on the row, whatever its inputs.
     return [draw for jaxpr in inner for draw in _follow(jaxpr, [True] * len(jaxpr.invars))[0]], every

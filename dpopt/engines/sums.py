@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from dpopt.common.trees import per_example
 from dpopt.common.types import PyTree
 from dpopt.engines import rounding
 
@@ -111,6 +112,16 @@ def _add(
     return jnp.where(finite, value, total), jnp.where(finite, rest - (value - total), 0)
 
 
+def weighted(c: Float[Array, "batch ..."], x: Float[Array, "batch ..."]) -> Float[Array, ...]:
+    """``sum_i c_i x_i``: a product where coefficients are of whole rows, 4 times as fast on CPUs.
+
+    GPUs are slow at products with one row. XLA compiles a sum of few entries once for all arrays of a shape, but every
+    product on its own."""
+    if c.ndim == 1 and x[0].size > 2**12 and jax.default_backend() != "gpu":
+        return jnp.tensordot(c, x, 1, precision=lax.Precision.HIGHEST)
+    return jnp.sum(per_example(c, x) * x, axis=0)
+
+
 def needs_remainder(size: int) -> bool:
     """Whether `over_examples` returns pairs of floats for ``size`` examples."""
     rows = jax.ShapeDtypeStruct((size,), jnp.float32)
@@ -187,7 +198,7 @@ def _length(tree: PyTree) -> int:
 
 
 def _in_groups(one_group: Callable[[Any, Any], PyTree], rows: Any, coefficients: Any) -> Sum:
-    if rounding.groups(_length(coefficients))[0] == 1:
+    if rounding.groups(_length(coefficients)).number == 1:
         return Sum(one_group(rows, coefficients))
     zeros = zeros_after(coefficients, jax.eval_shape(one_group, rows, coefficients))
 
@@ -203,7 +214,7 @@ def over_groups(step: Callable[[Any, Any, Any], Any], start: Any, rows: Any, coe
 
     They have equal lengths, so that ``step`` is compiled once."""
     size = _length(coefficients)
-    count, length = rounding.groups(size)
+    length, count = rounding.groups(size)
 
     def one(i: jax.typing.ArrayLike, total: Any) -> Any:
         # The last group may have to begin among the rows of the one before, which count as zeros here.

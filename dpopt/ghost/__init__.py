@@ -19,6 +19,7 @@ Planning:
 
 * plan.py          which norm method for which parameter; planner.py chooses it by cost (costs.py)
 * memory.py        chooses passes and microbatches that fit in memory; kept.py what an ordinary gradient keeps there
+* layers.py        which parameters, and layers of them, can be clipped one by one
 * explain.py       the plan as a table
 
 Running:
@@ -44,9 +45,9 @@ from dpopt.ghost.engine import plan_clipped_sum as plan_clipped_sum
 from dpopt.ghost.explain import Explanation as Explanation
 from dpopt.ghost.explain import explain as explain
 from dpopt.ghost.failures import CannotFollow as CannotFollow
+from dpopt.ghost.layers import single_parameters as single_parameters
 from dpopt.ghost.memory import Way as Way
 from dpopt.ghost.memory import choose as choose
-from dpopt.ghost.memory import single_parameters as single_parameters
 from dpopt.ghost.plan import Plan as Plan
 from dpopt.ghost.rules import Factors as Factors
 from dpopt.ghost.rules import Use as Use

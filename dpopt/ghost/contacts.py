@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.common.trees import accumulator_dtype, per_example
+from dpopt.common.trees import accumulator_dtype
+from dpopt.engines import sums
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.costs import view_bytes
@@ -31,9 +32,6 @@ from dpopt.ghost.values import Contact
 _PRECISION = lax.Precision.HIGHEST
 # Windows of a convolution's input may take so much for a block of examples.
 _WINDOW_BYTES = 1 << 27
-# Up to how many entries a gradient is added up without a product: as fast, and XLA compiles the sum once for all
-# parameters of a shape, but every product on its own.
-_SMALL = 2**12
 
 
 class Seen(NamedTuple):
@@ -149,9 +147,7 @@ def weighted(contact: Contact, record: Recorded, c: jax.Array, is_quick: bool = 
 
 def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
     """The same from formed gradients."""
-    if formed[0].size <= _SMALL or jax.default_backend() == "gpu":  # which is slow at products with one row
-        return contact.unfold(jnp.sum(per_example(c.astype(formed.dtype), formed) * formed, axis=0))
-    return contact.unfold(jnp.tensordot(c.astype(formed.dtype), formed, 1, precision=_PRECISION))
+    return contact.unfold(sums.weighted(c.astype(formed.dtype), formed))
 
 
 def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:

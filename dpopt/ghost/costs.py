@@ -1,6 +1,6 @@
 """Cost model: operations and bytes of the products and norms at one contact.
 
-The unit of cost is one floating-point operation. Only ratios matter, since all methods that they choose from are exact.
+The unit of cost is one floating-point operation. Only ratios matter, since all methods that are compared are exact.
 """
 
 from __future__ import annotations

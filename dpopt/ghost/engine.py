@@ -12,7 +12,7 @@ rare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums, streamed
 from dpopt.ghost.failures import planning
+from dpopt.ghost.layers import is_by_layer
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.planner import leaf_paths, make_plan
 from dpopt.ghost.records import norms_in_place
@@ -54,6 +55,7 @@ def plan_clipped_sum(
     scale: PyTree = None,
     offset: PyTree = None,
     has_aux: bool = False,
+    layer_axes: Sequence[int] = (),
 ) -> Plan:
     """Traces the loss and plans the norms, without computing anything. See `clipped_sum` for arguments.
 
@@ -68,17 +70,25 @@ def plan_clipped_sum(
     sizes = {x.shape[0] for x in jax.tree.leaves(batch)}
     if len(sizes) != 1:
         raise ValueError(f"all leaves of batch need the same leading axis; got sizes {sorted(sizes)}")
-    return plan_example(loss_fn, params, example, sizes.pop(), scale, offset, has_aux)
+    return plan_example(loss_fn, params, example, sizes.pop(), scale, offset, has_aux, layer_axes)
 
 
 def plan_example(
-    loss_fn: LossFn, params: PyTree, example: Example, batch_size: int, scale: PyTree, offset: PyTree, has_aux: bool
-) -> Plan:
+    loss_fn: LossFn, params: PyTree, example: Example, batch_size: int, scale: PyTree, offset: PyTree, has_aux: bool,
+    layer_axes: Sequence[int] = (),
+) -> Plan:  # fmt: skip
     """`plan_clipped_sum` from a single example, whose values are not read."""
     scaled = [s is not None and s.size > 1 for s in _like(params, scale)]
-    trace = trace_loss(loss_fn, params, example, has_aux)
-    with planning():
-        return make_plan(trace, batch_size, scaled, offset is not None, leaf_paths(params))
+
+    def planned(tapped_by_layer: Collection[int]) -> Plan:
+        trace = trace_loss(loss_fn, params, example, has_aux, tapped_by_layer)
+        with planning():
+            return make_plan(trace, batch_size, scaled, offset is not None, leaf_paths(params))
+
+    plan = planned(())
+    # A layer that its step changes, or uses more than once, has a gradient for each use; its norm is that of their sum.
+    changed = [i for i, axes in enumerate(layer_axes) if axes and not is_by_layer(plan, i)]
+    return planned(changed) if changed else plan
 
 
 def clipped_sum(

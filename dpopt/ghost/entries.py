@@ -36,13 +36,14 @@ def _entry(eqn: core.JaxprEqn, inputs: Sequence[Value], sources: Sequence[Value]
     if eqn.primitive in primitives.LAYOUT and math.prod(out.shape) <= math.prod(sources[0].shape):
         if len(sources) > 1:
             return None
-        order, by_layer = entry.order, entry.by_layer
+        order, layers = entry.order, entry.layers
         if eqn.primitive is primitives.TRANSPOSE:
-            by_layer = by_layer and eqn.params["permutation"][0] == 0
-            order = order and tuple(order[i] for i in eqn.params["permutation"])
+            permutation = eqn.params["permutation"]
+            order = order and tuple(order[i] for i in permutation)
+            layers = layers if permutation[:layers] == tuple(range(layers)) else 0
         elif eqn.primitive not in primitives.CASTS:
-            order, by_layer = None, False
-        return Entry(entry.copy, order, by_layer)
+            order, layers = None, _layer_axes(eqn, sources[0], out)
+        return Entry(entry.copy, order, layers)
     if out.shape != sources[0].shape or not _are_aligned(sources):
         return None
     # What does not depend on parameters is added: a quantised weight whose derivative is that of the weight, say.
@@ -51,8 +52,17 @@ def _entry(eqn: core.JaxprEqn, inputs: Sequence[Value], sources: Sequence[Value]
     ):
         return entry
     if eqn.primitive in primitives.ENTRYWISE or (eqn.primitive is primitives.CUSTOM_JVP and _is_entrywise(eqn, inputs)):
-        return Entry(False, *entry[1:])
+        return entry._replace(copy=False)
     return None
+
+
+def _layer_axes(eqn: core.JaxprEqn, source: Value, out: Value) -> int:
+    """`Entry.layers` of a value in another shape: nested scans read a stack as a stack of stacks, say."""
+    layers = source.entry.layers if source.entry else 0
+    if not layers or eqn.primitive not in primitives.RESHAPING:
+        return 0
+    count = math.prod(source.shape[:layers])
+    return next((n for n in range(1, len(out.shape) + 1) if math.prod(out.shape[:n]) == count), 0)
 
 
 def _are_aligned(sources: Sequence[Value]) -> bool:

@@ -28,7 +28,7 @@ from dpopt.ghost.large_sums import is_large, large_sum
 from dpopt.ghost.rows import tf32
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
-from dpopt.ghost.values import Contact
+from dpopt.ghost.values import Contact, Hook
 
 _STATIC = {"static": True}
 _Rows = tuple[jax.Array | None, jax.Array, jax.Array]  # inputs, cotangents and coefficients
@@ -36,7 +36,7 @@ _Results = tuple[jax.Array, sums.Sum]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Hook:
+class _Hook(Hook):
     """What both hooks have in common. Layers of a weight that no loop slices count as steps."""
 
     # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
@@ -64,8 +64,6 @@ class _Hook:
     def attach(
         self, contact: Contact, run: Callable[..., jax.Array], values: list[jax.Array], at: int | None
     ) -> jax.Array:
-        """The contact's output, with the hook attached; see `with_hook`."""
-
         def backward(hook: _Hook, x: jax.Array | None, y: jax.Array) -> _Hook:
             if self.is_quick:
                 x, y = tf32(cast(jax.Array, x)), tf32(y)
@@ -125,9 +123,7 @@ class TwoPassHook(_Hook):
         return dataclasses.replace(self, bounds=slots[0], total=slots[1], coefficient=coefficients[self.group])
 
     def split(self) -> tuple[TwoPassHook, Callable[[TwoPassHook], TwoPassHook]]:
-        """The part of the hook that is sliced for each step of a loop, and a function from a slice to the step's hook.
-
-        (Each step has its own weight: otherwise steps have cross terms, and the contact is recorded.)"""
+        # Each step has its own weight: otherwise steps have cross terms, and the contact is recorded.
         same = {"adds_up": self.adds_up, "coefficient": self.coefficient}
         sliced = dataclasses.replace(self, adds_up=None, coefficient=None)
         return sliced, lambda own: dataclasses.replace(own, **same)

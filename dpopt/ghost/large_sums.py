@@ -54,7 +54,7 @@ def is_large(uses: Sequence[tuple[Contact, Recorded]], rows: int) -> bool:
         return len(uses) == 1 and contact.primitive is DOT and size > _LARGE_BYTES
     if size <= _LARGE_BYTES * (_OF_PAIRS if sums.needs_remainder(rows) else 1):
         return False
-    looked_up = rounding.groups(rows)[1] * sum(cast(Factors, k.factors).positions for k, _ in uses)
+    looked_up = rounding.groups(rows).length * sum(cast(Factors, k.factors).positions for k, _ in uses)
     return looked_up <= factors.shape[2]
 
 
@@ -92,7 +92,7 @@ def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Arr
     ids = jnp.concatenate([left[:, 0] for left, _ in split], axis=1)  # [B, T]
     rows = jnp.concatenate([wide(right[:, 0]) for _, right in split], axis=1)  # [B, T, p]
     _, _, size, p = shape = uses[0][0].shape
-    pairs, (groups, _) = sums.needs_remainder(len(c)), rounding.groups(len(c))
+    pairs, groups = sums.needs_remainder(len(c)), rounding.groups(len(c)).number
 
     def step(total: sums.Sum, rows: _Rows, c: jax.Array) -> sums.Sum:
         ids, y = rows
@@ -148,7 +148,7 @@ def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, scale: jax.Array | No
 
 def _parts(size: int, rows: int, spare: float) -> int:
     """Into how many parts a matrix of ``size`` bytes is split, if buffers may take no more than ``spare``."""
-    groups = rounding.groups(rows)[0]
+    groups = rounding.groups(rows).number
     # The sum of a block, and of a group those of two. (The sum of all groups is the result.)
     if size <= 2 * _PART_BYTES and min(groups, 2) * size <= spare:
         return 1

@@ -12,7 +12,6 @@ from jaxtyping import Array
 from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost import term_sizes
 from dpopt.ghost.contacts import Recorded, Seen, is_sum
-from dpopt.ghost.plan import is_direct
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square, sum_squares, tiny
 from dpopt.ghost.values import Contact
@@ -47,7 +46,7 @@ def sizes_of_terms(
         return of_factors(factors, record.x, record.y, _folded(contact, gain))
 
     def is_copied(own: Collection[int]) -> bool:
-        return len(own) <= 1 and all(is_direct(contacts[i]) and not is_sum(contacts[i], records[i]) for i in own)
+        return len(own) <= 1 and all(contacts[i].is_direct and not is_sum(contacts[i], records[i]) for i in own)
 
     return [[] if is_copied(own) else [behind(*of) for of in own.items()] for own in gains]
 

@@ -16,13 +16,14 @@ import jax
 from jax.typing import ArrayLike
 
 from dpopt.common.trees import is_narrow
-from dpopt.engines import rounding, sums
+from dpopt.engines import rounding
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, largest_value, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.kept import formed_in_conditionals, kept_bytes, recomputed_bytes
-from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan, why_not_by_layer
+from dpopt.ghost.layers import single_parameters, why_not_by_layer
+from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.planner import keeping_more
-from dpopt.ghost.values import Contact, Entry
+from dpopt.ghost.values import Contact
 
 _SMALL_BYTES = 1 << 20  # always allowed, on each device that has a share of the batch
 # Bytes moved in memory in the time that one is sent between devices.
@@ -97,13 +98,13 @@ def estimate(plan: Plan) -> Memory:
 
 def _formed_anyway(plan: Plan) -> int:
     """Bytes of the largest gradient of one example that the backward pass forms, of a weight that no rule covers."""
-    alone = (c for c in plan.streaming().streamed if c.apply is None and not c.loops)
+    alone = (cast(Contact, c.of_step) for c in plan.streaming().streamed if c.apply is None)
     return max((_nbytes(c.tap_shape, c.tap_dtype) for c in alone), default=0)
 
 
-def _of_two_passes(size: int) -> tuple[int, int]:
-    """The rows of the blocks that two passes process one after another, and their number."""
-    return rounding.blocks(size) if jax.device_count() == 1 else (size, 1)
+def _of_two_passes(size: int) -> rounding.Split:
+    """The blocks that two passes process one after another."""
+    return rounding.blocks(size) if jax.device_count() == 1 else rounding.Split(size, 1)
 
 
 def _looked_up(contacts: Sequence[Contact], taps: Mapping[Contact, int]) -> list[int]:
@@ -168,7 +169,9 @@ def choose(
         missing = [i for i, axes in enumerate(layer_axes) if axes and i not in single and plan.leaves[i].contacts]
         if missing:
             raise CannotFollow("scan", why_not_by_layer(plan, missing[0]))
-        return _streamed(plan, parts, single, "layers that are clipped one by one are clipped as their gradients come")
+        reason = "layers that are clipped one by one are clipped as their gradients come"
+        by_layer = _streamed(plan, parts, single, reason)
+        return _within(by_layer, plan, memory) if may_split else by_layer
     wants_vmap = may_vmap and plan.prefers_vmap
     is_fastest = wants_vmap or plan.ghost_cost <= plan.vmap_cost
     fastest = "it should be the fastest" if is_fastest else f"it should be within {MARGIN - 1:.0%} of the fastest"
@@ -178,7 +181,7 @@ def choose(
         reason = _IS_TINY if wants_vmap and plan.is_tiny else f"{fastest}, {_IS_SMALL}"
         return Way(None, 1, reason) if wants_vmap else Way(plan.of(size // parts), parts, reason)
     one_pass = None
-    if plan.streaming(single).is_one_pass:  # nothing is recorded, and nothing is computed twice
+    if plan.streaming(single).records_nothing:  # and nothing is computed twice
         one_pass = _streamed(plan, parts, single, "every parameter is clipped by its own norm, as its gradient comes")
         if wants_vmap or not _records_are_faster(plan):
             return _within(one_pass, plan, memory) if may_split else one_pass
@@ -239,7 +242,7 @@ def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason:
     moved = 3 + (2 * _SENT if devices > 1 else 0)
     again = devices * moved * OPERATIONS_PER_BYTE * found.weights
     # So does each block of two passes.
-    second_pass = size * plan.ordinary_cost + (_of_two_passes(size)[1] - 1) * again
+    second_pass = size * plan.ordinary_cost + (_of_two_passes(size).number - 1) * again
     for k in parts:
         if found.recorded(k) <= limit and (k == parts[0] or (k - parts[0]) * again <= second_pass):
             return Way(plan.of(size // k), k, reason if k == parts[0] else _IN_FEWER)
@@ -272,22 +275,13 @@ def _slower(limit: float, found: Memory, plan: Plan, parts: list[int], single: f
     enough, reason = limit, _IN_FEWER
     if least > limit:  # more parts than needed would take many times as long
         enough, reason = _HARDLY_MORE * least, "nothing fits the memory allowed; this takes hardly more than the least"
+    size, once = plan.batch_size, plan.streaming(single)
+    if once.streamed and once.is_one_pass:  # which records the other parameters
+        fit = next((k for k in parts if found.one_pass(k) <= limit), None)
+        if fit is not None:
+            return Way(once.of(size // fit), fit, "clipping as gradients come records less, and computes nothing twice")
+        once = plan.streaming()
     fit = next((k for k in parts if found.recorded(k) <= enough), None)
     if found.streamed <= limit or fit is None:
-        return Way(plan.streaming(single), 1, "what it records in one pass would take more memory than is allowed")
-    return Way(plan.of(plan.batch_size // fit), fit, reason)
-
-
-def single_parameters(plan: Plan, limits: Sequence[ArrayLike | None], layer_axes: Sequence[int]) -> frozenset[int]:
-    """The parameters that can be clipped as soon as their gradients are computed, in one pass."""
-    found = set()
-    for contact in plan.streaming().streamed if limits else ():
-        (leaf,), entry = contact.weight.leaves, cast(Entry, contact.weight.entry)
-        axes = layer_axes[leaf] if layer_axes else 0
-        taken = len(contact.loops) or int(contact.apply is None and axes)  # a contact on the weight has all layers
-        by_layer = axes == taken and (not axes or entry.by_layer)
-        # The remainder of a float sum cannot be multiplied: that would round the sum as a whole.
-        exact = not sums.needs_remainder(plan.batch_size) or (entry.copy and not plan.scaled[leaf])
-        if limits[leaf] is not None and by_layer and exact:
-            found.add(leaf)
-    return frozenset(found)
+        return Way(once, 1, "what it records in one pass would take more memory than is allowed")
+    return Way(plan.of(size // fit), fit, reason)

@@ -174,9 +174,9 @@ class Plan:
         """This plan in two passes (streamed.py), or in one for those ``single`` parameters that can be streamed."""
         chosen = {}
         for leaf in self.leaves:
-            if len(leaf.contacts) == 1 and not self.shifted and is_direct(leaf.contacts[0]):
+            if len(leaf.contacts) == 1 and not self.shifted and leaf.contacts[0].is_direct:
                 (contact,), one = leaf.contacts, cast(Contact, leaf.contacts[0].of_step)
-                scaling = self.scaled[leaf.leaf] or not cast(Entry, contact.weight.entry).copy
+                scaling = self.scaled[leaf.leaf] or not contact.is_copy
                 if all(is_mapped for _, is_mapped in contact.loops):
                     # In one pass, gradients that are formed for the norm are added up as they are (hooks.py).
                     kept = leaf.leaf in single and self.batch_size <= rounding.ROWS and jax.device_count() == 1
@@ -190,7 +190,7 @@ class Plan:
 
     def streamed_chunk(self, contact: Contact) -> int:
         """How many examples' gradients, or Gram matrices, of one step to form at a time."""
-        one, scaling = cast(Contact, contact.of_step), not cast(Entry, contact.weight.entry).copy
+        one, scaling = cast(Contact, contact.of_step), not contact.is_copy
         method = self.streamed[contact]
         is_formed = method == "explicit" and one.factors is not None
         chunk = self.fitting(forming_bytes(one) if is_formed else norm_cost(one, method, scaling)[1])
@@ -202,7 +202,12 @@ class Plan:
 
     @property
     def is_one_pass(self) -> bool:
-        """Whether all parameters are clipped in the first pass, so that there is no second."""
+        """Whether all parameters that are streamed are clipped in the first pass, so that there is no second."""
+        return {leaf for c in self.streamed for leaf in c.weight.leaves} <= self.single
+
+    @property
+    def records_nothing(self) -> bool:
+        """Whether all parameters are clipped in the first pass."""
         return {leaf.leaf for leaf in self.leaves if leaf.contacts} <= self.single
 
     @property
@@ -261,39 +266,21 @@ def is_number(contact: Contact) -> bool:
     return contact.factors is None and not contact.loops and math.prod(contact.weight.shape) == 1
 
 
-def is_direct(contact: Contact) -> bool:
-    """Whether the contact's weight is one parameter whose entries stay apart."""
-    return len(contact.weight.leaves) == 1 and contact.weight.entry is not None
-
-
 def _may_be_quick(contact: Contact, added_up: Contact | None) -> bool:
     """Whether the weighted sum at a contact is a matrix product of factors that a GPU would round, and nothing else.
 
     Args:
         added_up: the contact of one step, where its steps are added up one by one; else the contact."""
-    entry, factors = contact.weight.entry, added_up.factors if added_up else None
-    is_copy = is_direct(contact) and entry is not None and entry.copy
+    factors = added_up.factors if added_up else None
     is_matrix = contact.primitive is DOT and factors is not None and factors.shape[:2] == (1, 1) and not factors.one_hot
     dtypes = {jnp.dtype(d) for d in (contact.weight.dtype, contact.tap_dtype, contact.input_dtype)}
-    return contact.is_rounded and is_copy and is_matrix and dtypes <= _ROUNDED
+    return contact.is_rounded and contact.is_copy and is_matrix and dtypes <= _ROUNDED
 
 
 def orientation(contact: Contact) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The parameter's axes that a and p at this contact consist of, if it is used unchanged, as a matrix."""
-    entry, factors = contact.weight.entry, contact.factors
-    if not is_direct(contact) or entry is None or not entry.copy or factors is None or factors.axes is None:
+    factors = contact.factors
+    if not contact.is_copy or factors is None or factors.axes is None:
         return None
-    order = entry.order
+    order = cast(Entry, contact.weight.entry).order
     return None if order is None else cast(Any, tuple(tuple(order[i] for i in axes) for axes in factors.axes))
-
-
-def why_not_by_layer(plan: Plan, leaf: int) -> str:
-    """Why the layers of a parameter cannot be clipped one by one."""
-    contacts = plan.leaves[leaf].contacts
-    if len(contacts) > 1:
-        what = f"is used in {len(contacts)} ways"
-    elif not is_direct(contacts[0]):
-        what = "is changed on its way to its layer (normalised, put in another order, read by index)"
-    else:
-        what = "is not read one layer a step, each once, by a single scan"
-    return f"{plan.paths[leaf]}, whose layers are clipped one by one, {what}"

@@ -21,12 +21,12 @@ import jax
 from dpopt.common.trees import accumulator_dtype
 from dpopt.common.types import PyTree
 from dpopt.ghost import costs
-from dpopt.ghost.plan import FEW, LeafPlan, Plan, is_direct, is_number, methods, orientation
+from dpopt.ghost.plan import FEW, LeafPlan, Plan, is_number, methods, orientation
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.standardized import standardized
-from dpopt.ghost.values import Contact, Entry
+from dpopt.ghost.values import Contact
 
 # XLA turns a vmapped filter gradient into a grouped convolution, which takes about three times as long
 # (924 ms against 304 on two cores for 128x32x32x64 to 64 channels).
@@ -90,9 +90,9 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
         return LeafPlan(leaf, (), "none", 0, 0)
     if len(contacts) == 1:
         (contact,) = contacts
-        found = None if is_direct(contact) or shifted else standardized(trace, contact)
-        if is_direct(contact) or found:
-            scaling = scaled or (found is None and not cast(Entry, contact.weight.entry).copy)
+        found = None if contact.is_direct or shifted else standardized(trace, contact)
+        if contact.is_direct or found:
+            scaling = scaled or (found is None and not contact.is_copy)
             ways = _standardized_methods(contact, scaled) if found else methods(contact, scaling)
             method, operations, extra = _cheapest(contact, ways, scaling)
             method = "pulled_back" if shifted and method == "explicit" else method
@@ -134,13 +134,13 @@ def _cheapest(contact: Contact, ways: Sequence[str], scaled: bool) -> tuple[str,
 def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> LeafPlan | None:
     """The plan of a parameter with one direct contact, and others whose weights are numbers with one cotangent.
 
-    Their part of the gradient is that cotangent times the same array for all examples (`leaf_norms._affine`)."""
+    Their part of the gradient is that cotangent times one array for all examples (`leaf_norms._beside_numbers`)."""
     others = [c for c in contacts if not is_number(c)]
     numbers = tuple(c for c in contacts if is_number(c))
-    if len(others) != 1 or not is_direct(others[0]) or len({c.shares or c for c in numbers}) != 1:
+    if len(others) != 1 or not others[0].is_direct or len({c.shares or c for c in numbers}) != 1:
         return None
     (contact,) = others
-    scaling = scaled or not cast(Entry, contact.weight.entry).copy
+    scaling = scaled or not contact.is_copy
     method, operations, extra = _cheapest(contact, methods(contact, scaling), scaling)
     along = costs.product(contact)  # the inner product with that array
     return LeafPlan(leaf, (contact, *numbers), method, operations + along, extra, numbers=numbers)

@@ -14,7 +14,8 @@ from jax.extend.core import primitives
 
 def primitive(name: str) -> Any:
     """JAX's own primitive of that name, or None if this version of JAX has none."""
-    return next((found for place in (primitives, lax) if (found := getattr(place, f"{name}_p", None))), None)
+    places = primitives, lax, lax.linalg
+    return next((found for place in places if (found := getattr(place, f"{name}_p", None))), None)
 
 
 def _all(names: str) -> frozenset[core.Primitive]:

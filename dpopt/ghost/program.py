@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core
 
 from dpopt.common.trees import accumulator_dtype
-from dpopt.ghost.values import Contact, ContactOp, Op, Record, Value, read
+from dpopt.ghost.values import Contact, ContactOp, Hook, Op, Record, Value, read
 
 
 class Scope:
@@ -107,12 +107,14 @@ class LoopScope(Scope):
             return self.parent.hoist(op)
         apart = all(m for m, v in zip(mapped, op.inputs, strict=True) if v.leaves)
         stacks = [self.stacked[v].entry for m, v in zip(mapped, op.inputs, strict=True) if m and v.leaves]
-        by_layer = apart and all(e is not None and e.by_layer for e in stacks)
+        layers = {e.layers if e else 0 for e in stacks} if apart else {0}
         outside = []
         for v in op.outputs:
             # A parameter that all steps share (multiplied by one they do not) is copied to each: its entries add up.
             v.entry = v.entry._replace(order=None) if v.entry and apart else None
-            entry = v.entry and v.entry._replace(by_layer=by_layer)
+            # The loop's steps number layers, and so do a step's own axes, if they are what they were in its inputs.
+            inside = v.entry.layers if v.entry else 0
+            entry = v.entry and v.entry._replace(layers=inside + 1 if layers == {inside + 1} else 0)
             stack = Value((self.length, *v.shape), v.dtype, False, v.leaves, entry)
             self.stacked[v] = stack
             outside.append(stack)
@@ -182,7 +184,8 @@ class Loop(Block):
         contacts = self.scope.contacts()
         tapped = [c for c in contacts if c in taps]
         needed, count = self.scope.needs(), len(self.carries)
-        scanned = {v: env[s] for v, s in self.scope.stacked.items() if v in needed}
+        stacks = [(v, s) for v, s in self.scope.stacked.items() if v in needed]
+        scanned = dict(zip((v for v, _ in stacks), read(env, [s for _, s in stacks]), strict=True))
         split = {c: _split(taps[c]) for c in tapped}
 
         def body(carry: list[jax.Array], x: tuple[list[jax.Array], list[Any]]):
@@ -212,7 +215,7 @@ def _found(record: Record | None, contacts: Sequence[Contact]) -> list[tuple[jax
 
 def _split(given: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The part of a tap that a loop scans over, and a function that makes one step's tap of its slice."""
-    return given.split() if hasattr(given, "split") else (given, lambda own: own)
+    return given.split() if isinstance(given, Hook) else (given, lambda own: own)
 
 
 @dataclass(eq=False)
@@ -230,6 +233,7 @@ class Trace:
     body: Scope = field(init=False)  # set by trace.py: a scope refers to its trace
     results: list[Value] = field(default_factory=list)  # the loss, then the auxiliary leaves
     aux_tree: Any = None
+    tapped_by_layer: frozenset[int] = frozenset()  # see `trace.trace_loss`
     can_be_vmapped: bool = True  # whether JAX has rules to map all of it over examples
 
     def new_contact(self, weight: Value, *args: Any, **kwargs: Any) -> Contact:

@@ -13,11 +13,11 @@ from dpopt.common.types import PyTree
 from dpopt.engines.norms import safe_norm
 from dpopt.ghost.contacts import Seen, along
 from dpopt.ghost.hooks import Hooks
-from dpopt.ghost.plan import Plan, is_direct
+from dpopt.ghost.plan import Plan
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.squares import largest
 from dpopt.ghost.standardized import Coefficients, Standardized
-from dpopt.ghost.values import Contact, Entry, Record
+from dpopt.ghost.values import Contact, Record
 
 PerLeaf: TypeAlias = Sequence[jax.Array | None]
 
@@ -82,9 +82,7 @@ class Run:
     def is_table(self, leaf: int) -> bool:
         """Whether a parameter is only looked up, so that S, unless a single number, is part of the rows recorded."""
         contacts = self.plan.leaves[leaf].contacts
-        return not self.plan.streamed and all(
-            is_direct(k) and cast(Entry, k.weight.entry).copy and k.factors and k.factors.one_hot for k in contacts
-        )
+        return not self.plan.streamed and all(k.is_copy and k.factors and k.factors.one_hot for k in contacts)
 
     def _with_row_scale(self, contact: Contact, x: jax.Array, y: jax.Array) -> jax.Array:
         if not contact.weight.leaves & self.row_scales.keys():
@@ -112,7 +110,7 @@ class Run:
 
         def of_leaf(leaf: int) -> dict[int, jax.Array | None]:
             own, scale = {i: c for i, c in enumerate(contacts) if leaf in c.weight.leaves}, self.scales[leaf]
-            if all(is_direct(c) for c in own.values()):
+            if all(c.is_direct for c in own.values()):
                 return {i: self.diagonal(leaf, c, scale) for i, c in own.items()}
             if numbers := self.plan.leaves[leaf].numbers:
                 most = safe_norm(self.of_numbers(leaf).reshape(-1), axis=0)
@@ -129,7 +127,7 @@ class Run:
     def largest_gain(self, leaf: int, contact: Contact, gain: jax.Array) -> jax.Array:
         """The largest entry of one of `gains`."""
         most = self.largest[leaf]
-        if most is not None and is_direct(contact) and cast(Entry, contact.weight.entry).copy:
+        if most is not None and contact.is_copy:
             return most
         return largest(gain)
 
@@ -158,7 +156,7 @@ class Run:
 
     def diagonal(self, leaf: int, contact: Contact, scale: jax.Array | None) -> jax.Array | None:
         """S at a contact, of the shape of its weight, each of whose entries depends on one entry of the parameter."""
-        if scale is None and cast(Entry, contact.weight.entry).copy:
+        if scale is None and contact.is_copy:
             return None
         tangent = jnp.ones(self.trace.leaves[leaf].shape, self.wide[leaf].dtype)
         return self.pull_back.push(leaf, tangent if scale is None else tangent * scale, [contact])[0]

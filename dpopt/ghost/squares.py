@@ -70,7 +70,7 @@ def to_one(x: Any) -> tuple[Any, jax.Array]:
     if x is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x, jnp.ones(())
     x = wide(x)
-    most = jnp.max(jnp.abs(x), initial=0)
+    most = largest(x)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(most) & (most > 0), most, 1))
     return jnp.ldexp(x, 1 - exponent), jnp.ldexp(jnp.ones((), x.dtype), exponent - 1)
 

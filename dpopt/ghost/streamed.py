@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from dpopt.ghost.run import Run
 from dpopt.ghost.selection import finite, selected
 from dpopt.ghost.squares import tiny
 from dpopt.ghost.underflow import without_underflowing
-from dpopt.ghost.values import Contact, Entry
+from dpopt.ghost.values import Contact
 from dpopt.ghost.weighted_sum import Weigh, grouped, to_leaf, to_leaves, weighted_sum
 
 
@@ -69,7 +69,7 @@ def clipped_sum(
     run: Run, batch: Sequence[jax.Array], raw: Sequence[jax.Array], clip: Clip, mask: jax.Array
 ) -> Streamed:
     """``sum_i c_i (S g_i + o)`` for the parameters' leaves. ``raw`` is the batch with whatever padding holds."""
-    if {leaf for c in run.plan.streamed for leaf in c.weight.leaves} <= run.plan.single:
+    if run.plan.is_one_pass:
         return _one_pass(run, batch, raw, clip, mask)
     devices = math.gcd(len(mask), jax.device_count())
     if devices == 1 or len(mask) <= rounding.ROWS:
@@ -88,8 +88,8 @@ def _adds_up_exactly(run: Run) -> bool:
     It is not if the sum is multiplied afterwards: that would round all of it. Offsets have no sum at a contact."""
     if any(o is not None for o in run.offsets):
         return False
-    entries = (cast(Entry, c.weight.entry) for c in run.plan.streamed)
-    return not sums.needs_remainder(run.plan.batch_size) or (all(e.copy for e in entries) and not any(run.plan.scaled))
+    is_multiplied = any(run.plan.scaled) or not all(c.is_copy for c in run.plan.streamed)
+    return not (is_multiplied and sums.needs_remainder(run.plan.batch_size))
 
 
 def _one_pass(run: Run, batch: Sequence[jax.Array], raw: Sequence[jax.Array], clip: Clip, mask: jax.Array) -> Streamed:
@@ -122,7 +122,9 @@ def _first_pass(
             largest[contact] = jnp.max(bounds[..., 2].reshape(len(mask), -1), axis=1, initial=0)
             bounds = jnp.stack([safe_norm(b.reshape(len(mask), -1), axis=1) for b in _both(bounds)], axis=1)
         number = run.scalar_scale(leaf)
-        known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in _both(bounds))
+        layers = run.wide[leaf].shape[: bounds.ndim > 2]  # numbered by the steps of one loop, or of several
+        both = (b.reshape(len(mask), *layers) for b in _both(bounds))
+        known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in both)
     bad = mask & ~jnp.isfinite(losses)
     if in_place:
         found = norms_in_place(run, seen, bad, mask, in_place, known)
@@ -167,7 +169,7 @@ class _PerBlock(NamedTuple):
 
 def _two_passes(run: Run, batch: Sequence[jax.Array], clip: Clip, mask: jax.Array, whole: bool = False) -> Streamed:
     """Both passes, each over blocks of rows one after another, or over the ``whole`` batch, in one loop."""
-    blocks = Blocks(len(mask), len(mask) if whole else rounding.blocks(len(mask))[0])
+    blocks = Blocks(len(mask), len(mask) if whole else rounding.blocks(len(mask)).length)
     batch, mask = blocks.split(batch, mask)
     run = Run(run.plan.of(blocks.rows), run.leaves, run.scales, run.offsets)
     single, zeros = run.plan.single, {leaf: jnp.zeros(x.shape, x.dtype) for leaf, x in enumerate(run.wide)}
@@ -241,7 +243,7 @@ def _listed(total: Sum) -> Sum:
 
 
 def _hooks(run: Run, clip: Clip, groups: Mapping[int, int], adds_up: jax.Array | None) -> Hooks:
-    hooks = {}
+    hooks, pairs = {}, sums.needs_remainder(run.plan.batch_size)
     for contact, method in run.plan.streamed.items():
         (leaf,) = contact.weight.leaves
         number = run.scalar_scale(leaf)
@@ -255,7 +257,7 @@ def _hooks(run: Run, clip: Clip, groups: Mapping[int, int], adds_up: jax.Array |
         zeros = jnp.zeros(contact.weight.shape, accumulator_dtype(contact.weight.dtype))
         common: dict[str, Any] = dict(
             bounds=jnp.zeros((*steps, 3), dtype),
-            total=Sum(zeros, jnp.zeros_like(zeros) if sums.needs_remainder(run.plan.batch_size) else None),
+            total=Sum(zeros, jnp.zeros_like(zeros) if pairs else None),
             diagonal=diagonal, method=method, is_quick=contact in run.plan.quick,
             chunk=run.plan.streamed_chunk(contact), tiny=tiny(run.trace.narrowest), spare=run.plan.spare_bytes,
         )  # fmt: skip

@@ -21,7 +21,7 @@ Calls are inlined. In a ``scan``, equations that do not depend on the example mo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +47,16 @@ from dpopt.ghost.own_rules import with_products
 from dpopt.ghost.precision import precise
 from dpopt.ghost.products import remember, taken_apart
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
-from dpopt.ghost.values import ContactOp, Entry, Op, Value
+from dpopt.ghost.values import Contact, ContactOp, Entry, Op, Value
 
 
-def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool = False) -> Trace:
+def trace_loss(
+    loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool = False, tapped_by_layer: Collection[int] = ()
+) -> Trace:
     """Traces ``loss_fn(params, example)``. Arguments are arrays or ShapeDtypeStructs; only shapes matter.
+
+    ``tapped_by_layer``: parameters whose layers have their taps where a scan reads them, whatever is computed from them
+    there, so that all of a layer's gradient comes out of its step.
 
     Raises:
       CannotFollow: a parameter flows into an operation without a reverse-mode derivative, an operation has side effects
@@ -64,7 +69,8 @@ def trace_loss(loss_fn: LossFn, params: PyTree, example: Example, has_aux: bool 
     for eqn in equations(closed.jaxpr):
         if eqn.effects and not eqn.primitive.name.startswith("debug_"):
             raise CannotFollow(eqn.primitive.name, "it has side effects")
-    trace = Trace(closed, aux_tree=jax.tree.structure(shape[1]) if has_aux else None)
+    aux_tree = jax.tree.structure(shape[1]) if has_aux else None
+    trace = Trace(closed, aux_tree=aux_tree, tapped_by_layer=frozenset(tapped_by_layer))
     with planning():
         count = len(jax.tree.leaves(params))
         real = in_real_numbers(closed, count)
@@ -84,7 +90,7 @@ def _sort(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], count: int, trace: Tra
             raise CannotFollow("complex", "complex parameters are not supported")
         if jnp.issubdtype(value.dtype, jnp.floating):
             value.leaves = frozenset([i])
-            value.entry = Entry(True, tuple(range(len(value.shape))), bool(value.shape))
+            value.entry = Entry(True, tuple(range(len(value.shape))), layers=min(1, len(value.shape)))
     needed = [True] + [False] * (len(jaxpr.outvars) - 1)  # auxiliary outputs are not differentiated
     outs = _walk(jaxpr, consts, trace.leaves + trace.example, needed, trace.body)
     # A loss that does not depend on the example still has a gradient.
@@ -243,6 +249,17 @@ def _in_body(value: Value, is_needed: bool, scope: Scope) -> Value:
     return scope.promote(value) if is_needed and value.leaves else _constant(value, scope)
 
 
+def _tapped(layer: Value, scope: LoopScope) -> Value:
+    """One layer of a parameter as its step reads it, with a tap of its own."""
+    stack, loops = scope.locate(layer)
+    shape = (*(length for length, _ in loops), *layer.shape)
+    of_step = Contact(-1, layer, None, layer.shape, layer.dtype)
+    contact = scope.trace.new_contact(stack, None, shape, layer.dtype, loops=loops, of_step=of_step)
+    tapped = Value(layer.shape, layer.dtype, dynamic=True)
+    scope.ops.append(ContactOp(contact, lambda weight: [weight], [layer], [tapped], None))
+    return tapped
+
+
 def _visit_remat(
     eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value], needed: Sequence[bool], scope: Scope
 ) -> list[Value]:
@@ -270,10 +287,11 @@ def _visit_scan(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool],
             carries.append(Value.of(var, dynamic=True))
             args.append(carries[-1])
     for stack in inputs[num_consts + num_carry :]:
-        entry = stack.entry and stack.entry._replace(order=None, by_layer=False)
+        layers = stack.entry.layers if stack.entry else 0
+        entry = stack.entry and stack.entry._replace(order=None, layers=max(0, layers - 1))
         step = Value(stack.shape[1:], stack.dtype, stack.dynamic, stack.leaves, entry)
         inner.stacked[step] = stack
-        args.append(step)
+        args.append(_tapped(step, inner) if layers == 1 and stack.leaves <= scope.trace.tapped_by_layer else step)
     results = _walk(closed.jaxpr, closed.consts, args, needed, inner)
     inner.results = [_in_body(v, needed[i], inner) for i, v in enumerate(results) if i not in unchanged]
     outs = [Value.of(v, dynamic=True) for v in eqn.outvars]

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpopt.ghost.contacts import Records, can_weigh, is_added_up, lost_to_weighing, not_weighed
-from dpopt.ghost.plan import is_direct
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import tiny
 from dpopt.ghost.values import Contact
@@ -74,4 +73,4 @@ def _can_only_shrink(run: Run, leaf: int, contact: Contact, records: Records) ->
     """Whether underflow only makes an example's gradient smaller, since no other term would have cancelled it."""
     if run.offsets[leaf] is not None or len(run.contacts_of([leaf])) > 1 or contact not in records:
         return False
-    return is_direct(contact) and not is_added_up(contact, records[contact])
+    return contact.is_direct and not is_added_up(contact, records[contact])

@@ -8,6 +8,7 @@ trace.py builds them from a jaxpr; program.py puts them together.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Entry(NamedTuple):
 
     copy: bool  # entries are plain copies, so the gradient has the same norm on both sides
     order: tuple[int, ...] | None  # axis i of the value is axis order[i] of the parameter
-    by_layer: bool = False  # the first axis is the parameter's first: each slice depends on the slice of one layer
+    layers: int = 0  # so many leading axes number what the parameter's first axis does, in the same order; 0: none do
 
 
 @dataclass(eq=False, slots=True)
@@ -142,12 +143,36 @@ class Contact:
     of_step: Contact | None = None  # the same contact within one step
     given: int | None = None  # which array of the example its input is, in some shape
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the weight is one parameter whose entries stay apart."""
+        return len(self.weight.leaves) == 1 and self.weight.entry is not None
+
+    @property
+    def is_copy(self) -> bool:
+        """The same, and they are plain copies."""
+        return self.is_direct and cast(Entry, self.weight.entry).copy
+
     def fold(self, weight: jax.Array) -> jax.Array:
         """An array like the weight in the arrangement of the factors, if there are any."""
         return weight if self.factors is None else self.factors.fold(weight)
 
     def unfold(self, folded: jax.Array) -> jax.Array:
         return folded if self.factors is None else self.factors.unfold(folded)
+
+
+class Hook(abc.ABC):
+    """What a contact may have instead of a tap (hooks.py)."""
+
+    @abc.abstractmethod
+    def attach(
+        self, contact: Contact, run: Callable[..., jax.Array], values: list[jax.Array], at: int | None
+    ) -> jax.Array:
+        """The contact's output ``run(*values)``, with the hook attached; its input is number ``at`` of the values."""
+
+    @abc.abstractmethod
+    def split(self) -> tuple[Hook, Callable[[Any], Hook]]:
+        """The part that a loop slices for each step, and a function from a slice to the step's hook."""
 
 
 class Record(dict[Contact, tuple[jax.Array | None, ...]]):
@@ -192,8 +217,8 @@ class ContactOp:
         contact, values, at = self.contact, read(env, self.inputs), self.input_position
         given: Any = taps.get(contact)
         counts = True if record is None or at is None else record.read_in_place(contact, values, at)
-        if hasattr(given, "attach"):
-            out = given.attach(contact.of_step, lambda *args: self.run(*args)[0], values, at)
+        if isinstance(given, Hook):
+            out = given.attach(cast(Contact, contact.of_step), lambda *args: self.run(*args)[0], values, at)
             out = _without_padding(counts, out)
         else:
             if record is not None and contact in record.quick and at is not None:

@@ -13,10 +13,9 @@ from jaxtyping import Array, Bool, Float, Shaped
 from dpopt.engines import sums
 from dpopt.ghost.contacts import Recorded, Records, Seen, may_stack, usage, weighted
 from dpopt.ghost.large_sums import is_large, large_sum
-from dpopt.ghost.plan import is_direct
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
-from dpopt.ghost.values import Contact, Entry
+from dpopt.ghost.values import Contact
 
 # Leaf norms, [B] or [B, layers] per parameter, and a mask, to coefficients of the same shapes.
 Weigh: TypeAlias = Callable[[list[Float[Array, " batch *layers"]], Bool[Array, " batch"]], list[Array]]
@@ -54,7 +53,7 @@ def _large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records)
 
 
 def _is_copy(contact: Contact) -> bool:
-    return is_direct(contact) and cast(Entry, contact.weight.entry).copy
+    return contact.is_copy
 
 
 def _pulled_back(run: Run, leaf: int, contact: Contact, total: jax.Array) -> jax.Array:
@@ -65,7 +64,7 @@ def _pulled_back(run: Run, leaf: int, contact: Contact, total: jax.Array) -> jax
 def _of_sums(run: Run, contacts: Sequence[Contact], totals: Sequence[Array], leaves: Sequence[int]) -> list[Array]:
     """Sums at contacts, pulled back to parameters. That of no example is 0, also through an infinite derivative."""
     found = run.pull_back(contacts, totals, leaves)
-    if all(is_direct(c) for c in contacts):
+    if all(c.is_direct for c in contacts):
         return found
     is_some = jnp.any(jnp.stack([jnp.any(total != 0) for total in totals]))
     return [jnp.where(is_some, g, 0) for g in found]

@@ -247,3 +247,37 @@ def test_a_traced_clip_norm_that_is_too_large_releases_nothing_that_is_not_finit
 
     found = jax.jit(total)(clip_norm, gamma)
     assert np.isfinite(found).all() and np.linalg.norm(np.asarray(found, np.float64)) <= 3 * clip_norm * (1 + 1e-6)
+
+
+_STACKS = {
+    "floats": lambda: jnp.array([1.0, 2.0, 3.0]),
+    "floats of NumPy": lambda: np.array([1, 2, 3], np.float32),
+    "integers": lambda: jnp.zeros(3, jnp.uint32),
+    "keys": lambda: jax.random.split(jax.random.key(3), 3),
+    "a range": lambda: jnp.arange(3),
+}
+
+
+@pytest.mark.parametrize("reads_weight", [True, False])
+@pytest.mark.parametrize("kind", _STACKS)
+def test_a_scan_may_read_constants_beside_its_layers(kind, reads_weight):
+    """Such as the counts of random draws of NNX: all but ranges made the engine fall back, with an internal error."""
+    stack = _STACKS[kind]()
+
+    def number(x):
+        return jax.random.uniform(x) if kind == "keys" else jnp.sin(jnp.float32(x))
+
+    def loss(p, x):
+        def step(h, own):
+            w, s = own
+            h = jnp.tanh(h @ (w * number(s) if reads_weight else w))
+            return h + jnp.cos(x * number(s)), None
+
+        return jnp.sum(lax.scan(step, x, (p, stack))[0] ** 2)
+
+    params = np.float32(RNG.normal(size=(3, 4, 4)))
+    batch = np.float32(X[:, 0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = clipped(loss, params, batch).sum
+    np.testing.assert_allclose(got, clipped(loss, params, batch, engine="vmap").sum, rtol=1e-5, atol=1e-6)

@@ -402,8 +402,8 @@ def test_a_table_that_steps_share_under_a_diagonal(size):
 
 
 @functools.cache
-def _layers(tied=False):
-    """A small model whose layers are scanned; ``tied``: a scanned weight is used twice in a step."""
+def _layers(twice=False):
+    """A small model whose layers are scanned; ``twice``: by two scans."""
     rng = np.random.default_rng(0)
     w, v = (np.float32(rng.normal(size=s) / 3) for s in ((3, 8, 16), (3, 16, 8)))
     emb, head = (np.float32(rng.normal(size=s)) for s in ((11, 8), (8, 11)))
@@ -414,9 +414,10 @@ def _layers(tied=False):
         def block(x, q):
             h = x * q["g"][None] / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
             h = jnp.tanh(h @ q["w"])
-            return x + (jnp.tanh(h @ q["w"].T) if tied else 0) + h @ q["v"], None
+            return x + h @ q["v"], None
 
         x, _ = jax.lax.scan(block, p["emb"][tokens], p["layers"])
+        x, _ = jax.lax.scan(block, x, p["layers"]) if twice else (x, None)
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ p["head"]), tokens[:, None], 1))
 
     return loss, params, rng.integers(0, 11, (6, 5))
@@ -464,10 +465,10 @@ def test_layers_of_a_scan_are_clipped_one_by_one(engine, parts, batch_size, monk
 
 
 def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
-    loss, params, batch = _layers(tied=True)
+    loss, params, batch = _layers(twice=True)
     clip = dpopt.LayerwiseClip(0.1, scanned=SCANNED)
     fallback._warned.clear()
-    with pytest.warns(UserWarning, match=r"\['layers'\]\['w'\], whose layers .*, is used in 2 ways"):
+    with pytest.warns(UserWarning, match=r"\['layers'\]\['g'\], whose layers .*, is used in 2 ways"):
         clipped = jax.jit(lambda p, b: dpopt.per_example_grads(loss, engine="ghost")(p, b, mask=None).clipped_sum(clip))
         got = clipped(params, batch).sum
     assert_trees_close(got, _plain_layerwise(loss, params, batch, np.ones(6, bool), 0.1), rtol=1e-5, atol=1e-6)
