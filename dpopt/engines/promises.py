@@ -188,7 +188,7 @@ class Rows(abc.ABC):
         if plan is None:
             return by_vmap()
         try:
-            ran = ghost.clipped_sum(
+            return ghost.clipped_sum(
                 self.loss_fn,
                 self.params,
                 batch,
@@ -211,7 +211,6 @@ class Rows(abc.ABC):
                 f"ghost clipping cannot run this loss ({type(error).__name__}: {first_line(error)})",
             )
             return result
-        return EngineResult(ran.sum, ran.leaf_norms, ran.losses, ran.aux, ran.ok | ~mask, ran.remainder)
 
     def run(self, mask: jax.Array, scale: PyTree, offset: PyTree, clip: ClipFunction) -> EngineResult:
         """The clipped sum of the batch: in one pass, or added up in a scan over microbatches."""

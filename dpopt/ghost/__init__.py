@@ -39,7 +39,6 @@ Running:
                    hook_vjp.py the differentiation rule of a hook
 """
 
-from dpopt.ghost.engine import GhostResult as GhostResult
 from dpopt.ghost.engine import clipped_sum as clipped_sum
 from dpopt.ghost.engine import plan_clipped_sum as plan_clipped_sum
 from dpopt.ghost.explain import Explanation as Explanation

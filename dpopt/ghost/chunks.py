@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from dpopt.common.types import Batch, PyTree
+from dpopt.engines import blocks
 from dpopt.engines.sums import zeros_after
 
 
@@ -24,21 +24,13 @@ def together(batch_size: int, chunk: int) -> int:
 
 
 def split_rows(x: jax.Array, rows: int) -> jax.Array:
-    """``[B, ...]`` to ``[B / rows, rows, ...]``.
-
-    On several devices, the i-th of n = B / rows chunks holds examples i, i + n, i + 2n...: each device already holds
-    its share of every chunk of a sharded batch. On one device that would be a useless copy.
-    """
-    chunks = x.shape[0] // rows
-    if jax.device_count() == 1:
-        return x.reshape(chunks, rows, *x.shape[1:])
-    return jnp.swapaxes(x.reshape(rows, chunks, *x.shape[1:]), 0, 1)
+    """``[B, ...]`` to ``[B / rows, rows, ...]``: as blocks that are interleaved if there are several devices."""
+    return blocks.split_rows(x, rows, interleaved=jax.device_count() > 1)
 
 
 def join_rows(x: jax.Array) -> jax.Array:
     """The inverse of `split_rows`."""
-    x = x if jax.device_count() == 1 else jnp.swapaxes(x, 0, 1)
-    return x.reshape(-1, *x.shape[2:])
+    return blocks.join_rows(x, interleaved=jax.device_count() > 1)
 
 
 def in_chunks(function: Callable[[PyTree], PyTree], inputs: Batch, batch_size: int, chunk: int) -> PyTree:

@@ -13,7 +13,7 @@ rare.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from dpopt.common.trees import accumulator_dtype, at_once, per_example, structs
 from dpopt.common.types import Batch, Example, LossFn, PyTree
+from dpopt.engines.stacked import EngineResult
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums, streamed
 from dpopt.ghost.failures import planning
@@ -34,17 +35,6 @@ from dpopt.ghost.selection import finite, settled, without_bad_entries
 from dpopt.ghost.trace import trace_loss
 from dpopt.ghost.underflow import without_underflowing
 from dpopt.ghost.weighted_sum import weighted_sum
-
-
-class GhostResult(NamedTuple):
-    """The result of `clipped_sum`. Everything but ``sum`` is per example, hence private."""
-
-    sum: PyTree  # like params; at least float32
-    leaf_norms: PyTree  # like params, leaves [B]; at least float32
-    losses: jax.Array  # [B]
-    aux: PyTree  # leaves [B, ...], or None
-    ok: jax.Array  # [B] bool: unmasked, with a finite gradient
-    remainder: PyTree  # like sum: its rounding error; None where it is within `dpopt.engines.rounding.ROUNDING`
 
 
 def plan_clipped_sum(
@@ -104,7 +94,7 @@ def clipped_sum(
     plan: Plan | None = None,
     limits: Sequence[Any] = (),
     layer_axes: Sequence[int] = (),
-) -> GhostResult:
+) -> EngineResult:
     """Sum over examples of ``c_i (S g_i + o)``, without forming the gradients ``g_i``.
 
     Args:
@@ -123,7 +113,7 @@ def clipped_sum(
         layer_axes: per parameter, how many axes index layers that are clipped separately (norms are ``[B, layers]``).
 
     Returns:
-        A `GhostResult`.
+        An `EngineResult`. Rows that the mask excludes count as finite.
 
     *Privacy*: ``sum`` has the sensitivity that ``coefficients`` enforces: every example is multiplied by its
       own ``c_i``, and one whose gradient is not finite contributes zero. Nothing here has noise added;
@@ -160,10 +150,10 @@ def clipped_sum(
 
     def result(
         total: Sum, norms: list[jax.Array], losses: jax.Array, aux: list[jax.Array], ok: jax.Array
-    ) -> GhostResult:
+    ) -> EngineResult:
         aux_tree = plan.trace.aux_tree.unflatten(aux) if has_aux else None
         remainder = None if total.remainder is None else tree.unflatten(total.remainder)
-        return GhostResult(tree.unflatten(total.value), tree.unflatten(norms), losses, aux_tree, ok, remainder)
+        return EngineResult(tree.unflatten(total.value), tree.unflatten(norms), losses, aux_tree, ok | ~mask, remainder)
 
     if plan.streamed:
         clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))

@@ -61,7 +61,7 @@ class LeafPlan:
     numbers: tuple[Contact, ...] = ()
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The trace, the method of each parameter, and the contacts whose gradients are kept.
 

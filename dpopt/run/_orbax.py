@@ -65,7 +65,7 @@ class Folder:
         described = ocp.JsonCheckpointHandler().restore(path / "run", args=ocp.args.JsonRestore())
         loaded = ocp.StandardCheckpointHandler().restore(path / "state", args=ocp.args.StandardRestore(target))
         values = [_restored(loaded[str(i)], leaf) for i, leaf in enumerate(leaves)]
-        return jax.tree.unflatten(structure, values), described
+        return jax.tree.unflatten(structure, values), dict(described)
 
     def set_aside(self, positions: list[int]) -> None:
         """Moves checkpoints to ``damaged-<position>`` beside the folder."""

@@ -63,8 +63,8 @@ def test_random_convolutions(seed, keeps):
         (contact,) = plan.trace.contacts
         assert contact.is_rounded and not plan.kept
         if keeps:  # whatever that costs
-            plan.leaves[0] = dataclasses.replace(plan.leaves[0], method="explicit")
-            plan.kept = frozenset({contact})
+            leaves = [dataclasses.replace(plan.leaves[0], method="explicit")]
+            plan = dataclasses.replace(plan, leaves=leaves, kept=frozenset({contact}))
         clip = dpopt.FlatClip(CLIP).coefficients
         clipped = jax.jit(lambda w, b: dpopt.ghost.clipped_sum(loss_fn, w, b, coefficients=clip, plan=plan))
         found = jax.device_get(clipped(w, batch))

@@ -49,7 +49,7 @@ def test_an_example_that_is_not_finite_contributes_zero(case, clip):
         for value in (np.nan, np.inf, -np.inf):
             got = function(params, spoiled(batch, 2, value), None)
             assert_trees_close(got.sum, want, 1e-5)
-            np.testing.assert_array_equal(got.ok, keep)
+            np.testing.assert_array_equal(got.is_finite, keep)
 
 
 def test_a_bad_example_with_a_filter_of_its_own_contributes_zero():
@@ -73,7 +73,7 @@ def test_a_bad_example_among_several_devices_contributes_zero(case, monkeypatch)
         got = run(loss_fn, params, spoiled(batch, 2, np.nan), leaf_clip)
         want, _ = plain(loss_fn, params, batch, leaf_clip(0.7), keep)
     assert_trees_close(got.sum, want, 1e-5)
-    np.testing.assert_array_equal(got.ok, keep)
+    np.testing.assert_array_equal(got.is_finite, keep)
 
 
 @ROBUST
@@ -86,7 +86,7 @@ def test_a_masked_example_contributes_zero_whatever_it_holds(case):
         for value in (np.nan, np.inf, 1e30):
             got = function(params, spoiled(batch, slice(3, None), value), mask)
             assert_trees_close(got.sum, want, 1e-5)
-            np.testing.assert_array_equal(got.ok, mask)
+            assert got.is_finite.all()
 
 
 def test_all_examples_masked_or_bad():
@@ -96,7 +96,7 @@ def test_all_examples_masked_or_bad():
     assert_trees_close(got.sum, zero, 0)
     got = run(loss_fn, params, jnp.full_like(batch, jnp.nan))
     assert_trees_close(got.sum, zero, 0)
-    assert not got.ok.any()
+    assert not got.is_finite.any()
 
 
 @pytest.mark.parametrize("size", [1e30, 1e-30])
@@ -108,7 +108,7 @@ def test_squares_that_overflow_or_underflow(size):
 
     batch = jnp.array([[3.0, 4.0], [3.0 * size, 4.0 * size]], jnp.float32)
     got = run(loss_fn, jnp.zeros(2), batch, clip=lambda c: flat_clip(1.0))
-    assert got.ok.all()
+    assert got.is_finite.all()
     direction = np.array([0.6, 0.8])
     if size > 1:
         np.testing.assert_allclose(got.leaf_norms, [5, 5 * size], rtol=1e-6)
@@ -233,7 +233,7 @@ def test_has_aux_and_losses():
     np.testing.assert_allclose(got.aux["x"], batch)
     assert got.aux["w"].shape == (ghost_cases.B, 3)
     bad = run(with_aux, params, spoiled(batch, 0, np.nan), has_aux=True)
-    assert list(bad.ok) == [False, True, True, True, True]
+    assert list(bad.is_finite) == [False, True, True, True, True]
 
 
 def test_cannot_follow_names_the_primitive():

@@ -80,7 +80,7 @@ def test_norms_and_sums(seed, monkeypatch):
         )
     )(jnp.zeros(shape), (jnp.asarray(ids, jnp.int32), jnp.asarray(rows)))  # fmt: skip
     assert merged or ids[0].size > shape[1], "the whole table was formed"
-    assert got.ok.all()
+    assert got.is_finite.all()
     found, eps = np.float64(got.leaf_norms), np.finfo(np.float32).eps
     assert np.all(found >= norms * (1 - 1e-5) - 8 * eps * terms.sum((1, 2)))
     # Squares include the rounding error of the sum, 4 eps times the square of its terms' size (squares.py).

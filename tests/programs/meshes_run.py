@@ -15,17 +15,25 @@ from dpopt.ghost import memory, streamed
 from dpopt.run import sharding
 
 MESHES = {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
-CLIPS = {
-    "flat": (dpopt.FlatClip(1.0), "recorded"),
-    "two passes": (dpopt.FlatClip(1.0), "streamed"),
-    "one pass": (dpopt.LayerwiseClip(1.0, scanned={"w": False, "v": False, "b": False, "layers": True}), "streamed"),
-}
+BY_LAYER = dpopt.LayerwiseClip(1.0, scanned={"w": False, "v": False, "b": False, "layers": True})
 
 
-def loss(p, example):
+def loss(p, example, weight=lambda q: q):
     x = jnp.tanh(example["x"] @ p["w"])
-    x, _ = jax.lax.scan(jax.checkpoint(lambda x, q: (x + jnp.tanh(x @ q), None)), x[None], p["layers"])
+    x, _ = jax.lax.scan(jax.checkpoint(lambda x, q: (x + jnp.tanh(x @ weight(q)), None)), x[None], p["layers"])
     return -jax.nn.log_softmax(x[0] @ p["v"] + p["b"])[example["y"]]
+
+
+def normalised(p, example):
+    return loss(p, example, weight=lambda q: q / jnp.linalg.norm(q, axis=0, keepdims=True))
+
+
+CLIPS = {
+    "flat": (loss, dpopt.FlatClip(1.0), "recorded"),
+    "two passes": (loss, dpopt.FlatClip(1.0), "streamed"),
+    "one pass": (loss, BY_LAYER, "streamed"),
+    "one pass, normalised layers": (normalised, BY_LAYER, "streamed"),
+}
 
 
 def problem(size):
@@ -48,7 +56,7 @@ def placed(params, batch, axes, kind):
     return params, sharding.shard_batch(batch, mesh, split)
 
 
-def trained(params, batch, clip):
+def trained(loss, params, batch, clip):
     """A clipped sum, and the parameters after a step, whose noise is the same on any mesh."""
     size = len(batch["y"])
     mask = jnp.arange(size) != 3
@@ -71,16 +79,16 @@ def main(size, meshes):
         return real(*args)
 
     streamed.clipped_sum = counted
-    for name, (clip, way) in CLIPS.items():
+    for name, (loss, clip, way) in CLIPS.items():
         # Records are small here: to stream them, declare that no number of parts fits.
         memory._SMALL_BYTES = 0 if way == "streamed" else 1 << 26
         memory.allowed = lambda *_: 1 << 40
         memory._recorded = (lambda *_: None) if way == "streamed" else recorded
         counted.calls = 0
-        want = trained(params, batch, clip)
+        want = trained(loss, params, batch, clip)
         for axes in MESHES[:meshes]:
             for kind in AxisType.Auto, AxisType.Explicit:
-                got = trained(*placed(params, batch, axes, kind), clip)
+                got = trained(loss, *placed(params, batch, axes, kind), clip)
                 pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
                 found.append([name, list(axes), kind.name, max(float(np.max(np.abs(a - b))) for a, b in pairs)])
         assert (counted.calls > 0) == (way == "streamed"), name
