@@ -39,7 +39,7 @@ def weighted_sum(run: Run, weights: Mapping[int, Float[Array, " batch"]], record
 def _large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records) -> sums.Sum | None:
     """That of a parameter whose contacts read nothing but copies of it, if it is large; else None."""
     uses, scale = [(k, records[k]) for k in run.contacts_of([leaf])], run.scales[leaf]
-    if run.offsets[leaf] is not None or not is_large(uses, len(c)) or not all(_is_copy(k) for k, _ in uses):
+    if run.offsets[leaf] is not None or not is_large(uses, len(c)) or not all(k.is_copy for k, _ in uses):
         return None
     first = uses[0][0]
     if len(uses) > 1 and len({usage(k) for k, _ in uses}) > 1:
@@ -50,10 +50,6 @@ def _large_sum(run: Run, leaf: int, c: Float[Array, " batch"], records: Records)
         scale = run.diagonal(leaf, first, scale)
     total = large_sum([(k, cast(Seen, seen)) for k, seen in uses], c, scale, run.plan.spare_bytes)
     return sums.Sum(*(x if x is None else _pulled_back(run, leaf, first, x) for x in total))
-
-
-def _is_copy(contact: Contact) -> bool:
-    return contact.is_copy
 
 
 def _pulled_back(run: Run, leaf: int, contact: Contact, total: jax.Array) -> jax.Array:

@@ -125,3 +125,24 @@ def test_layers_whose_gradient_is_not_finite_are_left_out(how, loop):
         poisoned = _clipped(loss, params, batch, None, np.ones(4, bool), 1.0)
         without = _clipped(loss, params, np.nan_to_num(batch, posinf=0), None, np.arange(4) != 1, 1.0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), poisoned, without)
+
+
+def test_layers_that_are_formed_are_formed_for_as_many_examples_as_the_memory_takes():
+    """All gradients of a layer for a batch of 128 would take 33 MB, beside 8 MB of an ordinary gradient."""
+
+    def loss(p, x):
+        step = lambda h, w: (h + jnp.tanh(h @ (w / jnp.linalg.norm(w, axis=0))), None)  # noqa: E731
+        return jnp.sum(jnp.sin(lax.scan(jax.checkpoint(step), x, p)[0]))
+
+    def ordinary(p, x):
+        return jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, x)))(p)
+
+    def clipped(p, x):
+        promise = dpopt.per_example_grads(loss, engine="ghost")(p, x, mask=None)
+        return promise.clipped_sum(dpopt.LayerwiseClip(1.0, scanned=True)).sum
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4, 256, 256), (128, 8, 256))]
+    with jax.numpy_rank_promotion("allow"):
+        taken = [jax.jit(f).lower(*shapes).compile().memory_analysis() for f in (ordinary, clipped)]
+    least, most = (m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes for m in taken)
+    assert most <= 1.5 * least
