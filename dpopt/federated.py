@@ -56,7 +56,7 @@ class _ClientRuns(promises.Rows):
         data, mask = row
         return data, jnp.ones(jax.tree.leaves(data)[0].shape[0], bool) if mask is None else mask
 
-    def of_examples(self, function: Callable[..., PyTree], params: PyTree) -> promises.OtherLoss:
+    def of_examples(self, function: Callable[..., PyTree], params: PyTree) -> promises.OtherRows:
         # Only local runs have to be formed.
         return dataclasses.replace(super().of_examples(function, params), engine="auto")
 

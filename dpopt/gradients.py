@@ -261,7 +261,7 @@ def per_example_grads(
         mask = batches.checked_mask(mask, batch_size)
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
         batches.check_loss(loss_fn, params, batch, has_aux)
-        loss = promises.Loss(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux, memory)
+        loss = promises.ExampleRows(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux, memory)
         return PerExampleGrads(loss, mask)
 
     return promise

@@ -100,7 +100,7 @@ def verify(
     @jax.jit
     def run(params: PyTree, batch: Batch, mask: jax.Array, constants: PyTree) -> tuple[PyTree, PyTree]:
         own = given(loss_fn, constants)
-        source = promises.Loss(own, params, batch, size, engine, microbatch_size, has_aux)
+        source = promises.ExampleRows(own, params, batch, size, engine, microbatch_size, has_aux)
         ran = source.run(mask, whole_scale, None, FlatClip(clip_norm))
         return ran.leaf_norms, ran.sum
 

@@ -60,7 +60,7 @@ def _example_by_example(self: Any, mask: Any, scale: Any, offset: Any, clip: Any
     data, counts = self.batch
     alone = jax.tree.map(lambda x: x.reshape((-1, 1) + x.shape[2:]), (data, counts))
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    rows = promises.Loss(**(fields | dict(batch=alone, batch_size=len(alone[1]))))
+    rows = promises.ExampleRows(**(fields | dict(batch=alone, batch_size=len(alone[1]))))
     ran = rows.run((mask[:, None] & counts).reshape(-1), scale, offset, clip)
 
     def first(x):

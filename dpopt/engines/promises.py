@@ -59,14 +59,14 @@ class Rows(abc.ABC):
     def _value_and_grad(self, row: PyTree) -> tuple[PyTree, PyTree]:
         """Value and gradient of one row of the batch."""
 
-    def of_examples(self, function: Callable[..., PyTree], params: PyTree) -> OtherLoss:
+    def of_examples(self, function: Callable[..., PyTree], params: PyTree) -> OtherRows:
         """The same for another function, of parameters and the examples of a row."""
 
         def of_row(p: PyTree, row: Example) -> PyTree:
             return function(p, *self.examples(row))
 
         size, engine = self.microbatch_size, self.engine
-        return OtherLoss(of_row, params, self.batch, self.batch_size, engine, size, False, self.memory, self.unit)
+        return OtherRows(of_row, params, self.batch, self.batch_size, engine, size, False, self.memory, self.unit)
 
     def aux_of_no_rows(self) -> PyTree:
         """The auxiliary outputs for an empty batch, leaves ``(0, ...)``."""
@@ -250,7 +250,7 @@ class Rows(abc.ABC):
         return blocks.join(ran)._replace(sum=total.value, remainder=total.remainder)
 
 
-class Loss(Rows):
+class ExampleRows(Rows):
     """Rows that are single examples."""
 
     unit = "example"
@@ -264,7 +264,7 @@ class Loss(Rows):
 
 
 @dataclasses.dataclass(frozen=True)
-class OtherLoss(Loss):
+class OtherRows(ExampleRows):
     """Another function of the same rows, which are what they were."""
 
     unit: str = "example"

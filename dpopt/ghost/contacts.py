@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.common.trees import accumulator_dtype
+from dpopt.common.trees import accumulator_dtype, per_example
 from dpopt.engines import sums
 from dpopt.ghost import norms, term_sizes
 from dpopt.ghost.canonical import channels_last
@@ -138,30 +138,30 @@ def with_terms(
     return cancelled_before(square, terms, contact.tap_dtype)
 
 
-def weighted(contact: Contact, record: Recorded, c: jax.Array, is_quick: bool = False) -> jax.Array:
+def sum_at(contact: Contact, record: Recorded, c: jax.Array, is_quick: bool = False) -> jax.Array:
     """``sum_i c_i G_i`` at one contact; for ``is_quick`` see quick_sums.py."""
     if isinstance(record, Formed):
-        return combined(contact, record.gradient, c)
-    return transposed(contact, record.x, record.y, c, is_quick)
+        return sum_of_formed(contact, record.gradient, c)
+    return sum_of_factors(contact, record.x, record.y, c, is_quick)
 
 
-def combined(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
+def sum_of_formed(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Array:
     """The same from formed gradients."""
     return contact.unfold(sums.weighted(c.astype(formed.dtype), formed))
 
 
-def transposed(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
+def sum_of_factors(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
     """The same from inputs and cotangents: the contact's primitive, linear in the weight, transposed."""
     if contact.apply is None:
-        return jnp.sum(weighed(y, c), axis=0)
+        return jnp.sum(times_coefficients(y, c), axis=0)
     if contact.given is not None:  # nothing has replaced what is not finite in it
         x = selected(c != 0, x)
         if contact.factors is not None and contact.factors.positions == 1:  # `records.norms_in_place`
             y = selected(c != 0, y)
     if weighs_input(contact, x, y):
-        x = weighed(x, c, is_quick)
+        x = times_coefficients(x, c, is_quick)
     else:
-        y = weighed(y, c, is_quick)
+        y = times_coefficients(y, c, is_quick)
     factors = contact.factors
     if factors is not None and _as_product(contact, factors, len(c)):
         left, right = (jnp.squeeze(z, 1) for z in jax.vmap(factors.split)(x, y))  # of the only group
@@ -205,7 +205,7 @@ def is_added_up(contact: Contact, record: Recorded) -> bool:
     return contact.factors is None or contact.factors.positions > 1
 
 
-def not_weighed(contact: Contact, record: Recorded) -> jax.Array:
+def largest_of_other_factor(contact: Contact, record: Recorded) -> jax.Array:
     """``[B]``: the largest entry of the factor that is not weighted; 1 where there is no such factor."""
     if isinstance(record, Formed):
         return jnp.ones(len(record.gradient))
@@ -238,9 +238,9 @@ def can_weigh(c: jax.Array, clipped_to: jax.Array, lost: jax.Array, tiny: float)
     return (c >= tiny) & (lost < clipped_to * (TOLERANCE / tiny))
 
 
-def weighed(x: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
-    weighted = x * c.reshape(*c.shape, *[1] * (x.ndim - c.ndim)).astype(accumulator_dtype(x.dtype))
-    return tf32(weighted) if is_quick else weighted
+def times_coefficients(x: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
+    product = x * per_example(c.astype(accumulator_dtype(x.dtype)), x)
+    return tf32(product) if is_quick else product
 
 
 def along(contact: Contact, direction: jax.Array, x: jax.Array) -> jax.Array:

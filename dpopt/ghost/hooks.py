@@ -39,7 +39,8 @@ _Results = tuple[jax.Array, sums.Sum]
 class _Hook(Hook):
     """What both hooks have in common. Layers of a weight that no loop slices count as steps."""
 
-    # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and `contacts.not_weighed`
+    # (*steps, 3) zeros: an upper and a lower bound on the norm of each step's gradient, and
+    # `contacts.largest_of_other_factor`
     bounds: jax.Array
     total: sums.Sum  # zeros like the weight, at least float32; the sum is over the whole batch
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
@@ -95,7 +96,7 @@ class _Hook(Hook):
 
         def one_block(rows: tuple[Any, jax.Array], c: jax.Array) -> jax.Array:
             x, y = (selected(c != 0, z) for z in rows)
-            return contacts.transposed(contact, x, y, c, self.is_quick)
+            return contacts.sum_of_factors(contact, x, y, c, self.is_quick)
 
         use = contact, contacts.Seen(x, y)
         if is_large([use], len(c)):
@@ -205,7 +206,7 @@ def _clipped_as_formed(
         c = jnp.where(contacts.can_weigh(c, limit[None], lost * formed[0].size ** 0.5, hook.tiny), c, 0)
         # Hardly ever: a selection copies all gradients of the chunk.
         formed = if_any(~is_finite, functools.partial(selected, is_finite), formed)
-        total = contacts.combined(contact, formed, c).astype(hook.total.value.dtype)
+        total = contacts.sum_of_formed(contact, formed, c).astype(hook.total.value.dtype)
         return jnp.stack([norm, norm, other], axis=1).astype(hook.bounds.dtype), total
 
     chunk = together(size, hook.chunk)
@@ -227,7 +228,7 @@ def _clipped_as_formed(
 def _norm_of_one(
     contact: Contact, hook: _Hook, x: jax.Array | None, y: jax.Array, diagonal: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Upper and lower bounds on the norm of one example's gradient at a contact, for one step; and `not_weighed`.
+    """Upper and lower bounds on one example's norm at a contact, for one step; and `largest_of_other_factor`.
 
     The factors are first scaled to about 1, since squares that underflow or overflow are not computed again.
     """

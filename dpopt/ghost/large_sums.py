@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from dpopt.common.trees import accumulator_dtype
 from dpopt.engines import rounding, sums
-from dpopt.ghost.contacts import Recorded, Seen, weighed, weighs_input
+from dpopt.ghost.contacts import Recorded, Seen, times_coefficients, weighs_input
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.rows import OneHot, summed_products, wide
 from dpopt.ghost.rules import Factors
@@ -100,7 +100,8 @@ def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Arr
 
         def one_block(rows: _Rows, c: jax.Array) -> jax.Array:
             ranks, y = rows[0], selected(c != 0, rows[1])
-            return jnp.zeros((len(places), p), y.dtype).at[ranks.reshape(-1)].add(weighed(y, c).reshape(-1, p))
+            found = times_coefficients(y, c).reshape(-1, p)
+            return jnp.zeros((len(places), p), y.dtype).at[ranks.reshape(-1)].add(found)
 
         added = sums.in_blocks(one_block, (ranks.reshape(ids.shape), y), c)
         own = sums.Sum(added if number is None else added * number)
@@ -125,7 +126,7 @@ def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, scale: jax.Array | No
 
     def one_block(rows: _Rows, c: jax.Array) -> jax.Array:
         x, y = (selected(c != 0, z) for z in rows)
-        x, y = (weighed(x, c), y) if of_input else (x, weighed(y, c))
+        x, y = (times_coefficients(x, c), y) if of_input else (x, times_coefficients(y, c))
         return summed_products(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
 
     def part(i: jax.Array, so_far: list[jax.Array]) -> list[jax.Array]:

@@ -19,7 +19,7 @@ from dpopt.engines.norms import norms_together, safe_norm
 from dpopt.engines.rare_branch import if_any
 from dpopt.ghost import costs, squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
-from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, usage, weighted
+from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, sum_at, usage
 from dpopt.ghost.leaf_terms import sizes_of_terms
 from dpopt.ghost.norms import mapped
 from dpopt.ghost.primitives import CONVOLUTION, DOT
@@ -209,7 +209,7 @@ def _formed(contact: Contact, record: Recorded) -> jax.Array:
     is_grouped = contact.primitive is CONVOLUTION and factors is not None and factors.shape[1] > 1
     if isinstance(record, Formed) or is_matrices or is_grouped:
         return contact.unfold(form(contact, record))
-    return weighted(contact, jax.tree.map(lambda x: x[None], record), jnp.ones(1))
+    return sum_at(contact, jax.tree.map(lambda x: x[None], record), jnp.ones(1))
 
 
 def _merged(contacts: Sequence[Contact], records: Sequence[Recorded]) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpopt.ghost.contacts import Records, can_weigh, is_added_up, lost_to_weighing, not_weighed
+from dpopt.ghost.contacts import Records, can_weigh, is_added_up, largest_of_other_factor, lost_to_weighing
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import tiny
 from dpopt.ghost.values import Contact
@@ -49,7 +49,7 @@ def _lost(
         for i, gain in own.items():
             contact, other = contacts[i], jnp.zeros(())
             if not _can_only_shrink(run, leaf, contact, records):
-                other = known[contact] if contact in known else not_weighed(contact, records[contact])
+                other = known[contact] if contact in known else largest_of_other_factor(contact, records[contact])
             if gain is not None and leaf in diagonals:
                 most = _largest_entry(run, leaf, contact, diagonals[leaf])
             else:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from dpopt.engines import sums
-from dpopt.ghost.contacts import Recorded, Records, Seen, may_stack, usage, weighted
+from dpopt.ghost.contacts import Recorded, Records, Seen, may_stack, sum_at, usage
 from dpopt.ghost.large_sums import is_large, large_sum
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
@@ -76,7 +76,7 @@ def _together(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: 
 
         def added(contact: Contact, group: int) -> Array:  # a loop for each: its sum stays in the cache
             is_quick = contact in run.plan.quick
-            one_block = functools.partial(weighted, contact, is_quick=is_quick)
+            one_block = functools.partial(sum_at, contact, is_quick=is_quick)
             return sums.in_blocks(one_block, own[contact], coefficients[group])
 
         return to_leaves(run, groups, coefficients, added)

@@ -16,7 +16,7 @@ from dpopt.common.types import PyTree
 from dpopt.engines.batches import is_key
 from dpopt.run import entropy, identity
 from dpopt.run._types import RunSampler
-from dpopt.run.data import Rows, read
+from dpopt.run.data import FetchBatch, read
 from dpopt.run.journal import Entry, Journal
 from dpopt.run.state import Segment, TrainState
 
@@ -32,7 +32,7 @@ _COMPARED = 64
 
 
 def agree_on_plan(
-    plan: Plan, state: TrainState, rows: Rows, constants: PyTree, description: Any, options: list[Any]
+    plan: Plan, state: TrainState, rows: FetchBatch, constants: PyTree, description: Any, options: list[Any]
 ) -> None:
     """Raises an error if the processes of a run differ; see `dpopt.run.entropy.agree`."""
     if jax.process_count() == 1:
@@ -49,7 +49,7 @@ def agree_on_plan(
     entropy.agree(keys | rest)
 
 
-def _some_rows(rows: Rows, sampler: RunSampler) -> str:
+def _some_rows(rows: FetchBatch, sampler: RunSampler) -> str:
     """A hash of some rows: if processes had them in different orders, an example could be in a batch twice.
 
     Not of rows of which this process reads its own part only, unless `dpopt.run.loading.sharded_rows` chose it."""

@@ -12,11 +12,11 @@ from dpopt.keys import example_keys, seeded_key
 from dpopt.run._types import RunSampler
 from dpopt.sampling import Indices, Mask
 
-Rows: TypeAlias = Callable[[np.ndarray], Batch]  # from indices (B,) to a batch
-Data: TypeAlias = Rows | PyTree  # or arrays with a row for every example, or a source of examples
+FetchBatch: TypeAlias = Callable[[np.ndarray], Batch]  # from indices (B,) to a batch
+Data: TypeAlias = FetchBatch | PyTree  # or arrays with a row for every example, or a source of examples
 
 
-def rows_of(data: Data, num_examples: int) -> Rows:
+def rows_of(data: Data, num_examples: int) -> FetchBatch:
     """A function from indices to a batch, made from a pytree of arrays or a source; a function is returned unchanged.
 
     A source has a length and integer indices, such as those of Grain, torch and Hugging Face. Its examples are read by
@@ -41,7 +41,7 @@ def rows_of(data: Data, num_examples: int) -> Rows:
     return lambda indices: jax.tree.map(lambda x: x[indices], data)
 
 
-def check_parts(rows: Rows, sampler: object) -> None:
+def check_parts(rows: FetchBatch, sampler: object) -> None:
     """Refuses data whose row numbers depend on each other under a sampler that takes parts of the data by number.
 
     Raises:
@@ -60,7 +60,7 @@ def check_parts(rows: Rows, sampler: object) -> None:
         )
 
 
-def like_rows(fetch: Rows, rows: Rows) -> Rows:
+def like_rows(fetch: FetchBatch, rows: FetchBatch) -> FetchBatch:
     """``fetch``, made from ``rows``, whose row numbers depend on each other if those do (`check_parts`).
 
     *Privacy*: without it, data that samplers of parts refuse would be taken once they are wrapped.
@@ -82,7 +82,7 @@ def read(rows: Callable[..., Batch], step: int, indices: np.ndarray) -> Batch:
 class BatchReader:
     """Reads the batch of a step, and puts it on devices."""
 
-    rows: Rows
+    rows: FetchBatch
     example_key: jax.Array | None
     takes_key: bool  # whether the loss draws random numbers, so that it gets keys without `example_key`, too
     place: Callable[[Any], Any] | None  # puts (batch, mask) on devices

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from dpopt.common import validate
 from dpopt.keys import example_keys
 from dpopt.run._types import RunSampler
-from dpopt.run.data import Data, Rows, check_parts, like_rows, read, rows_of
+from dpopt.run.data import Data, FetchBatch, check_parts, like_rows, read, rows_of
 from dpopt.run.sharding import along_rows
 from dpopt.sampling import AGAIN
 
@@ -125,7 +125,7 @@ def ahead(make: Callable[[_Item], _Made], items: Iterable[_Item], count: int) ->
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def sharded_rows(data: Data, num_examples: int, mesh: Mesh, axes: str | Sequence[str] | None = None) -> Rows:
+def sharded_rows(data: Data, num_examples: int, mesh: Mesh, axes: str | Sequence[str] | None = None) -> FetchBatch:
     """A function from indices to a batch split over a mesh; each host reads the rows of its own devices.
 
     Args:

@@ -312,5 +312,5 @@ def test_a_batch_of_unequal_sizes_is_refused():
 
 def test_the_default_memory_is_the_same_in_three_signatures():
     """It is written out in each, where users read it."""
-    given = (dpopt.per_example_grads, dpopt.explain, promises.Loss)
+    given = (dpopt.per_example_grads, dpopt.explain, promises.ExampleRows)
     assert {inspect.signature(f).parameters["memory"].default for f in given} == {1.25}
