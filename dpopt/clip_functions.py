@@ -72,7 +72,8 @@ class GroupClip:
         ValueError, TypeError: if an entry is not a finite number, or negative, or between 0 and 2^-100; when clipping,
             if the tree is not a prefix.
 
-    *Privacy*: sensitivity :math:`\sqrt{\sum_k C_k^2}` under add/remove-one.
+    *Privacy*: sensitivity :math:`\sqrt{\sum_k C_k^2}` under add/remove-one. An example adds zero to groups where its
+      gradient is not finite, and counts in the others.
 
     >>> GroupClip({"a": 3.0, "b": 4.0}).sensitivity
     5.0

@@ -31,7 +31,7 @@ class SensitiveAux(NamedTuple):
     losses: jax.Array | None  # (B,): None where gradients were passed in already computed
     norms: jax.Array  # (B,): L2 norm of S * g_i + o, the quantity that was clipped
     is_example: jax.Array  # (B,) bool: False for padding
-    is_finite: jax.Array  # (B,) bool: False where the gradient had NaN or Inf, so that it contributed zero
+    is_finite: jax.Array  # (B,) bool: False for NaN or Inf, which contribute zero, with all that is clipped with them
     was_clipped: jax.Array  # (B,) bool: True where the gradient was scaled down
     aux: PyTree = None  # (B, ...): the auxiliary output of the loss
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -213,10 +214,18 @@ def _required_private_arguments(update: Callable[..., Any]) -> set[str]:
     found = {name for name in names if not validate.is_public_argument(name)}
     # A combinator hides the signatures of its parts, but closes over them. (The module is None in functions by exec.)
     if str(function.__module__).split(".")[0] == "optax":
-        closed_over = inspect.getclosurevars(function).nonlocals.values()
+        closed_over = [value for cell in function.__closure__ or () for value in _content(cell)]
         parts = [x for value in closed_over for x in (value if isinstance(value, tuple | list) else [value])]
         found.update(*(_required_private_arguments(x) for x in parts if inspect.isfunction(x)))
     return found
+
+
+def _content(cell: types.CellType) -> list[Any]:
+    """What a closure's cell holds: nothing if its variable was never set, as in some schedules of Optax."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 def _privacy_of_reports(reports: Sequence[_stages.Stage | Privacy]) -> Privacy:

@@ -297,3 +297,23 @@ def test_a_namesake_of_a_stage_is_no_stage():
     for stages in ((CLIP, normalize_by(), NOISE), (normalize_by(), CLIP, NOISE)):
         with pytest.raises(ValueError, match="another normalize_by"):
             dpopt.chain(*stages)
+
+
+_NEEDED = {
+    "constant_schedule": (1e-3,), "cosine_decay_schedule": (1e-3, 10), "cosine_onecycle_schedule": (10, 1e-3),
+    "exponential_decay": (1e-3, 10, 0.9), "join_schedules": ([optax.constant_schedule(1e-3)] * 2, [5]),
+    "linear_onecycle_schedule": (10, 1e-3), "linear_schedule": (1e-3, 0.0, 10),
+    "piecewise_constant_schedule": (1e-3,), "piecewise_interpolate_schedule": ("linear", 1e-3),
+    "polynomial_schedule": (1e-3, 0.0, 1.0, 10), "warmup_constant_schedule": (0.0, 1e-3, 5),
+    "warmup_cosine_decay_schedule": (0.0, 1e-3, 5, 10), "warmup_exponential_decay_schedule": (0.0, 1e-3, 5, 10, 0.9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _NEEDED)
+def test_every_schedule_of_optax_may_be_the_learning_rate(name):
+    """`exponential_decay` leaves a variable that its function closes over unset, which made chains fail."""
+    schedule = getattr(optax.schedules, name)(*_NEEDED[name])
+    privacy = dict(l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=jax.random.key(0))
+    for optimizer in (dpopt.dp_sgd(schedule, **privacy), dpopt.dp_adam(schedule, **privacy)):
+        assert dpopt.privacy_of(optimizer).queries
+    assert dpopt.chain(dpopt.privatize(**privacy), optax.adamax(schedule)).init(jnp.zeros(2))

@@ -354,3 +354,42 @@ def test_a_choice_has_the_parts_of_the_sampler_it_is_for(size):
         sampler = EpochSampler(num_examples, batch, seed=0)
         spent = events.compose(Privacy((Query(choice.noise_multiplier, strategy=choice.strategy),)), sampler, 50)
         assert dpopt.epsilon_of_event(spent, delta=1e-5) <= 4.0
+
+
+@pytest.mark.parametrize(
+    "grows",
+    [
+        lambda: correlated.banded(2, steps=34, coefficients=[1, 2]),
+        lambda: correlated.banded(2, steps=200, coefficients=[1, 1.05]),
+        lambda: correlated.banded(2, steps=5_000, coefficients=[1, 2]),
+        lambda: correlated.blt([2.9], [0.9], steps=64),
+    ],
+)
+def test_noise_that_would_outgrow_what_a_step_draws_is_refused(grows):
+    """In float32 the new draw was rounded away: an attack showed epsilon 4.46 where 0.59 was claimed."""
+    with pytest.raises(ValueError, match="which float32 would lose"):
+        grows()
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(6), range(100)))
+def test_strategies_that_are_not_refused_keep_the_new_draw(seed):
+    """C times what float32 drew is what was drawn, to 12 bits."""
+    rng = np.random.default_rng(seed)
+    bands, steps = int(rng.integers(2, 6)), int(rng.integers(8, 40))
+    try:
+        if seed % 2:
+            strategy = correlated.banded(bands, steps=steps, coefficients=rng.uniform(0, 1.2, bands))
+        else:
+            weights, decays = rng.uniform(0.01, 1.5, bands - 1), rng.uniform(0.05, 0.999, bands - 1)
+            strategy = correlated.blt(weights, decays, steps=steps)
+    except ValueError as refused:
+        assert "float32" in str(refused)
+        return
+    drawn = rng.normal(size=(steps, 50)).astype(np.float32)
+    buffers, found = tuple(jnp.zeros(50) for _ in range(strategy.stream.num_buffers)), []
+    step = jax.jit(lambda z, t, b: strategy.stream.next(lambda lag: z, t, b, z))
+    for t in range(steps):
+        y, buffers = step(jnp.asarray(drawn[t]), jnp.int32(t), buffers)
+        found.append(np.asarray(y, np.float64))
+    again = scipy.linalg.toeplitz(strategy.column, np.zeros(steps)) @ np.array(found)
+    assert np.abs(again - drawn).max() < 2**-12

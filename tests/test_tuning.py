@@ -19,7 +19,7 @@ from dpopt.composition import bounds
 from dpopt.privacy import Relation
 from dpopt.run.journal import JournalError
 from dpopt.run.statement import state
-from dpopt.tuning import NumTrials, PrivateScore, PublicScore, _files, _trials
+from dpopt.tuning import NumTrials, PrivateScore, PublicScore, _files, _trials, selection
 
 SELECT = dp_accounting.dp_event.RepeatAndSelectDpEvent
 GAUSSIAN = dp_accounting.GaussianDpEvent
@@ -322,6 +322,12 @@ class Killed(BaseException):
     """What no code catches."""
 
 
+@pytest.fixture(autouse=True)
+def _same_bits(monkeypatch):
+    """Fresh random bits as if they were the same in every search, so that searches can be compared."""
+    monkeypatch.setattr(selection.entropy, "draw", lambda: np.arange(3, 13, dtype=np.uint32))
+
+
 def search(directory=None, *, key=0, train=None, **changes):
     options = dict(
         event=GAUSSIAN(2.0), score=PublicScore(lambda v: v["score"], data="none"), num_trials=NumTrials(6.0, math.inf)
@@ -616,3 +622,17 @@ def test_a_search_whose_file_is_cut_off_does_not_go_on(tmp_path, name):
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(JournalError, match="is damaged or was changed"):
         search(tmp_path)
+
+
+def test_two_searches_with_one_key_share_no_noise(monkeypatch):
+    """Nor do copies of a directory: the difference of two scores was the exact count of a private score."""
+    monkeypatch.undo()
+    drawn = []
+
+    def train(setting, key):
+        drawn.append(jax.random.key_data(key).tolist())
+        return {"weights": jnp.zeros(2), "score": 0}
+
+    for _ in range(2):
+        search(train=train)
+    assert len(drawn) > 1 and len({tuple(d) for d in drawn}) == len(drawn)

@@ -23,6 +23,7 @@ class Bound:
         guesses, right: how many guesses were made and counted, and how many were right.
         false_positive_rate, true_positive_rate: of many runs, the largest and the smallest that the counts leave
             possible, both at once. None for one run, whose canaries are not independent of each other.
+        ceiling: of one run, the bound that scores would have given which tell its coins without error; None of many.
         roc: empirical false and true positive rates at all thresholds, ``(n,)`` each, for a plot.
 
     >>> Bound(epsilon=1.0, delta=0.0, significance=0.05, method="one run", trials=9, guesses=9, right=9).confidence
@@ -38,6 +39,7 @@ class Bound:
     right: int
     false_positive_rate: float | None = None
     true_positive_rate: float | None = None
+    ceiling: float | None = None
     roc: tuple[np.ndarray, np.ndarray] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property

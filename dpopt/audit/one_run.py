@@ -143,10 +143,11 @@ def one_run_bound(
     pairs = default_guesses(canaries) if guesses is None else _checks.guesses(guesses)
     counts = [(right_guesses(scores, included, k_in, k_out), k_in + k_out) for k_in, k_out in pairs]
     delta, share = _checks.delta(delta), significance / len(pairs)
-    epsilons = [
-        one_run_epsilon(right=right, guesses=number, canaries=canaries, delta=delta, significance=share)
-        for right, number in counts
-    ]
+
+    def shown(right: int, number: int) -> float:
+        return one_run_epsilon(right=right, guesses=number, canaries=canaries, delta=delta, significance=share)
+
+    epsilons = [shown(right, number) for right, number in counts]
     best = int(np.argmax(epsilons))
     right, number = counts[best]
     return Bound(
@@ -157,6 +158,7 @@ def one_run_bound(
         trials=canaries,
         guesses=number,
         right=right,
+        ceiling=max(shown(right_guesses(included, included, *pair), sum(pair)) for pair in pairs),
         roc=roc(scores, included),
     )
 

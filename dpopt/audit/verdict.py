@@ -54,6 +54,12 @@ class Report:
         bound, claimed = self.bound, self.claim.epsilon
         sure = f"with {bound.confidence:.4g} confidence"
         at = f"at delta {bound.delta:.3g}"
+        if not self.exceeds_claim and bound.ceiling is not None and bound.ceiling <= claimed:
+            return (
+                f"This attack could not have refuted the claim: {sure} {bound.trials} canaries show at most epsilon "
+                f"{bound.ceiling:.3g} {at}, if all guesses are right, and {claimed:.3g} is claimed. They have shown "
+                f"{bound.epsilon:.3g}. Audit a run that claims less, or many runs."
+            )
         if not self.exceeds_claim:
             return (
                 f"The bound does not exceed the claim: {sure} epsilon is at least {bound.epsilon:.3g} {at}, and "

@@ -140,7 +140,7 @@ def to_json(event: Any) -> Any:
     >>> to_json(dp.GaussianDpEvent(2.0))
     {'kind': 'GaussianDpEvent', 'noise_multiplier': 2.0}
     """
-    if isinstance(event, list):
+    if isinstance(event, list | tuple):
         return [to_json(e) for e in event]
     if not isinstance(event, dp.DpEvent):
         return event.item() if hasattr(event, "item") else event  # a Python, NumPy or JAX number

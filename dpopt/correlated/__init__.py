@@ -1,7 +1,7 @@
 """Noise that is correlated over steps: later steps cancel part of what earlier ones added.
 
-* strategies.py   C, a lower-triangular Toeplitz matrix: its coefficients, and how ``C^-1 z`` is drawn step by step
-* streams.py      the three ways to draw it
+* strategy.py     C, a lower-triangular Toeplitz matrix; strategies.py kinds of it
+* streams.py      the three ways to draw ``C^-1 z`` step by step
 * workloads.py    the sums of gradients in which the noise should be small, and the error of a strategy in them
 * choice.py       the best strategy for a run
 * noise.py        `add_correlated_noise`, which replaces `dpopt.add_gaussian_noise`

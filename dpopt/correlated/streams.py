@@ -126,7 +126,12 @@ class Recurrent:
         return np.concatenate([[self.first], powers @ np.asarray(self.weights)])[:steps]
 
     def inverse(self, steps: int) -> np.ndarray:
-        return inverse_series(self.column(steps), steps)
+        w, a = np.asarray(self.weights), np.asarray(self.decays)
+        kept, found = np.zeros(len(a)), np.zeros(steps)
+        for t in range(steps):
+            found[t] = ((t == 0) - w @ kept) / self.first
+            kept = a * kept + found[t]
+        return found
 
     def next(self, draw: Draw, step: jax.Array, buffers: Buffers, like: PyTree) -> tuple[PyTree, Buffers]:
         del step, like

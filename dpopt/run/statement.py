@@ -203,14 +203,15 @@ def state(
     return statement
 
 
-def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str) -> str:
+def _mechanism(event: dp_accounting.DpEvent, unit: str, neighbours: str, for_replacing: bool | None = None) -> str:
     parts = []
-    for step, count in events.flattened(event).items():
+    for step, count in events.flattened(event, for_replacing=for_replacing).items():
         if isinstance(step, dp_accounting.NonPrivateDpEvent):
             parts.append("steps without noise")
             continue
         if isinstance(step, dp_accounting.dp_event.RepeatAndSelectDpEvent):
-            parts.append(_selection(step, count, _mechanism(step.event, unit, neighbours)))
+            # Flattening has written what a selection selects from for its neighbours, too.
+            parts.append(_selection(step, count, _mechanism(step.event, unit, neighbours, for_replacing=False)))
             continue
         match step:
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=q):

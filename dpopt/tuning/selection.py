@@ -17,6 +17,7 @@ from dpopt import accounting, events
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.ledger import Ledger
+from dpopt.run import entropy
 from dpopt.run.allowance import spent_by
 from dpopt.run.results import TrainResult
 from dpopt.run.statement import Statement, state
@@ -138,7 +139,7 @@ def repeat_and_select(
             says so for each setting, of which the most expensive is charged.
         score: a `PublicScore` or a `PrivateScore`; the largest wins, of equal ones the first.
         num_trials: the distribution of their number.
-        key: secret; the number of trials, their settings and their keys follow from it.
+        key: secret; the number of trials, their settings and their keys follow from it and from fresh random bits.
         num_examples: how many there are in the training data; public.
         unit: what one of them is: ``"example"``, or ``"client"``.
         earlier: what was spent before on the same records, such as the run whose parameters all trials start from: an
@@ -184,6 +185,9 @@ def repeat_and_select(
     whole = num_trials.event(trial_event(of_training, score))
     ledger = Ledger()
     ledger.record(whole)
+    # Also from fresh bits: a copy of the directory, or another search with this key, must not share any noise.
+    for word in entropy.draw()[:4]:
+        key = jax.random.fold_in(key, jnp.uint32(word))
     draws, training, scoring = jax.random.split(key, 3)
     rng = np.random.default_rng(np.asarray(jax.random.bits(draws, (8,), jnp.uint32)))
     fresh = Progress(rng.integers(len(settings), size=num_trials.draw(rng)).tolist())

@@ -428,3 +428,17 @@ def test_a_plot_shows_the_claim_the_attack_and_the_bound():
         pyplot.close("all")
     point = (many.bound.false_positive_rate, many.bound.true_positive_rate)
     assert point[1] > many.allowed and np.interp(*point[:1], *curve.T) < point[1]
+
+
+@pytest.mark.parametrize(("canaries", "ceiling"), [(100, 2.05), (1_000, 4.35), (10_000, 5.94)])
+def test_one_run_has_a_ceiling_and_its_report_says_so(canaries, ceiling):
+    """A recipe audited a claim of 8 with a thousand canaries, which cannot show more than 4.35 even without noise."""
+    coins = np.random.default_rng(0).random(canaries) < 0.5
+    perfect = audit.one_run_bound(coins.astype(float), coins, delta=1e-5)
+    assert perfect.epsilon == perfect.ceiling == pytest.approx(ceiling, abs=0.01)
+    lucky = audit.one_run_bound(np.random.default_rng(1).random(canaries), coins, delta=1e-5)
+    assert lucky.ceiling == perfect.ceiling > lucky.epsilon
+    sigma = {epsilon: dp_accounting.GaussianDpEvent(sigma) for epsilon, sigma in ((8, 0.6), (1.0, 3.9))}
+    assert "could not have refuted" in audit.report(sigma[8], perfect).verdict
+    assert "VIOLATION" in audit.report(sigma[1.0], perfect).verdict
+    assert "found no mistake" in audit.report(sigma[1.0], lucky).verdict
