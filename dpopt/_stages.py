@@ -21,7 +21,7 @@ from dpopt.common.averages import at_step
 from dpopt.common.types import PyTree, ScalarOrSchedule
 
 if TYPE_CHECKING:
-    from dpopt.correlated.strategies import Strategy
+    from dpopt.correlated.strategy import Strategy
     from dpopt.preconditioners.base import Preconditioner
     from dpopt.privacy import Privacy
 

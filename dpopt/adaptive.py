@@ -18,7 +18,7 @@ from dpopt.clipping import as_promise
 from dpopt.common import trees, validate
 from dpopt.common.lazy import flow
 from dpopt.common.types import PyTree, ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.engines import unit_clip
 from dpopt.gradients import ClippedSum
 from dpopt.noise import AddGaussianNoiseState, add_gaussian_noise

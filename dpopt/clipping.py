@@ -21,7 +21,7 @@ from dpopt.gradients import PerExampleGrads, stacked_grads
 
 if TYPE_CHECKING:
     from dpopt.chain import PrivateOptimizer
-    from dpopt.correlated.strategies import Strategy
+    from dpopt.correlated.strategy import Strategy
     from dpopt.preconditioners.base import Preconditioner
 
 

@@ -23,7 +23,7 @@ from dpopt.composition.relation import Relation as Relation
 from dpopt.engines import rounding
 
 if TYPE_CHECKING:
-    from dpopt.correlated.strategies import Strategy
+    from dpopt.correlated.strategy import Strategy
 
 PRIVATE_STAGES = ("precondition", "clip_and_sum", "add_gaussian_noise", "add_correlated_noise", "normalize_by")
 

@@ -12,7 +12,7 @@ from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function, clip_and_s
 from dpopt.common import trees, validate
 from dpopt.common.types import ScalarOrSchedule
 from dpopt.correlated.noise import add_correlated_noise
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.noise import add_gaussian_noise, normalize_by
 from dpopt.preconditioners.base import Preconditioner, precondition
 

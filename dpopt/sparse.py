@@ -18,7 +18,7 @@ from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import FixedClip, as_clip_function, as_promise, clip_and_sum
 from dpopt.common import trees, validate
 from dpopt.common.types import Example, PyTree, ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.engines.stacked import ClipFunction
 from dpopt.preconditioners.base import Diagonal, Preconditioner, precondition
 from dpopt.privacy import Privacy

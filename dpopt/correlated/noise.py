@@ -14,7 +14,7 @@ from dpopt._run_key import of_one_run
 from dpopt.common import trees, validate
 from dpopt.common.lazy import flow
 from dpopt.common.types import PyTree, ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.normals import threefry
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dpopt.common import validate
 from dpopt.common.averages import at_step
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.correlated.streams import inverse_series
 
 LARGEST = 4096  # steps; a workload is a dense matrix

@@ -10,7 +10,7 @@ from dpopt.chain import PrivateOptimizer
 from dpopt.clipping import AdaptiveClip, FixedClip
 from dpopt.common import validate
 from dpopt.common.types import ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.preconditioners.base import Preconditioner
 from dpopt.private_mean import privatize
 

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.common import validate
 from dpopt.common.types import PyTree, ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.optimizers._parts import Clip, descent, private_mean
 from dpopt.preconditioners.base import side_information
 from dpopt.preconditioners.moments import public_moments

@@ -20,7 +20,7 @@ from dpopt.chain import NoiseAware, PrivateOptimizer, chain
 from dpopt.common import trees, validate
 from dpopt.common.averages import at_step, one_minus_power, update_average
 from dpopt.common.types import PyTree, ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.optimizers._parts import Clip, decayed_weights, descent, private_mean
 
 NoiseStddev: TypeAlias = PyTree | Callable[[jax.Array], PyTree]  # a prefix of the parameters, or a schedule of one

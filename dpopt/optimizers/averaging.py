@@ -34,7 +34,8 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformation:
     `averaged_params` returns it from the state of any optimizer, ``result.averaged_params`` from the result of a run.
 
     Args:
-        decay: d, in [0, 1): the average is over about 1 / (1 - d) steps. With 0 it equals the parameters.
+        decay: d, in [0, 1): the average is over about 1 / (1 - d) steps. With 0 it equals the parameters, in a
+            `dpopt.chain` those of 16 bits before they were rounded.
 
     Raises:
         ValueError, TypeError: if ``decay`` is not a number in [0, 1); in ``update``, if ``params`` are not given.

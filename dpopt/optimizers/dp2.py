@@ -6,7 +6,7 @@ import optax
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.clipping import FixedClip, as_clip_function
 from dpopt.common.types import ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.optimizers._parts import decayed_weights, private_mean
 from dpopt.optimizers._phases import clip_ratio
 from dpopt.optimizers._phases import scale_by_phase_learning_rate as scale_by_phase_learning_rate

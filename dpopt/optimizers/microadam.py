@@ -16,7 +16,7 @@ from dpopt.chain import PrivateOptimizer, chain
 from dpopt.common import trees, validate
 from dpopt.common.averages import one_minus_power
 from dpopt.common.types import PyTree, ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.optimizers import _quantize, _topk
 from dpopt.optimizers._parts import Clip, decayed_weights, descent, private_mean
 

@@ -11,7 +11,7 @@ import optax
 from dpopt.chain import PrivateOptimizer, chain
 from dpopt.common import validate
 from dpopt.common.types import ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.optimizers._parts import Clip, private_mean
 
 

@@ -18,7 +18,7 @@ from dpopt.clipping import AdaptiveClip, FixedClip, as_clip_function
 from dpopt.common import validate
 from dpopt.common.lazy import dp_accounting
 from dpopt.common.types import ScalarOrSchedule
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.ledger import Ledger
 from dpopt.optimizers.averaging import average_params
 from dpopt.preconditioners.base import Preconditioner, precondition

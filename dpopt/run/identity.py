@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from dpopt import events
 from dpopt.common.types import PyTree
 from dpopt.correlated.noise import AddCorrelatedNoiseState
-from dpopt.correlated.strategies import Strategy
+from dpopt.correlated.strategy import Strategy
 from dpopt.engines.batches import is_key
 from dpopt.noise import AddGaussianNoiseState
 from dpopt.run.state import Segment as Segment  # version 0.1 had both here
