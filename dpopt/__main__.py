@@ -20,16 +20,17 @@ from dpopt.sampling import Poisson, WithoutReplacement
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0 on success, or 2 after printing an error."""
     given = _parser().parse_args(arguments)
+    error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             given.run(given)
-        except (ValueError, TypeError, OSError, journal.JournalError) as error:
-            print(f"dpopt {given.command}: {error}", file=sys.stderr)
-            return 2
-    for text in dict.fromkeys(str(w.message) for w in caught):
-        print(f"dpopt {given.command}: warning: {text}", file=sys.stderr)
-    return 0
+        except (ValueError, TypeError, OSError, journal.JournalError) as raised:
+            error = raised
+    texts = [f"warning: {text}" for text in dict.fromkeys(str(w.message) for w in caught)]
+    for text in [*texts, *([] if error is None else [str(error)])]:
+        print(f"dpopt {given.command}: {text}", file=sys.stderr)
+    return 0 if error is None else 2
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -139,24 +139,31 @@ def clipped_sum(
     batch = without_bad_entries(~mask, given)
     run = Run(plan, leaves, _like(params, scale), _like(params, offset))
 
+    axes = layer_axes or [0] * len(leaves)
+    unused = {p.leaf: leaves[p.leaf].shape[: axes[p.leaf]] for p in plan.leaves if axes[p.leaf] and not p.contacts}
+
+    def by_layer(norms: list[jax.Array]) -> list[jax.Array]:
+        """Also of stacks that the loss does not use: their layers count among those that share a clip norm."""
+        return [jnp.broadcast_to(n[:, None], (len(n), *unused[i])) if i in unused else n for i, n in enumerate(norms)]
+
     def weigh(norms: list[jax.Array], mask: jax.Array) -> list[jax.Array]:
         # A norm that is not finite counts as infinite: the gradient and those clipped with it contribute zero.
         norms = at_once(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), norms)
-        given = coefficients(jax.tree.unflatten(tree, norms))
+        given = tree.flatten_up_to(coefficients(jax.tree.unflatten(tree, by_layer(norms))))
+        given = [jnp.max(c, axis=1, initial=0) if i in unused else c for i, c in enumerate(given)]
         masked: dict[int, jax.Array] = {}  # one array per distinct coefficient, so that sums are shared
-        return [
-            masked.setdefault(id(c), jnp.where(per_example(mask, c) & (c > 0), c, 0)) for c in tree.flatten_up_to(given)
-        ]
+        return [masked.setdefault(id(c), jnp.where(per_example(mask, c) & (c > 0), c, 0)) for c in given]
 
     def result(
         total: Sum, norms: list[jax.Array], losses: jax.Array, aux: list[jax.Array], ok: jax.Array
     ) -> EngineResult:
         aux_tree = plan.trace.aux_tree.unflatten(aux) if has_aux else None
         remainder = None if total.remainder is None else tree.unflatten(total.remainder)
+        norms = by_layer(norms)
         return EngineResult(tree.unflatten(total.value), tree.unflatten(norms), losses, aux_tree, ok | ~mask, remainder)
 
     if plan.streamed:
-        clip = streamed.Clip(weigh, limits, layer_axes or [0] * len(leaves))
+        clip = streamed.Clip(weigh, limits, axes)
         return result(*streamed.clipped_sum(run, batch, given, clip, mask))
     losses, aux, seen, _ = run.passes(batch, mask, in_place=given)
     found = norms_in_place(run, seen, mask & ~jnp.isfinite(losses), mask, given)

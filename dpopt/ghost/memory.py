@@ -213,15 +213,17 @@ def _streamed(plan: Plan, parts: int, single: frozenset[int], reason: str) -> Wa
 
 
 def _within(one_pass: Way, plan: Plan, memory: float | int) -> Way:
-    """One pass in as many parts as its memory takes, if the backward pass forms gradients whatever is streamed."""
-    size = plan.batch_size
-    if jax.device_count() > 1 or size // one_pass.parts * _formed_anyway(plan) <= _SMALL_BYTES:
+    """One pass in as many parts as its memory takes, if it forms gradients or records some parameters."""
+    size, way = plan.batch_size, cast(Plan, one_pass.plan)
+    if jax.device_count() > 1 or not way.is_one_pass:
+        return one_pass
+    if way.records_nothing and size // one_pass.parts * _formed_anyway(plan) <= _SMALL_BYTES:
         return one_pass
     found = estimate(plan)
     parts = [k for k in range(one_pass.parts, size + 1) if size % k == 0]
     enough = max(allowed(memory, found.ordinary), _HARDLY_MORE * min(map(found.one_pass, parts)))
     k = next(k for k in parts if found.one_pass(k) <= enough)
-    return one_pass if k == one_pass.parts else Way(cast(Plan, one_pass.plan).of(size // k), k, _IN_FEWER)
+    return one_pass if k == one_pass.parts else Way(way.of(size // k), k, _IN_FEWER)
 
 
 def _records_are_faster(plan: Plan) -> bool:

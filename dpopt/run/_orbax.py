@@ -24,8 +24,8 @@ except ImportError as error:
 class Folder:
     """A folder of checkpoints, which orbax writes aside and renames when they are complete. It need not exist.
 
-    All methods but `positions`, `wait` and `close` open the folder, and orbax then removes incomplete checkpoints: no
-    other process may be writing.
+    `save`, `set_aside` and ``in`` open the folder, and orbax then removes incomplete checkpoints: no other process may
+    be writing.
     """
 
     def __init__(self, path: Path, *, keep: int, asynchronous: bool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from dpopt.common.names import first_line
 from dpopt.common.types import PyTree
 from dpopt.engines.batches import is_key
 from dpopt.run import entropy, identity
@@ -52,14 +54,26 @@ def agree_on_plan(
 def _some_rows(rows: FetchBatch, sampler: RunSampler) -> str:
     """A hash of some rows: if processes had them in different orders, an example could be in a batch twice.
 
-    Not of rows of which this process reads its own part only, unless `dpopt.run.loading.sharded_rows` chose it."""
-    indices = np.random.default_rng(0).choice(sampler.num_examples, min(_COMPARED, sampler.num_examples), replace=False)
-    leaves = jax.tree.leaves(read(getattr(rows, "whole", rows), 0, indices))
-    if any(len(x) != len(indices) or not getattr(x, "is_fully_addressable", True) for x in leaves):
+    Not of rows that cannot be compared: those of which this process reads its own part only (unless
+    `dpopt.run.loading.sharded_rows` chose it), or that are others each time."""
+    count = min(_COMPARED, sampler.num_examples)
+    chosen = np.random.default_rng(0).choice(sampler.num_examples, count, replace=False)
+    unit = math.lcm(getattr(sampler, "pad_to", 1), getattr(sampler, "batch_size", 1))
+    indices = np.resize(chosen, -(-count // unit) * unit)  # as many as devices may share
+    try:
+        first, again = (_hash(read(getattr(rows, "whole", rows), 0, indices), len(indices), count) for _ in range(2))
+    except Exception as error:  # the first step says what is wrong; here the others would wait for this process
+        return first_line(error)
+    return first if first == again else "others each time"
+
+
+def _hash(batch: PyTree, size: int, count: int) -> str:
+    """Of the first ``count`` of so many rows, if this process has them all."""
+    leaves, found = jax.tree.leaves(batch), hashlib.sha256()
+    if any(len(x) != size or not getattr(x, "is_fully_addressable", True) for x in leaves):
         return "parts"
-    found = hashlib.sha256()
     for x in leaves:
-        x = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        x = np.asarray(jax.random.key_data(x) if is_key(x) else x)[:count]
         found.update(f"{x.shape} {x.dtype}".encode() + x.tobytes())
     return found.hexdigest()
 

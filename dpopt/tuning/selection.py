@@ -166,12 +166,12 @@ def repeat_and_select(
     ...     [0.01, 0.1, 1.0],
     ...     event=event,
     ...     score=PublicScore(lambda value: -abs(value - 0.1), data="none"),
-    ...     num_trials=NumTrials(mean=50),
+    ...     num_trials=NumTrials(mean=50, shape=math.inf),
     ...     key=jax.random.key(3),
     ...     num_examples=1_000,
     ... )
     >>> found.setting, round(found.epsilon(delta=1e-4), 1), round(accounting.epsilon_of_event(event, delta=1e-4), 1)
-    (0.1, 2.2, 0.6)
+    (0.1, 4.0, 0.6)
     """
     settings = list(settings)
     _check(train, settings, score, num_trials)

@@ -146,3 +146,21 @@ def test_layers_that_are_formed_are_formed_for_as_many_examples_as_the_memory_ta
         taken = [jax.jit(f).lower(*shapes).compile().memory_analysis() for f in (ordinary, clipped)]
     least, most = (m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes for m in taken)
     assert most <= 1.5 * least
+
+
+def test_the_reason_for_a_fallback_is_named_and_microbatches_remove_it():
+    loss = lambda p, x: jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0])  # noqa: E731
+    params, batch = (jax.ShapeDtypeStruct(s, "float32") for s in ((3, 4, 4), (1024, 2, 4)))
+    clip = dpopt.LayerwiseClip(1.0, scanned=True)
+
+    def clipped(p, x, size):
+        promise = dpopt.per_example_grads(loss, engine="ghost", microbatch_size=size)(p, x, mask=None)
+        return promise.scale(2 * jnp.ones((3, 4, 4))).clipped_sum(clip).sum
+
+    with pytest.warns(
+        UserWarning, match="the sum over 1024 examples is in pairs of floats, which cannot be multiplied"
+    ):
+        jax.eval_shape(lambda p, x: clipped(p, x, None), params, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(lambda p, x: clipped(p, x, 256), params, batch)

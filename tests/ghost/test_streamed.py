@@ -488,6 +488,29 @@ def test_layers_that_are_used_nowhere_are_no_reason_to_fall_back():
     assert not any(jnp.any(x) for x in jax.tree.leaves(got["unused"]))
 
 
+@pytest.mark.parametrize("size", [2, 20])
+def test_unused_layers_share_the_clip_norm_beside_a_parameter_that_is_recorded(size):
+    """Examples were counted in their place: a tied table got the share of two groups, not of twelve."""
+    rng = np.random.default_rng(0)
+    shapes = {"emb": (6, 4), "w": (3, 4, 4), "unused": (12, 4)}
+    params = {k: np.float32(rng.normal(size=s)) for k, s in shapes.items()}
+    ids = rng.integers(0, 6, (size, 3))
+
+    def loss(p, t):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), p["emb"][t], p["w"])
+        return 100 * jnp.sum((h @ p["emb"].T) ** 2)
+
+    clip = dpopt.LayerwiseClip(1.0, scanned={"emb": False, "w": True, "unused": True})
+
+    def clipped(engine):
+        of = dpopt.per_example_grads(loss, engine=engine)
+        return jax.jit(lambda p, b: of(p, b, mask=np.arange(size) != 1).clipped_sum(clip))(params, ids)
+
+    got, want = clipped("ghost"), clipped("vmap")
+    assert_trees_close(got.sum, want.sum, rtol=1e-5, atol=1e-6)
+    assert_trees_close(got.sensitive.norms, want.sensitive.norms, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("clip", [dpopt.LayerwiseClip(1.0), dpopt.GroupClip({"a": 0.5, "b": 0.5})], ids=str)
 @pytest.mark.parametrize("way", ["vmap", "recorded", "one pass"])
 def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
