@@ -48,7 +48,7 @@ def why_not_by_layer(plan: Plan, leaf: int) -> str:
     first, *others = plan.leaves[leaf].contacts
     if is_by_layer(plan, leaf):
         what = (
-            f"is multiplied by a diagonal or changed on its way, and the sum over {plan.batch_size} examples is in pairs "
+            f"is multiplied by a diagonal or changed on its way, and a sum of {plan.batch_size} examples is in pairs "
             "of floats, which cannot be multiplied: a microbatch_size of 256 makes it one of floats"
         )
     elif others:
