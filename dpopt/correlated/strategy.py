@@ -41,6 +41,7 @@ class Strategy:
 
     *Privacy*: public constants.
 
+    >>> from dpopt.correlated import lambda_cgd
     >>> strategy = lambda_cgd(0.5, steps=3)
     >>> [round(c / strategy.coefficients[0], 3) for c in strategy.coefficients]
     [1.0, 0.5, 0.25]

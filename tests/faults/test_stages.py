@@ -452,7 +452,7 @@ def test_an_optimizer_is_inspected_once_a_structure():
     step = dpopt.make_train_step(loss, tx, engine="vmap")
     for _ in range(2):
         step(PARAMS, tx.init(PARAMS), BATCH, None)
-    assert calls == ["StandIn", "Loss", "Loss"]
+    assert calls == ["StandIn", "ExampleRows", "ExampleRows"]
 
 
 def test_a_hand_made_private_optimizer_is_inspected():
