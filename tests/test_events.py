@@ -117,3 +117,12 @@ def test_numbers_of_numpy_and_jax_are_stored_as_plain_ones():
 
     for sigma in (np.float32(1.5), jax.numpy.float32(1.5), np.float64(1.5)):
         assert json.loads(json.dumps(events.to_json(dp.GaussianDpEvent(sigma))))["noise_multiplier"] == 1.5
+
+
+def test_a_ledger_keeps_a_composition_of_a_tuple():
+    """It was recorded, and every later use of the ledger failed."""
+    ledger = dpopt.Ledger()
+    ledger.record(dp.ComposedDpEvent((dp.GaussianDpEvent(4.0),) * 2))
+    assert dpopt.Ledger.from_json(ledger.to_json()) == ledger
+    alone = dpopt.epsilon_of_event(dp.GaussianDpEvent(4 / 2**0.5), delta=1e-5)
+    assert abs(ledger.epsilon(delta=1e-5) - alone) < 1e-3

@@ -112,7 +112,7 @@ def _add(
     return jnp.where(finite, value, total), jnp.where(finite, rest - (value - total), 0)
 
 
-def weighted(c: Float[Array, "batch ..."], x: Float[Array, "batch ..."]) -> Float[Array, ...]:
+def weighted(c: Float[Array, " batch *layers"], x: Float[Array, " batch *shape"]) -> Float[Array, "*shape"]:
     """``sum_i c_i x_i``: a product where coefficients are of whole rows, 4 times as fast on CPUs.
 
     GPUs are slow at products with one row. XLA compiles a sum of few entries once for all arrays of a shape, but every

@@ -61,17 +61,21 @@ def _some_rows(rows: FetchBatch, sampler: RunSampler) -> str:
     unit = math.lcm(getattr(sampler, "pad_to", 1), getattr(sampler, "batch_size", 1))
     indices = np.resize(chosen, -(-count // unit) * unit)  # as many as devices may share
     try:
-        first, again = (_hash(read(getattr(rows, "whole", rows), 0, indices), len(indices), count) for _ in range(2))
-    except Exception as error:  # the first step says what is wrong; here the others would wait for this process
-        return first_line(error)
-    return first if first == again else "others each time"
+        found = [_hash(read(getattr(rows, "whole", rows), 0, indices), len(indices), count) for _ in range(2)]
+        reason = "are parts of what is read" if None in found else "are others each time"
+    except Exception as error:  # the first step raises it; here the others would wait for this process
+        found, reason = [None], f"cannot be read: {first_line(error)}"
+    if found[0] is not None and found[0] == found[-1]:
+        return found[0]
+    _log.warning("dpopt: rows of the data were not compared between the processes: they %s", reason)
+    return reason
 
 
-def _hash(batch: PyTree, size: int, count: int) -> str:
-    """Of the first ``count`` of so many rows, if this process has them all."""
+def _hash(batch: PyTree, size: int, count: int) -> str | None:
+    """Of the first ``count`` of so many rows; None unless this process has them all."""
     leaves, found = jax.tree.leaves(batch), hashlib.sha256()
     if any(len(x) != size or not getattr(x, "is_fully_addressable", True) for x in leaves):
-        return "parts"
+        return None
     for x in leaves:
         x = np.asarray(jax.random.key_data(x) if is_key(x) else x)[:count]
         found.update(f"{x.shape} {x.dtype}".encode() + x.tobytes())

@@ -58,3 +58,12 @@ def test_the_last_word_moves_a_draw_evenly_and_by_little():
         draws = np.asarray(from_words(*rest, d, jnp.float32)).astype(np.float64)
         centre = float(from_words(*(w[:1] for w in rest), np.zeros(1, np.uint32), jnp.float32)[0])
         assert scipy.stats.kstest(draws - centre, "uniform", (-(2.0**-8), 2.0**-7)).pvalue > 1e-3
+
+
+def test_low_digits_are_as_likely_as_security_says():
+    """Where draws are above 1/16, odd floats are about as frequent as even ones; near 2^-10, three in ten are odd."""
+    words = np.random.default_rng(0).integers(0, TOP, (4, 4_000_000), endpoint=True, dtype=np.uint32)
+    drawn = np.abs(np.asarray(from_words(*words, jnp.float32)))
+    is_odd = drawn.view(np.uint32) & 1
+    assert 0.48 < is_odd[drawn > 1 / 16].mean() < 0.501
+    assert 0.25 < is_odd[(drawn >= 2**-10) & (drawn < 2**-9)].mean() < 0.31

@@ -260,3 +260,13 @@ def test_the_shell_warns_of_a_delta_that_protects_nobody(command, tmp_path, caps
     assert capsys.readouterr().err.count("choose a delta well below 1/n") == 1
     assert shell.main([command, *arguments, "--delta", "1e-9"]) == 0
     assert not capsys.readouterr().err
+
+
+def test_a_selection_among_fixed_samples_states_the_noise_that_a_run_has():
+    """Queries on all data are halved for replace-one; within a selection they were halved twice."""
+    fixed = events.from_json(events.to_json(dp.SampledWithoutReplacementDpEvent(100, 10, dp.GaussianDpEvent(4.0))))
+    run = dp.ComposedDpEvent([dp.GaussianDpEvent(4.0), fixed])
+    selection = dp.dp_event.RepeatAndSelectDpEvent(run, 5.0, 1.0)
+    alone, within = (str(statement.state(event, delta=1e-5)) for event in (run, selection))
+    said = re.findall(r"Gaussian noise of \S+ times", alone)
+    assert said and re.findall(r"Gaussian noise of \S+ times", within) == said
