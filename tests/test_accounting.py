@@ -109,7 +109,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("goal", slow_unless(SETTINGS[::2], SETTINGS), ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_calibration_meets_the_target_with_hardly_more_noise_than_needed(goal, accountant):
     sigma = dpopt.calibrate(**goal, accountant=accountant)
     run = {k: v for k, v in goal.items() if k != "epsilon"}

@@ -79,6 +79,7 @@ def after(opt, grads, params=W, mask=None):
     return jax.jit(lambda state: opt.update(made, state, params))(opt.init(params))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_it_is_the_papers_algorithm(grouped, monkeypatch):
     drawn, real = [], noise.standard_normal_like
@@ -121,6 +122,7 @@ def test_it_is_the_papers_algorithm(grouped, monkeypatch):
     assert abs(want_c["a"] / initial["a"] - 1) > 0.05  # it has moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initial", [0.7, {"hidden": 0.4, "out": 0.9}], ids=["flat", "groups"])
 def test_that_does_not_learn_it_is_a_constant_clip(initial):
     """With eta = 0: the same clip and noise, up to the share of the budget for counts."""
@@ -142,6 +144,7 @@ def test_that_does_not_learn_it_is_a_constant_clip(initial):
 # Privacy cost.
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("initial", [1.0, {"a": 1.0, "b": np.ones(6)}], ids=["flat", "seven groups"])
 @pytest.mark.parametrize("z, share", [(0.7, 0.01), (1.9, 0.3), (12.0, 0.5)])
 def test_the_event_is_that_of_both_queries_and_of_one_gaussian(initial, z, share):
@@ -272,6 +275,7 @@ def test_the_noise_follows_the_clip_norm_and_later_stages_know_it():
     assert c > 10
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("quantile", [0.3, 0.5, 0.9])
 def test_it_finds_the_quantile_of_known_norms(quantile):
     rng = np.random.default_rng(1)
@@ -331,7 +335,7 @@ def flat(tree):
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_one_example_moves_every_count_by_a_half(grouping):
     """Up, down, or by 0 if its gradient is not finite; and the sum by at most C, in 300 batches."""
     clip = quantile_clip(GROUPINGS[grouping], learning_rate=1.0)
@@ -384,6 +388,7 @@ def tied_filters(rng):
     return loss, params, rng.normal(size=(12, 12, 3)), 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", slow_unless(["vmap"], ["vmap", "ghost"]))
 @pytest.mark.parametrize("made", slow_unless([tied_mlp], [tied_mlp, tied_filters]))
 def test_rows_that_are_alike_do_not_change_sides_together(made, engine):
@@ -510,6 +515,7 @@ def test_every_engine_counts_the_same(kind, monkeypatch):
         assert_near(means["vmap"]["layers"], total / 10, 1e-5)
 
 
+@pytest.mark.slow
 def test_streaming_takes_one_pass_where_every_parameter_is_a_group(monkeypatch):
     monkeypatch.setattr(memory, "_SMALL_BYTES", 0)
     seen = []
@@ -559,6 +565,7 @@ def test_clients_are_counted_not_their_examples():
     assert c != 0.5
 
 
+@pytest.mark.slow
 def test_a_run_that_died_resumes_bit_for_bit_and_counts_get_fresh_noise(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     from dpopt.run.checkpoint import Checkpointer

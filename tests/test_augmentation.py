@@ -102,7 +102,7 @@ def test_the_mean_gradient_is_what_is_clipped(engine, multiplicity):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_one_augmentation_that_changes_nothing_is_the_plain_loss(engine):
     params, batch = mlp_params(), mlp_batch(5)
     loss_fn = augmented(mlp_loss, lambda example, key: example, multiplicity=1)
@@ -154,6 +154,7 @@ def test_an_example_moves_the_sum_by_the_clip_norm_at_most_whatever_the_multipli
     np.testing.assert_allclose(others[:-1], norms[order][:-1], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_more_augmentations_cost_no_privacy_and_bring_the_mean_closer():
     """The gradient of a mean of draws has less variance, and the event of a run does not depend on K."""
     spread, epsilons = [], []
@@ -227,6 +228,7 @@ def blurred(example, key):
     return example[0] + 0.5 * jax.random.normal(key, example[0].shape), example[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dropout, make",
     [
@@ -254,6 +256,7 @@ def squared(w, x):
     return 0.5 * jnp.sum((jnp.tanh(w) - x) ** 2)
 
 
+@pytest.mark.slow
 def test_a_run_draws_by_the_step_and_the_example():
     """A run without noise, repeated by hand: keys follow from the sampler's seed, the step and the example."""
     loss_fn = augmented(squared, jitter, multiplicity=3)
@@ -293,6 +296,7 @@ def test_a_run_that_was_killed_draws_the_same_augmentations_again(tmp_path):
     assert distance(other.params, undisturbed.params) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", slow_unless(("ghost",), ["ghost", "vmap"]))
 def test_of_users_every_example_is_augmented(engine):
     params, examples = mlp_params(), jax.tree.map(np.asarray, mlp_batch(12))

@@ -42,6 +42,7 @@ def test_the_same_privacy_however_it_is_built(way):
     assert events[0] == events[1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", SAME)
 def test_the_same_steps_however_it_is_built(way):
     params, batch = mlp_params(), mlp_batch(4)
@@ -86,6 +87,7 @@ def test_a_wrong_order_is_refused_with_its_position(name):
 
 
 # optax.chain cannot be empty, and does not report a late division, which is post-processing.
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [n for n in BAD_ORDERS if n not in ("nothing", "late division")])
 def test_a_wrong_order_under_optax_chain_is_refused_too(name):
     stages, _ = BAD_ORDERS[name]

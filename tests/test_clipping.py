@@ -99,6 +99,7 @@ def summing_by_engine(engine):
     return jax.jit(lambda batch, mask: grads(params, batch, mask=mask).clipped_sum(FlatClip(0.7)).sum), 0.7
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("engine", ["vmap", "auto"])
 @given(batches(4), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_the_bound_holds_for_gradients_of_a_loss(engine, values, mask):
@@ -118,7 +119,7 @@ def check_sensitivity(run, bound, values, mask):
 
 @pytest.mark.parametrize("clip_name", CLIPS)
 @given(batches(4), st.lists(st.booleans(), min_size=4, max_size=4))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_adding_or_removing_one_example_moves_the_sum_by_at_most_the_sensitivity(clip_name, values, mask):
     check_sensitivity(*summing(clip_name), values, np.array(mask))
 
@@ -147,6 +148,7 @@ class FlooredNorm:
 WRONG_CLIPS = {"each leaf": EachLeafToC(), "floored": FlooredNorm()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("clip_name", WRONG_CLIPS)
 def test_the_sensitivity_check_has_power(clip_name):
     with pytest.raises(AssertionError):
@@ -174,6 +176,7 @@ def test_the_bound_holds_in_64_bits_to_the_last_digits(values):
             assert distance(whole, flat_sum(as_tree(values), np.arange(5) != i, 0.7)) <= 0.7 * (1 + RTOL64)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.integers(0, 1000))
 def test_examples_do_not_interact(seed, other):
     """What an example adds does not depend on the other examples."""
@@ -241,6 +244,7 @@ def test_only_a_flat_clip_may_be_infinite(make):
         make(math.inf)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 @pytest.mark.parametrize(
     "clip",
@@ -338,6 +342,7 @@ def test_layerwise_clip_refuses_layers_that_are_none():
         stacked_grads(grads, mask=None).clipped_sum(dpopt.LayerwiseClip(1.0, scanned={"v": True}))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [FlatClip, lambda c: GroupClip({"a": c, "b": c / 2}), dpopt.LayerwiseClip])
 def test_a_clip_norm_may_be_traced(make):
     """Such as one of several that ``vmap`` tries."""

@@ -98,6 +98,7 @@ def test_optimised_bands_are_the_best_in_their_workload_and_no_neighbour_is_bett
             assert correlated.error(correlated.banded(4, steps=T, coefficients=near), A) >= least - 1e-6
 
 
+@pytest.mark.slow
 def test_jax_privacy_finds_the_same():
     theirs = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
     with jax.enable_x64(True):
@@ -163,7 +164,7 @@ def drawn(stage, tree, steps=T):
 
 
 @EVERY
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_noise_is_the_inverse_times_the_independent_draws(name):
     strategy, tree = STRATEGIES[name], {"a": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
     found = drawn(correlated.add_correlated_noise(strategy, 2.0, KEY), tree)
@@ -192,6 +193,7 @@ def refuted(samples, covariance):
     return min(tails, 1 - tails) * 2 < 1e-6 or corners < 1e-6
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["banded", "redrawn", "blt", "optimized"])
 def test_the_noises_covariance_by_statistics(name):
     strategy = STRATEGIES[name]
@@ -300,6 +302,7 @@ def test_the_state_does_not_show_its_secrets():
     assert state.without_segment().buffers == ()
 
 
+@pytest.mark.slow
 def test_streams_agree_with_each_other():
     """One matrix drawn in three ways: by substitution, by recurrence, and from its inverse."""
     column = streams.Recurrent(0.8, (0.3,), (0.5,)).column(T)
@@ -343,6 +346,7 @@ def test_the_pages_say_what_choices_find():
     assert correlated.choices(epsilon=1.0, **large)[0].error == 1.0  # that of independent noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", slow_unless({(4_900, 100)}, [(49, 1), (490, 10), (4_900, 100), (300, 6), (107, 3)]))
 def test_a_choice_has_the_parts_of_the_sampler_it_is_for(size):
     """``1 / (batch / examples)`` is rounded: 100 of 4,900 would make 50 parts, and the sampler has 49."""

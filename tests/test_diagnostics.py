@@ -142,6 +142,7 @@ def test_private_optimizer_states_hold_nothing_that_is_only_clean():
 # --- staleness and clip fraction --------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("delay", [1, 2, 3, 6])
 def test_staleness_step_by_step(x64, delay):
     rng = np.random.default_rng(0)

@@ -42,7 +42,7 @@ def as_jax(tree):
 
 @pytest.mark.parametrize("batch", slow_unless({None, 2, 100}, [None, 1, 2, 4, 6, 100]))
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_local_runs_of_padded_clients(x64, batch, microbatch_size):
     data = clients()
     sizes = [6, 3, 1, 5, 4]
@@ -72,6 +72,7 @@ def test_local_runs_of_padded_clients(x64, batch, microbatch_size):
     np.testing.assert_allclose(total["w"], -sum(e["w"] for e in expected), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_learning_rate_one_adds_the_mean_delta(x64):
     """Algorithm 3's server: w <- w + mean of the clipped deltas."""
     data = clients()
@@ -130,6 +131,7 @@ def test_server_momentum_accumulates_changes():
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_masked_empty_and_broken_clients_contribute_zero():
     data = as_jax(jax.tree.map(lambda x: x.astype(np.float32), clients(num=4)))
     data["x"] = data["x"].at[1].set(jnp.nan)  # padding of the round
@@ -256,6 +258,7 @@ def test_client_level_keeps_what_the_chain_knows_about_noise():
         client_level(optax.sgd(0.1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("b", [1, 16])
 def test_device_noise_is_drawn_and_accounted_as_the_sum_of_shares(b):
     sigma, clip, d = 0.5, 2.0, 20_000

@@ -81,7 +81,7 @@ def by_hand(opt, steps=2):
 
 
 @pytest.mark.parametrize("name", slow_unless([*OPTIMIZERS][::2], OPTIMIZERS))
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_promise_passes_through_train_state(name):
     tx = OPTIMIZERS[name]()
     state = TrainState.create(apply_fn=MODEL.apply, params=PARAMS, tx=tx)
@@ -97,12 +97,14 @@ def test_a_promise_passes_through_train_state(name):
     assert_near(state.params, by_hand(tx))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n.startswith("inject")])
 def test_injected_hyperparameters_do_not_change_the_step(name):
     # Adam divides by a root that is near zero for some weights, where traced rates round differently.
     assert_near(by_hand(OPTIMIZERS[name]()), by_hand(adam()), 1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("static_args", [(), STATIC])
 def test_injected_no_noise_and_infinite_clip_is_plain_adam(static_args):
     four = privacy_four(noise_multiplier=0.0, l2_clip_norm=np.inf, expected_batch_size=len(X))
@@ -149,6 +151,7 @@ def nnx_make_model(seed=0):
     return NNXNet(nnx.Rngs(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "jit"),
     [
@@ -224,6 +227,7 @@ def test_what_is_no_model_is_refused():
         example_loss(3)
 
 
+@pytest.mark.slow
 def test_flax_and_the_accountants_are_imported_on_request_only():
     """dp_accounting imports SciPy, which takes twice as long as everything else."""
     import subprocess
@@ -233,6 +237,7 @@ def test_flax_and_the_accountants_are_imported_on_request_only():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_the_engine_may_be_imported_while_a_program_is_traced():
     """An array that a module makes on import during tracing would belong to the traced program."""
     import subprocess

@@ -52,6 +52,7 @@ def linen_dropped():
 BOTH = pytest.mark.parametrize("make", [nnx_dropped, linen_dropped])
 
 
+@pytest.mark.one_in(2)
 @BOTH
 def test_dropout_differs_between_examples_and_follows_the_example_not_the_row(make):
     loss, params = make()
@@ -71,6 +72,7 @@ def test_dropout_differs_between_examples_and_follows_the_example_not_the_row(ma
     assert not np.allclose(gradients(1, numbers), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine, make",
     [
@@ -192,6 +194,7 @@ def test_batch_normalisation_is_refused_layer_by_layer():
         dpopt.flax.check(model, jax.ShapeDtypeStruct((1, 4), "float32"), train=True)
 
 
+@pytest.mark.slow
 def test_frozen_statistics_pass():
     frozen = Normed(nnx.Rngs(0))
     frozen.eval()
@@ -206,6 +209,7 @@ def test_frozen_statistics_pass():
     assert np.isfinite(loss(variables["params"], (X[0], Y[0])))
 
 
+@pytest.mark.slow
 def test_batch_normalisation_is_replaced_wherever_it_is():
     model = Normed(nnx.Rngs(0))
     model.norm.scale[...] = jnp.arange(6.0)

@@ -32,6 +32,7 @@ def promise(grads, mask=None, microbatch_size=None, params=None, engine="vmap"):
     return dpopt.per_example_grads(dot_loss, engine=engine, microbatch_size=microbatch_size)(params, grads, mask=mask)
 
 
+@pytest.mark.one_in(4)
 @ENGINES
 @pytest.mark.parametrize("microbatch_size", [None, 1, 3, 7, 100])
 def test_clipped_sum_equals_a_loop(microbatch_size, engine):
@@ -47,6 +48,7 @@ def test_clipped_sum_equals_a_loop_in_64_bits(x64):
     assert_near(run(grads, params), loop_clipped_sum(grads, 1.5), RTOL64)
 
 
+@pytest.mark.one_in(2)
 @ENGINES
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 def test_each_sum_has_the_width_of_its_own_parameter(microbatch_size, engine, x64):
@@ -65,6 +67,7 @@ def test_each_sum_has_the_width_of_its_own_parameter(microbatch_size, engine, x6
     assert_near(tree.unflatten(total), loop_clipped_sum(tree.unflatten(leaves), 1.5), 2.0**-7)
 
 
+@pytest.mark.one_in(4)
 @ENGINES
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 def test_scale_and_shift_act_before_the_clip(microbatch_size, engine):
@@ -84,6 +87,7 @@ def test_scale_after_shift_scales_the_shift():
     assert_near(got, loop_clipped_sum(grads, 1.5, offset=offset))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("scale", [2.0, np.float64(2.0), jnp.bfloat16(2.0), np.full((2,), 2.0), np.full((3, 1), 2.0)])
 def test_scale_broadcasts_to_a_parameter_and_keeps_its_dtype(scale, either_precision):
     params = {"w": jnp.zeros((3, 2), jnp.float32)}
@@ -96,6 +100,7 @@ def test_scale_broadcasts_to_a_parameter_and_keeps_its_dtype(scale, either_preci
         assert_near(scaled.materialize(), {"w": 2.0 * grads["w"]})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("clip_norm", [1.5, np.float64(1.5), np.float32(1.5), 2])
 def test_type_of_the_clip_norm_does_not_change_the_dtype(clip_norm, either_precision):
     grads = {"w": jnp.asarray(random_tree(0, batch=4)["w"])}
@@ -104,6 +109,7 @@ def test_type_of_the_clip_norm_does_not_change_the_dtype(clip_norm, either_preci
         assert made.clipped_sum(FlatClip(clip_norm)).sum["w"].dtype == jnp.float32
 
 
+@pytest.mark.one_in(3)
 @ENGINES
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("microbatch_size", [None, 2])
@@ -200,7 +206,7 @@ def test_narrow_gradients_are_summed_in_float32(dtype):
     ids=["float", "np.float64", "dict with None", "0-d", "zero-size leaf"],
 )
 @pytest.mark.parametrize("under_jit", [False, True])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_unusual_parameters(params, under_jit):
     def loss(p, x):
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)) * x
@@ -337,6 +343,7 @@ def test_stacked_gradients_serve_as_a_promise():
         stacked_grads(np.ones((3, 2), int), mask=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, groups, engine",
     [

@@ -135,6 +135,7 @@ def test_the_state_carries_the_key_so_a_checkpoint_does():
     assert one.update(jnp.zeros(3), state)[0].tolist() == other.update(jnp.zeros(3), state)[0].tolist()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("microbatch_size", slow_unless({None, 3}, [None, 1, 3, 8]))
 @pytest.mark.parametrize("mask", [None, [True, False] * 4, [False] * 8])
 def test_one_draw_a_step_whatever_the_microbatch_size(count_draws, microbatch_size, mask):
@@ -231,6 +232,7 @@ def test_donating_the_state_keeps_the_callers_key():
     jax.random.key_data(key).block_until_ready()
 
 
+@pytest.mark.slow
 def test_keys_and_noise_can_be_vmapped_over():
     def run(key, stddev):
         return noise_of(dpopt.add_gaussian_noise(stddev, key), jnp.zeros(3))

@@ -54,6 +54,7 @@ def uneven(step, n=4):
     return np.flatnonzero(np.random.default_rng(step).random(n) < [0.5, 0.5, 0.5, 0.6])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "draw",
     [rounded_poisson, shuffled_epochs, uneven, FixedSizeSampler(4, 2, seed=0).drawn],

@@ -83,6 +83,7 @@ def test_without_privacy_they_are_scikit_learns_own_models():
         np.testing.assert_array_equal(own.decision_function(x).shape, other.decision_function(x).shape)
 
 
+@pytest.mark.slow
 def test_a_fit_costs_what_its_steps_do():
     x, y = table(rows=100)
     model = PrivateLinearRegressor(noise_multiplier=6.0, delta=1e-3, target_range=(-6, 6), steps=9).fit(x, y)
@@ -149,6 +150,7 @@ def private_search(**changes):
     return PrivateSearch(options.pop("estimator", model), options.pop("grid", {"learning_rate": [0.1, 1.0]}), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["private", "public"])
 def test_a_search_stays_within_its_budget_and_its_best_says_what_it_cost(score, tmp_path):
     x, y = table(rows=300)
@@ -172,6 +174,7 @@ def test_a_search_stays_within_its_budget_and_its_best_says_what_it_cost(score, 
     np.testing.assert_array_equal(again.best_estimator_.coef_, best.coef_)
 
 
+@pytest.mark.slow
 def test_a_directory_is_for_one_search(tmp_path):
     """What another estimator, another grid or another table found is not handed out as this one's."""
     x, y = table(rows=100)

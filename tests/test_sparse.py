@@ -73,6 +73,7 @@ def algorithm(grads, tokens, mask, *, clip, clip1, sigma, sigma1, threshold, mos
     return out, set(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "threshold, most_rows",
     [(1.0, 4), (100.0, 2), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(-100.0, 4), (1.5, ROWS)])],
@@ -120,6 +121,7 @@ def test_it_is_the_algorithm(threshold, most_rows, monkeypatch):
         assert set(np.flatnonzero(np.abs(mean["table"]).sum(1))) == kept
 
 
+@pytest.mark.slow
 def test_with_every_row_kept_and_no_noise_it_is_an_ordinary_optimizer():
     every = rule(0.5, most_rows=ROWS, threshold=-1.0)
     four = dict(noise_multiplier=0.0)
@@ -287,6 +289,7 @@ def test_a_run_that_died_resumes_bit_for_bit(tmp_path):
         run(plan_of(threshold=2.0), checkpointer=c, **options)  # another rule is another run
 
 
+@pytest.mark.slow
 def test_a_plan_calibrates_both_noises_to_its_budget():
     builder = dpopt.Builder(num_examples=400, expected_batch_size=40, steps=10, key=jax.random.key(0))
     clip = rule(0.5)
@@ -318,6 +321,7 @@ def takes_keys(with_key):
     return loss_with_key if with_key else loss
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "kind, with_key",
     [("examples", False), ("examples", True), ("users", False), ("users", True), ("clients", False)],
@@ -348,6 +352,7 @@ def test_a_row_touches_what_its_examples_touch(kind, with_key, seed):
     np.testing.assert_array_equal(touches_of(made(start(), batch, mask=None, **more), clip), want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint32, np.int32])
 def test_rows_of_a_table_are_more_than_a_narrow_type_counts(dtype):
     table, tokens = {"table": jnp.ones((300, WIDTH)), "w": jnp.ones((WIDTH, 2))}, np.array([[5, 100]], dtype)
@@ -363,6 +368,7 @@ def test_rows_of_a_table_are_more_than_a_narrow_type_counts(dtype):
     assert np.flatnonzero(np.asarray(touched)[0]).tolist() == [5, 200]
 
 
+@pytest.mark.slow
 def test_users_and_clients_train_on_the_rows_they_touch():
     for unit in ("user", "client"):
         clip = rule(0.5, threshold=0.2)
@@ -433,6 +439,7 @@ def test_correlated_noise_is_refused():
         dpopt.dp_sgd(1.0, noise=strategy, **privacy_four(l2_clip_norm=rule()))
 
 
+@pytest.mark.slow
 def test_rows_that_were_not_asked_privately_are_seen(monkeypatch):
     """A planted bug: the rows to keep are computed from the batch without noise."""
     optimizer = dpopt.privatize(**privacy_four(l2_clip_norm=rule()))

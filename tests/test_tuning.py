@@ -62,6 +62,7 @@ def test_the_law_is_that_of_scipy_and_its_mean_is_paid_for(shape, mean):
         assert rdp._gamma_truncated_negative_binomial(shape, mean) <= trials._gamma * (1 + 1e-15)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drawn_numbers_have_the_law_and_another_law_is_seen(shape):
     rng, draws, edges = np.random.default_rng(3), 8_000, [0, 1, 2, 3, 5, 8, 12, 20, 10**6]
@@ -105,6 +106,7 @@ def random_event(rng, depth=2):
     return SELECT(random_event(rng, depth - 1), float(rng.uniform(1, 50)), float(rng.choice(SHAPES)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 12))])
 def test_the_cost_is_that_of_dp_accounting(seed):
     rng = np.random.default_rng(seed)
@@ -209,7 +211,7 @@ def binned(sigma, shift, bins=60):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_no_selection_diverges_more_than_is_charged(shape, seed):
     """For random mechanisms, random orders of preference, both directions, many Renyi orders, and delta(epsilon)."""
     rng = np.random.default_rng([seed, int(10 * min(shape, 99))])
@@ -244,7 +246,7 @@ def test_the_brute_force_sees_the_price_of_one_run():
 
 
 @pytest.mark.parametrize("shape", [0.0, 1.0, math.inf])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_what_is_let_out_has_the_exact_law(shape):
     """`repeat_and_select` itself, on two settings: outcome by outcome against the law of the best of K."""
     trials, levels = NumTrials(3.0, shape), 4
@@ -522,6 +524,7 @@ def searched(train, **changes):
     return tuning.repeat_and_select(train, [0.01, 0.1], **options | changes)
 
 
+@pytest.mark.slow
 def test_runs_of_a_plan_within_a_budget():
     public = PublicScore(lambda w: -float(np.abs(w).sum()), data="none")
     sigma = tuning.calibrate(
@@ -545,6 +548,7 @@ def test_runs_of_a_plan_within_a_budget():
         found.epsilon(delta=0.5)
 
 
+@pytest.mark.slow
 def test_a_trial_that_spends_more_than_is_stated_is_refused():
     for changes in ({"steps": 7}, {"expected_batch_size": 101}, {"sigma": 3.9}):
         sigma = changes.pop("sigma", 4.0)
@@ -556,6 +560,7 @@ def test_a_trial_that_spends_more_than_is_stated_is_refused():
     searched(lambda rate, key: run(rate, 4.1, key, steps=5))  # less is within
 
 
+@pytest.mark.slow
 def test_of_events_that_differ_the_dearest_is_charged_or_none_is():
     sigmas = {0.01: 4.0, 0.1: 3.0}
     key = jax.random.key(0)

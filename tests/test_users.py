@@ -95,6 +95,7 @@ def subsets_p_value(draw, count=4_000):
     return stats.chisquare(seen.ravel()).pvalue
 
 
+@pytest.mark.slow
 def test_draws_are_uniform_and_apart_by_user():
     ids, both = np.repeat([10, 20], 3), np.arange(2)
     anew = group(ids, max_examples=2, how="resample", seed=0)
@@ -165,7 +166,7 @@ def flat(tree):
         ("auto", "mean", None),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_rows_are_the_users_gradients(x64, engine, reduce, microbatch_size):
     ids = ragged(11, num_users=5)
     data = mlp_data(len(ids))
@@ -231,7 +232,7 @@ def logs_of_users(engine):
         ("vmap", 1e30),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_padding_adds_exactly_nothing(engine, garbage):
     rng = np.random.default_rng(0)
     data = rng.uniform(1, 2, (4, 3, 2)).astype(np.float32)
@@ -345,6 +346,7 @@ def test_a_plan_samples_pays_for_and_says_users():
     assert result.statement(delta=DELTA).to_json()["unit"] == result.unit == "user" and "one user" in str(plan)
 
 
+@pytest.mark.slow
 def test_users_in_batches_of_one_shape():
     plan = user_plan(sampling="truncated_poisson", max_batch_size=10)
     result = run(plan, "sample")
@@ -355,6 +357,7 @@ class Died(Exception):
     pass
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["first", "resample"])
 def test_a_run_that_dies_goes_on(tmp_path, how):
     pytest.importorskip("orbax.checkpoint")

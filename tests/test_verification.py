@@ -17,12 +17,14 @@ from dpopt.verification import VerificationError, verify
 PARAMS, BATCH = mlp_params(), mlp_batch(6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"engine": "ghost"}, {"engine": "vmap", "microbatch_size": 4}])
 def test_what_is_right_passes(options):
     verify(mlp_loss, PARAMS, BATCH, **options)
     verify(lambda p, e: (mlp_loss(p, e), e["x"]), PARAMS, BATCH, has_aux=True, scale=0.5, examples=2, **options)
 
 
+@pytest.mark.slow
 def test_examples_that_are_not_finite_or_have_no_gradient_pass():
     batch = {"x": BATCH["x"].at[1].set(np.nan).at[2].set(0), "y": BATCH["y"]}
     verify(mlp_loss, PARAMS, batch, engine="ghost")
@@ -65,6 +67,7 @@ def on_a_corner():
     return w, x[apart], np.maximum(alone, together)[apart]
 
 
+@pytest.mark.slow
 def test_a_corner_that_rounding_is_on_one_or_the_other_side_of_passes():
     w, x, highest = on_a_corner()
     if len(x) < 4:  # the units must be off in one of the two programs, and on in the other
@@ -109,6 +112,7 @@ def rows_that_mix(monkeypatch):
     monkeypatch.setattr(engine, "weighted_sum", wrong)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("plant", "said"),
     [

@@ -17,8 +17,11 @@ else:
     class _Module:
         def __init__(self, name: str):
             self._name = name
+            self._module = None
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module(self._name), name)
+            if self._module is None:  # accountants read some names a million times
+                self._module = importlib.import_module(self._name)
+            return getattr(self._module, name)
 
     dp_accounting, flow, ghost = map(_Module, ("dp_accounting", "dpopt.engines.flow", "dpopt.ghost"))

@@ -102,6 +102,7 @@ def test_sound_correlated_noise_is_not_accused(scene):
     assert 0.3 * row["claimed_epsilon"] < row["lower_bound"] <= row["claimed_epsilon"], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n == "count not noised" else pytest.param(n, marks=pytest.mark.slow) for n in adaptive.MISTAKES]
 )
@@ -111,12 +112,14 @@ def test_a_mistake_in_adaptive_clipping_is_caught(name):
     assert row["lower_bound"] > row["claimed_epsilon"], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", [s if "," in s else pytest.param(s, marks=pytest.mark.slow) for s in adaptive.SCENES])
 def test_sound_adaptive_clipping_is_not_accused(scene):
     row = adaptive.audit(scene, "none", runs=6_000, significance=1e-3, seed=5)
     assert 0.3 * row["claimed_epsilon"] < row["lower_bound"] <= row["claimed_epsilon"], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [n if n == "touches not charged" else pytest.param(n, marks=pytest.mark.slow) for n in sparse.MISTAKES],

@@ -88,6 +88,7 @@ def loss_of(kind):
     return loss_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("container", "kind", "engine"),
     [
@@ -119,6 +120,7 @@ def test_rows_have_their_own_gradient_or_the_canarys(container, kind, engine):
     np.testing.assert_allclose(flat(clipped), (expected * np.minimum(1, 0.5 / norms)).sum(axis=0), atol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["one_hot", "random"])
 def test_scores_are_inner_products_with_the_sum_of_updates(kind):
     params = mlp_params()
@@ -221,6 +223,7 @@ def test_any_kind_of_data(how):
     np.testing.assert_allclose(planted.scores(before, after), [1.0, 1.0, 1.0])
 
 
+@pytest.mark.slow
 def test_losses_that_draw_random_numbers_get_their_keys():
     def loss_fn(w, row):
         x, key = row
@@ -368,6 +371,7 @@ def test_who_is_out_takes_nobodys_place_in_a_cut():
     assert stats.chisquare(there).pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_an_audit_is_not_resumed_under_other_coins(tmp_path):
     def run(seed, steps):
         planted = audit.plant(canaries_of(8, 8), lambda w, x: w @ x, np.ones((16, 8)), 16, seed=seed)

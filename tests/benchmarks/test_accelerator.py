@@ -51,6 +51,7 @@ def test_every_case_is_recorded_and_one_that_fails_costs_no_other(in_this_proces
     assert table.count("small MLP") == 2 and table.count("failed") == 2
 
 
+@pytest.mark.slow
 def test_only_some_families_and_ways(monkeypatch, tmp_path):
     asked = []  # JAX cannot load the same program twice in one process, so this one is not written to a file
     monkeypatch.setattr(accelerator, "LARGE", SMALL)

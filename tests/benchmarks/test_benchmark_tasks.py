@@ -201,6 +201,7 @@ def test_speed_on_imdb_is_recorded_after_all_engines_agree(few_reviews, small_ba
     assert "## A full private run on IMDB" in text and "| vmap | 3 |" in text and "(scaled up)" in text
 
 
+@pytest.mark.slow
 def test_engines_that_differ_are_not_timed(few_reviews, small_batches, monkeypatch):  # noqa: F811
     right = text_task.Imdb._loss
     monkeypatch.setattr(text_task.Imdb, "_loss", lambda self, params, example: 1.01 * right(self, params, example))

@@ -178,6 +178,7 @@ def test_it_gets_as_many_candidates_as_the_others_and_what_they_are_given():
 NAMED = ["dp_sgd", "dp_adam", "dp_adamw", "dp_rmsprop", "dp_adagrad", "dp_yogi", "dp_adam_bc", "dp_micro_adam"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*NAMED, "scale_then_privatize"])
 def test_named_optimizers_fit_as_they_are(name):
     contender = contenders.load(f"dpopt:{name}")
@@ -215,6 +216,7 @@ def test_noise_is_calibrated_by_what_it_spends(written):
     assert "spends more than DP-SGD" in said
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("noise", "message"),
     [

@@ -50,6 +50,7 @@ def test_memory_sees_the_gradients_that_vmap_holds(monkeypatch):
     assert 1.8 * gradient < found["ghost"]["peak_bytes"] < 6 * gradient
 
 
+@pytest.mark.slow
 def test_a_peak_that_cannot_be_told_is_not_reported(monkeypatch, tiny):
     def refuse(reset=False):
         raise memory.Unmeasurable("no high-water mark")
@@ -166,6 +167,7 @@ def test_noise_is_timed_beside_jaxs(tmp_path, monkeypatch):
     assert run["ratio"] == 1.0 and run["ns_per_number"]["dpopt"] == 1e9 / 7
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_batch_on_a_mesh_is_compared_with_the_ordinary_gradient(tmp_path):
     mesh.main(tmp_path, 1, only=("tiny",), budget_s=0.0)

@@ -40,6 +40,7 @@ def copy(tmp_path):
     return folder, change
 
 
+@pytest.mark.slow
 def test_hidden_states_are_those_of_transformers():
     expected = np.load(TINY / "hidden.npz")
     body, _ = weights.load(TINY)
@@ -67,6 +68,7 @@ def test_hidden_states_of_the_pretrained_model():
     np.testing.assert_allclose(body(expected["ids"], expected["mask"]), expected["hidden"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near():
     expected = np.load(TINY / "hidden.npz")
     body, _ = weights.load(TINY, dtype=jnp.bfloat16)
@@ -153,6 +155,7 @@ def batch(size=6):
     return (rng.integers(0, 60, (size, 12)).astype(np.int32), mask), rng.integers(0, 2, size).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_adapters_change_nothing_at_first():
     inputs, _ = batch()
     np.testing.assert_array_equal(classifier("lora").body(*inputs), classifier("all").body(*inputs))
@@ -188,6 +191,7 @@ def fill_head(model):
         leaf[...] = jax.random.normal(jax.random.key(2 + number), leaf.shape)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("blocks, first", [(1, 0), (2, 1), (3, 2), (6, 4), (12, 8)])
 @pytest.mark.parametrize("what", ["bias", "lora"])
 def test_the_first_two_thirds_of_the_blocks_stay_as_they_were(what, blocks, first):
@@ -195,6 +199,7 @@ def test_the_first_two_thirds_of_the_blocks_stay_as_they_were(what, blocks, firs
     assert {path[2] for path in paths if path[0] == "body"} == set(range(first, blocks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reads, what",
     [
@@ -224,6 +229,7 @@ def test_training_the_upper_blocks_on_stored_outputs_trains_the_classifier(what,
     np.testing.assert_allclose(upper(*stored), model(*inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clip, what",
     [
@@ -300,6 +306,7 @@ def test_of_a_long_review_the_start_and_the_end_are_kept(folder):
     assert found.mask.sum(1).tolist() == [8, 8, 1] and found.ids[2, 0] == WORDS.index("bad")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reads", ["last", "every"])
 def test_the_head_learns_from_what_the_classifier_shows_it(reads):
     (ids, mask), _ = batch()
@@ -315,6 +322,7 @@ def test_the_head_learns_from_what_the_classifier_shows_it(reads):
         bert.Classifier(body, config.hidden_size, 2, reads="first", rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_features_is_released_and_clipped():
     rng = np.random.default_rng(0)
     features = rng.normal(3.0, 0.1, (4_000, 8)).astype(np.float32)

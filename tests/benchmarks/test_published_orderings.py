@@ -58,6 +58,7 @@ def test_records_have_the_memory_of_a_run_however_many_run_together(few_ratings,
     assert found == [record["step_bytes"], record["step_bytes"], None]
 
 
+@pytest.mark.slow
 def test_epsilon_is_met_by_the_accountant_that_is_asked_for_and_older_records_keep_their_names(few_ratings):  # noqa: F811
     setting = dataclasses.replace(SETTING, noise_multiplier=None, epsilon=1.0)
     by_rdp = dataclasses.replace(setting, accountant="rdp")

@@ -93,6 +93,7 @@ def test_cost_takes_the_time_that_was_measured_and_the_ratio_that_was_planned(mo
     )
 
 
+@pytest.mark.slow
 def test_the_planner_is_near_what_the_speed_table_recorded(monkeypatch):
     network = models.WideResNet
     init = network.init
@@ -172,6 +173,7 @@ def decoder_params(vocabulary=16):
     return shapes, decoder.initialize(jax.random.key(0), shapes)
 
 
+@pytest.mark.slow
 @jax.numpy_rank_promotion("allow")
 def test_the_loss_is_that_of_the_benchmark_and_does_not_see_padding():
     _, params = decoder_params()

@@ -158,6 +158,7 @@ def test_packed_batches_hold_the_rows_that_were_drawn():
         np.testing.assert_allclose(got, residual @ dense[own], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_record_is_complete_and_its_epsilon_is_the_chains(few_ratings, tmp_path):
     (record,) = sweeps.sweep([SETTING], [3], out=tmp_path / "out", where=few_ratings)
     assert record["seed"] == 3 and record["parameters"] == 2625 * 4 + 1
@@ -171,6 +172,7 @@ def test_a_record_is_complete_and_its_epsilon_is_the_chains(few_ratings, tmp_pat
     json.dumps(record)
 
 
+@pytest.mark.slow
 def test_a_contender_with_an_adaptive_clip_costs_what_its_noise_multiplier_says(few_ratings, tmp_path):
     clip = {"adaptive": 0.1, "quantile": 0.5}
     setting = dataclasses.replace(SETTING, l2_clip_norm=clip)
@@ -264,6 +266,7 @@ def test_what_is_released_before_training_is_paid_for(few_ratings):
     assert 0.98 < total <= 1.0
 
 
+@pytest.mark.slow
 def test_every_method_of_the_tables_can_be_built():
     four = dict(l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8, key=jax.random.key(0))
     settings = [row.setting for row in papers.rows()]
@@ -311,6 +314,7 @@ def test_bands_are_chosen_by_public_numbers_alone(monkeypatch):
     assert epochs.bands(few, 8.0, 1e-5) > 2 and epochs.bands(many, 1.0, 1e-5) == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_correlated_noise_samples_and_pays_by_parts():
     fields = dict(task="digits", method="DP-SGD", options={"learning_rate": 0.1}, epsilon=3.0, delta=1e-4)
     plain = runs.Setting(**fields, expected_batch_size=64, steps=8)
@@ -337,6 +341,7 @@ def test_disk_asks_for_the_gradient_further_on():
     assert with_filter != runs.Program(runs.Setting(options=no_filter, **fields)).train([0])[0]["score_of_last"]
 
 
+@pytest.mark.slow
 def test_paid_tuning_stays_within_its_epsilon_and_resumes(tmp_path):
     (contest,) = (c for c in frontier.contests() if c.table == "Digits" and c.label == "DP-Adam, tuning paid")
     (record,) = paid_tuning.sweep(contest, 8.0, range(1), out=tmp_path, where=None)
@@ -376,6 +381,7 @@ def row(label, mean, published, std=0.001, **more):
     } | more  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_report_says_in_words_what_a_papers_ordering_became(tmp_path, monkeypatch):
     rows = [row("worst", 0.75, 0.6), row("best", 0.85, 0.8), row("second", 0.70, 0.7)]
     said = "\n".join(map(str, orderings.pairs(rows)))
@@ -448,6 +454,7 @@ def test_a_part_of_a_suite_leaves_the_other_rows_alone():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_two_tables_show_is_counted_once(tmp_path, monkeypatch):
     fields = dict(task="digits", method="DP-SGD", options={"learning_rate": 0.1}, delta=1e-4, noise_multiplier=1.0)
     setting = runs.Setting(**fields, expected_batch_size=64, steps=1)

@@ -46,7 +46,7 @@ def test_the_zoo_is_large_and_every_model_names_its_source():
 
 
 @pytest.mark.parametrize("name", TRACED)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_the_ghost_engine_supports_models_without_a_warning(name, monkeypatch):
     """Shapes only: neither parameters nor gradients are computed."""
     monkeypatch.setattr(entries, "initial", lambda init: init(entries.KEY))
@@ -98,6 +98,7 @@ def _broken() -> Family:
     raise ValueError("no such model")
 
 
+@pytest.mark.slow
 def test_large_batches_are_checked_and_recorded(monkeypatch, tmp_path):
     monkeypatch.setitem(ZOO, "tiny", Entry("a/b", "jax", _tiny))
     found = large_batches.measure("tiny", 512, 0.01)

@@ -34,6 +34,7 @@ def _as_users_run_it(monkeypatch):
         yield
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("index", range(len(PYTHON.findall(README.read_text()))))
 def test_readme_block_runs(index, capsys):
     """Blocks run in order; a block that imports JAX starts a new program."""
@@ -54,6 +55,7 @@ def test_readme_block_runs(index, capsys):
 QUICK = ("concepts.md", "privacy_argument.md", "adding_a_ghost_rule.md")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "page",
     [page if page.name in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in WITH_CODE],
@@ -79,6 +81,7 @@ def test_what_a_page_shows_is_compared():
         assert not doc_outputs.agrees("a 3.00 1e-05\nb\n", other)
 
 
+@pytest.mark.slow
 def test_an_nnx_loop_becomes_private_in_six_lines(tmp_path, capsys):
     page = ROOT / "docs" / "how_to" / "nnx_loop.md"
     (diff,) = re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
@@ -179,6 +182,7 @@ def site(tmp_path_factory):
     return target
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_documents_every_public_name(site):
     entries = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     documented = {line.split(" ", 1)[0] for line in entries.splitlines()}

@@ -191,6 +191,7 @@ def test_a_delta_that_is_too_large_for_the_data():
             ask()
 
 
+@pytest.mark.slow
 def test_a_run_within_a_budget_knows_its_delta():
     builder = dpopt.Builder(num_examples=20, expected_batch_size=4, steps=2, key=dpopt.secure_key())
     result = builder.clip(1.0).budget(epsilon=2.0, delta=1e-3).then(optax.sgd(0.1)).build().run(loss, PARAMS, X)
@@ -198,6 +199,7 @@ def test_a_run_within_a_budget_knows_its_delta():
     assert result.statement().delta == 1e-3
 
 
+@pytest.mark.slow
 def test_batches_of_an_nnx_loop_that_no_sampler_drew():
     optimizer = dpopt.flax.NNXOptimizer(LINEAR, sgd(), wrt=nnx.Param)
     optimizer.update(LINEAR, dpopt.flax.nnx_grads(LINEAR_LOSS)(LINEAR, X, mask=None))
@@ -205,6 +207,7 @@ def test_batches_of_an_nnx_loop_that_no_sampler_drew():
         dpopt.privacy_event(optimizer, sampling=dpopt.PoissonSampler(20, 4, seed=0), steps=1)
 
 
+@pytest.mark.slow
 def test_a_run_takes_arrays_as_they_are():
     data = {"x": X, "weight": jnp.ones(20)}
     weighted = lambda p, e: e["weight"] * loss(p, e["x"])  # noqa: E731
@@ -219,6 +222,7 @@ def test_a_run_takes_arrays_as_they_are():
     assert ours.run(loss, PARAMS, X).ledger.steps == 2
 
 
+@pytest.mark.slow
 def test_aux_comes_back_with_the_metrics():
     step = jax.jit(dpopt.make_train_step(lambda p, x: (loss(p, x), {"twice": 2 * x}), sgd(), has_aux=True))
     params, _, metrics, aux = step(PARAMS, sgd().init(PARAMS), X, mask=None)

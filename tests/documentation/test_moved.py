@@ -58,6 +58,7 @@ def test_an_unknown_name_is_refused():
         importlib.import_module("dpopt.optimizer")
 
 
+@pytest.mark.slow
 def test_old_paths_work_before_new_ones_are_imported():
     code = "import dpopt.checkpoint as c, dpopt.preconditioning as p; print(c.Checkpointer, p.precondition)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)

@@ -29,6 +29,7 @@ def arrays(shapes, seed):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "copied, share",  # no arrays together, the small ones, all
     [

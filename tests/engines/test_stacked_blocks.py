@@ -36,7 +36,7 @@ def in_float64(found: sums.Sum) -> np.ndarray:
     "bytes", [1 << 26, 1, 500, 5_000], ids=["all at once", "one at a time", "a few", "many at a time"]
 )
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_the_sum_is_that_of_one_block_after_another(accelerator, monkeypatch, size, bytes):
     """Blocks of whole numbers are added up exactly, so that all that is left is how blocks are added to each other."""
     monkeypatch.setattr(sums, "_STACK_BYTES", bytes)

@@ -32,6 +32,7 @@ def at_least(sigma, q, steps, delta):
     return math.log1p(q * math.expm1(eps)) if eps < 700 else eps + math.log(q)
 
 
+@pytest.mark.slow
 def test_accountant_memory():
     """The smallest epsilons once took 10 to 109 GiB. One GiB beyond the imports must suffice for all."""
     script = """
@@ -56,6 +57,7 @@ def test_accountant_memory():
     assert 0 < small < 1 and large >= get_epsilon_gaussian(0.3e-3, 1e-12) * (1 - 1e-6)
 
 
+@pytest.mark.slow
 def test_any_setting_is_accounted_for_within_bounds():
     rng = np.random.default_rng(0)
     started, taken = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -83,6 +85,7 @@ def test_pld_is_never_looser_than_rdp():
     assert dpopt.epsilon(**run) <= dpopt.epsilon(**run, accountant="rdp")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sigma", [1e-310, 1e-90, 1e-10, 1e-3, 1e10, 1e90, 1e300])
 @pytest.mark.parametrize("q", [0.01, 1.0])
 def test_noise_of_any_size_is_accounted_for(sigma, q):
@@ -108,6 +111,7 @@ def scheduled(steps, noise):
     return builder.clip(1.0).noise(noise).then(optax.sgd(0.1)).build()
 
 
+@pytest.mark.slow
 def test_schedule_accounting():
     """2,000 different steps took 45 s; 20,000 did not end."""
     plan = scheduled(5_000, lambda t: 2.0 + t / 50_000)
@@ -237,7 +241,7 @@ def test_a_sampler_that_did_not_feed_the_run_is_warned_of():
 
 
 @pytest.mark.parametrize("sampling_prob", [1e-9, 1e-7, 1e-5, 1e-3])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_millions_of_steps_take_no_longer(sampling_prob):
     """dp_accounting raised the number of grid points to the number of steps: minutes, then hours."""
     run = dict(noise_multiplier=1.0, sampling_prob=sampling_prob, delta=1e-6)

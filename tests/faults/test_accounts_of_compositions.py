@@ -32,6 +32,7 @@ def test_a_score_does_not_show_which_sums_are_possible():
     assert abs(right - trials / 2) < 4.5 * np.sqrt(trials) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [0.5, 20.0])
 def test_the_noise_of_a_score_is_what_its_event_says(sigma):
     score = PrivateScore(per_example=lambda _: np.full(10, 0.5), num_examples=10, noise_multiplier=sigma)
@@ -80,7 +81,7 @@ def test_much_noise_in_a_sample_of_fixed_size_costs_next_to_nothing():
     [CyclicPoissonSampler(1000, 100, parts=4, seed=0), EpochSampler(1000, 250, seed=0)],
     ids=["cyclic", "all"],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_steps_cost_as_much_wherever_they_start(sampler, start):
     """An event of later steps alone cost nothing if another step of the same part had come before."""
     privacy = Privacy((Query(0.5),))
@@ -103,7 +104,7 @@ def test_multipliers_of_16_bits_are_not_rounded_again(dtype):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 7, 13])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_shares_of_a_clip_norm_of_16_bits_are_not_rounded_up(count):
     clip = dpopt.LayerwiseClip(jnp.asarray(1.0, jnp.bfloat16))
     params = {str(i): jnp.zeros(1) for i in range(count)}
@@ -117,6 +118,7 @@ def test_shares_of_a_clip_norm_of_16_bits_are_not_rounded_up(count):
         assert np.sqrt(sum(float(v[0]) ** 2 for v in total.values())) <= float(clip.sensitivity) * (1 + 2.0**-12)
 
 
+@pytest.mark.slow
 def test_what_was_spent_for_examples_is_not_counted_for_users():
     def builder(**options):
         given = {"num_examples": 100, "expected_batch_size": 10, "steps": 1, "key": dpopt.secure_key()}

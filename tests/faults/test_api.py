@@ -26,6 +26,7 @@ TAKE_A_MASK = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("take", TAKE_A_MASK.values(), ids=TAKE_A_MASK)
 def test_forgotten_mask(take):
     with pytest.raises(TypeError, match=r"pass the batch's mask.*or mask=None if no row is padding"):
@@ -82,6 +83,7 @@ TAKE_ROWS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", TAKE_ROWS.values(), ids=TAKE_ROWS)
 def test_noparams(make):
     """The rows of an ordinary mean gradient are not examples, whatever the shape of the gradient."""
@@ -111,6 +113,7 @@ class MedianFlatClip(dpopt.FlatClip):
         return MedianClip().coefficients(leaf_norms)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "clip",
     [
@@ -151,6 +154,7 @@ def dropout_loss(w, example):
     return jnp.sum(w * jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0))
 
 
+@pytest.mark.slow
 def test_dropoutrow():
     """If examples are left out, reordered, padded or split into microbatches, no other example's mask changes."""
     x = np.random.default_rng(0).normal(size=(65, 8)).astype(np.float32)
@@ -182,6 +186,7 @@ def test_keys_follow_from_step_and_example():
         dpopt.example_keys(key, 0, np.ones(3))
 
 
+@pytest.mark.slow
 def test_a_run_hands_the_loss_a_key_by_step_and_example():
     """Equals a loop written by hand; a run stopped half way continues as if it had not been stopped."""
     x, key, noise_key = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32), jax.random.key(5), 201

@@ -56,6 +56,7 @@ def test_tails_of_many_draws():
     assert 10 < (np.array(largest) > median).sum() < 30
 
 
+@pytest.mark.slow
 def test_floatbits():
     """No table of all draws tells which sums are possible: as many lie in JAX's as would by chance."""
     support = jax_support()

@@ -75,6 +75,7 @@ LOST = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LOST)
 def test_a_run_that_can_learn_nothing_is_warned_of(name):
     with pytest.warns(UserWarning, match="depends neither on the example nor on the parameters"):

@@ -26,6 +26,7 @@ def _step(key, noise):
     return optimizer, dpopt.make_train_step(loss_fn, optimizer)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("jit", ["nowhere", "outside", "within"])
 @pytest.mark.parametrize("noise", NOISES)
 def test_members_of_an_ensemble_do_not_share_noise(noise, jit):
@@ -48,6 +49,7 @@ def test_the_draw_itself_sees_several_runs():
         jax.vmap(lambda x: jax.vmap(standard_normal_like)(jax.random.split(key, 3), x))(two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 def test_members_with_keys_of_their_own_train_together(noise):
     keys = jax.random.split(jax.random.key(0), 3)
@@ -69,6 +71,7 @@ def _trained_on(sampler, optimizer, steps=3):
     return dpopt.privacy_event(optimizer, sampling=sampler, steps=steps)
 
 
+@pytest.mark.slow
 def test_a_sampler_that_feeds_a_second_run_is_warned_of():
     """Two queries of one sample cost more than their epsilons added up."""
     sampler = dpopt.PoissonSampler(64, 8, seed=0, pad_to=32)
@@ -91,6 +94,7 @@ def _search(trial, event, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_search_covers_what_its_trials_start_from():
     first = run(tiny_plan(steps=4, noise=3.0))
 

@@ -126,7 +126,7 @@ WEAK = {name: functools.partial(jnp.full, fill_value=x) for name, x in {"int": 1
 @pytest.mark.parametrize("dtype", slow_unless({"bfloat16", "float32"}, ["int8", "bfloat16", "float16", "float32"]))
 @pytest.mark.parametrize("weak", WEAK)
 @pytest.mark.parametrize("form", ["product", "scan"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 def test_arrays_of_weak_types_stay_weak(form, weak, dtype):
     """``jnp.full`` makes them, and what they multiply keeps its dtype: an int8 overflows, a carry fits."""
     batch = {"k": WEAK[weak]((3,)), "x": jnp.arange(6).reshape(3, 2).astype(dtype)}
@@ -157,6 +157,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_a_scan_over_no_layers(engine):
     params = {"w": W, "layers": np.zeros((0, 4, 4), np.float32)}
@@ -176,7 +177,7 @@ def test_a_scan_over_no_layers(engine):
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("memory", [1.25, 1])
 @pytest.mark.parametrize("scale", [None, 1.0, np.full(W.shape, 2.0)], ids=["plain", "number", "diagonal"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 def test_what_is_empty_is_no_reason_to_fall_back(name, memory, scale, x64):
     loss = EMPTY[name]
     with warnings.catch_warnings():
@@ -196,7 +197,7 @@ def test_what_is_empty_is_no_reason_to_fall_back(name, memory, scale, x64):
 
 @pytest.mark.parametrize("clip", [dpopt.FlatClip(1.0), dpopt.GroupClip({"a": 1.0, "b": 1.0})], ids=["flat", "group"])
 @pytest.mark.parametrize("memory", [1.25, 1])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_the_sum_of_no_example_is_zero_through_an_infinite_derivative(clip, memory):
     """All gradients of ``a`` are infinite, so that its coefficients are 0, and 0 times infinity is NaN."""
     params = {"a": jnp.array([0.0, 1.0]), "b": jnp.ones(2)}
@@ -214,6 +215,7 @@ def test_the_sum_of_no_example_is_zero_through_an_infinite_derivative(clip, memo
     np.testing.assert_allclose(found["b"], expected["b"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_rule_of_the_user_s_may_index_constants():
     """The times of an ordinary differential equation, which its own derivative rule reads one by one."""
     w, x = W.astype(np.float32), X.astype(np.float32)

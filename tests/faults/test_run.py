@@ -80,6 +80,7 @@ def assert_nothing_is_shared(before, first, second):
     assert len(set(batches)) == len(batches), "two results share a sample"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["put back", "copied"])
 def test_restored(tmp_path, way):
     """A backup was restored (or a copy continued) after more steps; with another loss, the noise cancelled."""
@@ -128,6 +129,7 @@ def test_one_process_refuses_a_key_in_two_plans(tmp_path):
     assert not any(bytes(jax.random.key_data(jax.random.key(5))) in entry for entry in entropy._runs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("replay", [False, True])
 def test_otherplan(tmp_path, replay):
     """The state of an earlier result, passed to another plan: the first steps vanished from the ledger."""
@@ -153,6 +155,7 @@ def test_otherplan(tmp_path, replay):
     assert own.ledger.steps == second.ledger.steps == 3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("replay", [False, True])
 def test_secure_key_no_resume(tmp_path, replay):
     """A run with the key that SECURITY.md recommends could not be resumed from its own checkpoint."""
@@ -166,6 +169,7 @@ def test_secure_key_no_resume(tmp_path, replay):
     assert (result.ledger.steps, result.lost) == ((5, 0) if replay else (6, 1))
 
 
+@pytest.mark.slow
 def test_planepsilon(tmp_path):
     """`plan.epsilon(step)` was taken for what a run with lost steps had spent."""
     make = lambda: tiny_plan(steps=8, budget=8.0)  # noqa: E731
@@ -248,6 +252,7 @@ def test_repr_shows_no_secret():
         assert "update=2" in repr(result.state) and "adam" not in repr(result.state)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("replay", [False, True])
 def test_on_step_lost(tmp_path, monkeypatch, replay):
     """Killed between a step's journal line and its callback: it was charged, and `on_step` was never called."""
@@ -278,7 +283,7 @@ def test_on_step_lost(tmp_path, monkeypatch, replay):
     ],
     ids=["learning rate", "moment", "loss", "data source", "microbatches"],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_a_replay_error_names_what_changed(change, named):
     plan = tiny_plan(steps=2)
     dpopt.train(plan, loss_fn, start(), fetch, replay=True)

@@ -67,6 +67,7 @@ def first_of(numbers, *shape):
     return x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("microbatch_size", [None, 1, 64])
 def test_sumorder(microbatch_size):
     """5 levels move the sum of 86,000 rows by 32 C when it is added up one by one."""
@@ -79,13 +80,14 @@ def test_sumorder(microbatch_size):
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 @pytest.mark.parametrize("shape", [(1,), (64,), (16, 4)], ids=str)
 @pytest.mark.parametrize("microbatch_size", slow_unless({None, 1000}, [None, 1, 1000]))
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 def test_sumorder2(engine, shape, microbatch_size):
     options = dict(engine=engine, microbatch_size=microbatch_size)
     loss = (lambda w, e: w @ e) if len(shape) == 1 else (lambda w, e: jnp.sum(w * e))
     assert moved(loss, jnp.zeros(shape), first_of(rows(2), *shape), **options) <= LIMIT
 
 
+@pytest.mark.slow
 def test_autosum():
     """The default engine through ``dp_sgd``: the release moves by C (the noise is the same, and cancels)."""
     x = first_of(rows(3), 64)
@@ -136,13 +138,14 @@ CASES = {
 @pytest.mark.parametrize("microbatch_size", slow_unless({None}, [None, 64]))
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_every_kind_of_contact(case, engine, microbatch_size):
     loss, params, batch = CASES[case]
     found = moved(loss, params, batch, engine=engine, microbatch_size=microbatch_size)
     assert 0.2 < found <= LIMIT
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["matrix and bias", "table"])
 def test_large_parameters(case, monkeypatch):
     """Which are added up on their own."""
@@ -175,6 +178,7 @@ def test_two_passes_on_many_devices(diagonal, monkeypatch):
     assert whole == [not diagonal]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_diagonals_and_offsets(engine):
     batch = first_of(N, 8)
@@ -182,6 +186,7 @@ def test_diagonals_and_offsets(engine):
     assert moved(lambda w, e: w @ e, jnp.zeros(8), batch, **options) <= LIMIT
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("microbatch_size", [None, 100])
 def test_one_gradient_that_is_not_finite(microbatch_size):
     """The ghost engine then computes the norms of the whole (micro)batch one example at a time."""
@@ -213,7 +218,7 @@ def test_federated_rounds():
 @pytest.mark.parametrize(
     ("batch", "microbatch_size"), [(86, None), (87, None), (300, None), (512, 128), (640, None), (700, 100), (1000, 7)]
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_the_sum_is_the_sum(engine, batch, microbatch_size):
     """Blocks, groups, tails and microbatches against NumPy in float64."""
     rng = np.random.default_rng(batch)
@@ -272,6 +277,7 @@ def test_rounding_is_paid_for():
     assert rounding.ROUNDING == 2.4375 * 2.0**-12
 
 
+@pytest.mark.slow
 def test_floats_are_used_where_the_bound_holds():
     """Neighbours differ in a row of one block, and in every sum of blocks after it; both may be rounded either way."""
     paid_for = rounding.ROUNDING * 2**24 - 1024 - 188
@@ -290,7 +296,7 @@ def test_floats_are_used_where_the_bound_holds():
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8, 64])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_floats_add_up_groups_where_the_bound_holds(devices, monkeypatch):
     """Of a batch, or of each of several parts of one, which are added up after it, and of each device's share."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
@@ -352,6 +358,7 @@ def test_parts_are_added_up_as_wholes(seed):
     assert np.any(total != x.astype(np.float64).sum((0, 1))), "these rows are adverse"
 
 
+@pytest.mark.slow
 @given(size=st.integers(1, 1300))
 @settings(max_examples=30, deadline=None)
 def test_every_row_is_added_once(size):
@@ -390,6 +397,7 @@ def test_pages_state_what_is_lost():
     assert f"Sums of up to {most} examples" in (root / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])
 def test_the_weighted_sum_is_taken_at_full_precision_on_accelerators(precision):
     """The model's own products may have any precision: here two forward, and one back to the hidden layer."""

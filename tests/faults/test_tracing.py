@@ -126,7 +126,7 @@ def programs(count):
 
 
 @pytest.mark.parametrize("names", slow_unless([*programs(30)][::2], programs(30)), ids=" - ".join)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 def test_ghost_follows_prologues_of_all_kinds(names, x64):
     *steps, contact = names
 
@@ -138,6 +138,7 @@ def test_ghost_follows_prologues_of_all_kinds(names, x64):
     assert_as_one_by_one(loss)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_customvjp(engine):
     """The backward rule gets one example's cotangent, never the sum of a batch."""
@@ -181,6 +182,7 @@ COMPLEX = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("loss", COMPLEX.values(), ids=COMPLEX)
 def test_complex_prologue(loss, x64):
     assert_as_one_by_one(loss)
@@ -200,6 +202,7 @@ LOW = {  # and the tolerance: JAX rounds cotangents, the engine does not
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("loss", "rtol"), LOW.values(), ids=LOW)
 def test_fp8(loss, rtol):
     assert_as_one_by_one(loss, W.astype(np.float32), X.astype(np.float32), rtol)
@@ -214,6 +217,7 @@ def test_fp8_products_fall_back():
         assert_as_one_by_one(loss, W.astype(np.float32), X.astype(np.float32), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sixteen_bits_lose_nothing_of_a_sum():
     """The prologue computes in bfloat16, and a sum of 512 that is pulled back in bfloat16 loses ones."""
     batch = np.ones((513, 2), np.float32)
@@ -248,6 +252,7 @@ def one_at_a_time(w, x):
     return jnp.sum(jnp.sin(centred(x) @ w))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loss", [reference, callback, one_at_a_time], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("jit", slow_unless({True}, [False, True]), ids=["eager", "jit"])
 def test_refs(loss, jit, x64):
@@ -350,6 +355,7 @@ def test_rbgrows_as_default():
             clipped(of_batch, jnp.zeros(8), {"x": jnp.ones((3, 8)), "key": keys})
 
 
+@pytest.mark.slow
 def test_keys_that_keep_rows_apart_are_accepted():
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(5, impl="threefry2x32"), i))(jnp.arange(3))
     batch = {"x": jnp.ones((3, 8)), "key": keys}
@@ -426,6 +432,7 @@ class Model(nnx.Module):
         return self.layer(self.dense(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "kind, message",
     [

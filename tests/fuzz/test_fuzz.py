@@ -24,6 +24,7 @@ def _settings():
     jax.clear_caches()  # programs have nothing in common
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("part", slow_unless(range(_PARTS // 8), range(_PARTS)))
 def test_no_example_moves_the_sum_further(part):
     for seed in range(part, PROGRAMS, _PARTS):
@@ -32,6 +33,7 @@ def test_no_example_moves_the_sum_further(part):
         assert outcome.kind != "fell_back", f"seed {seed}: the ghost engine can run all of these"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", slow_unless({0}, range(40)))
 def test_no_example_moves_the_sum_further_on_a_gpu(part):
     """Contributions are not compared with plain gradients, which a GPU rounds, too."""
@@ -59,6 +61,7 @@ def test_programs_that_once_exceeded(monkeypatch, seed, fast):
 
 
 # The first two exceeded while the inner product with a penalty was taken of other numbers than the norm.
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_unless([84_021, 84_070], [84_021, 84_070, *range(84_100, 84_120)]))
 def test_no_example_of_a_loss_with_a_penalty_moves_the_sum_further(monkeypatch, seed):
     _drawn_as_then(monkeypatch)
@@ -72,6 +75,7 @@ _SHARES = ["MULTIPLIED", "MADE_OF_PRODUCTS", "PAIRED", "STOPPED", "CROSSED", "CO
 
 # Weights that are multiples of parameters or products of them, layers whose output is a constant, too, weights that are
 # used in several ways, weights that meet complex numbers, experts, and weights and examples in another order.
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", slow_unless([87_009], range(87_000, 87_040)))
 @pytest.mark.parametrize("share", _SHARES)
 def test_no_example_of_a_loss_with_such_weights_moves_the_sum_further(monkeypatch, share, seed):

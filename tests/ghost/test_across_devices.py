@@ -31,6 +31,7 @@ def test_no_device_s_rows_are_left_out(devices):
     assert {way: off for way, off in found.items() if off > 1e-4} == {}
 
 
+@pytest.mark.slow
 def test_what_xla_divides_wrongly_is_not_verified():
     """It may miscompute a gradient on several devices, the ordinary one included: the oracle takes it on one."""
     found = script(ROOT / "tests" / "programs" / "placed_run.py", devices=8)

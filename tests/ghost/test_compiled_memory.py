@@ -51,16 +51,19 @@ def ratio(params, batch):
         return planned(clipped, params, batch) / planned(ordinary, params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_unless({0}, range(12)))
 def test_it_is_at_most_a_quarter_more(seed):
     assert ratio(*draw(seed)) <= 1.25
 
 
+@pytest.mark.slow
 def test_a_sum_of_several_blocks_is_added_up_in_the_memory_of_the_result():
     params = [{"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)} for _ in range(2)]
     assert ratio(params, jax.ShapeDtypeStruct((200, 1, 1024), jnp.float32)) <= 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [512, 700])
 def test_the_squares_of_wide_inputs_are_never_in_memory_as_a_whole(size):
     params = [{"w": jax.ShapeDtypeStruct((4000, 100), jnp.float32)}]
@@ -74,6 +77,7 @@ def test_the_squares_of_wide_inputs_are_never_in_memory_as_a_whole(size):
     assert scaled <= plain + 4 * (4 * 4000 * 100)  # some diagonals; the inputs are 5 or 7
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", slow_unless(range(2), range(12)))
 def test_one_pass_over_a_small_network_takes_at_most_a_quarter_more(seed):
     """Windows of all images were in memory together, 64 MB of them: up to three times an ordinary gradient's."""

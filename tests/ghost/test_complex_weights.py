@@ -96,7 +96,7 @@ def _drawn(seed):
 
 
 @pytest.mark.parametrize("seed", slow_unless([*range(3), 5, 8, 11, 17, 27], range(280)))
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_exact(seed, monkeypatch):
     """In one pass, two or recorded; also where complex weights stay complex."""
     with enable_x64(True):
@@ -121,7 +121,7 @@ def test_exact(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [1, 3, 40])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_real_weight_that_meets_complex_numbers(length):
     """Its gradient is the real part of a product: no example's contribution exceeds the clip norm, and none is short.
 

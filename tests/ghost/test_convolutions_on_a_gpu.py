@@ -53,7 +53,7 @@ def gradients(loss_fn, w, batch):
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["recorded", "kept"])
 @pytest.mark.parametrize("seed", slow_unless(range(3), range(24)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_random_convolutions(seed, keeps):
     """What vmap computes is added up: by products of windows, or of gradients that are kept."""
     loss_fn, w, batch = random_convolution(np.random.default_rng(seed))

@@ -58,7 +58,7 @@ def drawn(rng):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(8), range(80)))
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_flat_uses_have_no_contacts_and_change_no_gradient(seed, x64):
     rng = np.random.default_rng(seed)
     loss, params, x = drawn(rng)

@@ -38,7 +38,7 @@ def kinds(share):
 
 
 @pytest.mark.parametrize("case", slow_unless(_QUICK, ghost_cases.CASES), ids=lambda case: case.__name__)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_equals_vmap_in_float64(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     with jax.numpy_rank_promotion("allow"):  # for the models; test_transforms tests the engine without it
@@ -46,7 +46,7 @@ def test_equals_vmap_in_float64(case, x64):
 
 
 @kinds(0)
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_equals_vmap_under_a_diagonal(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     with jax.numpy_rank_promotion("allow"):
@@ -71,7 +71,7 @@ def test_equals_vmap_in_float32(case):
 
 
 @kinds(1)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_two_passes_equal_vmap(case, x64):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     with jax.numpy_rank_promotion("allow"):
@@ -80,7 +80,7 @@ def test_two_passes_equal_vmap(case, x64):
 
 @kinds(2)
 @pytest.mark.parametrize("diagonal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "diagonal"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_one_pass_equals_vmap(case, diagonal, x64):
     """Parameters that cannot be clipped in the first pass take a second one."""
     loss_fn, params, batch = case(ghost_cases.Arrays())
@@ -108,6 +108,7 @@ def test_scales_and_offsets_broadcast(case, x64):
         check(loss_fn, params, batch, scale=rows, offset=rows, clips=(flat_clip,))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("algorithm", ["F32_F32_F32", "BF16_BF16_F32", "BF16_BF16_F32_X6"])
 def test_a_loss_that_chooses_how_products_are_computed(algorithm):
     """An algorithm stands where a precision for each factor usually does."""

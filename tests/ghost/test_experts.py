@@ -56,6 +56,7 @@ def _drawn(seed, weight):
     return loss, {"w": rng.normal(size=shape)}, rng.normal(size=(4, rows, width))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("run", slow_unless(_RUNS[::17], _RUNS), ids=lambda run: ", ".join(map(str, run)))
 def test_contributions_are_those_of_plain_gradients(run):
     seed, weight, way = run
@@ -81,6 +82,7 @@ def test_experts_are_no_reason_to_take_one_example_after_the_other(engine):
         jax.eval_shape(lambda p, b: grads(p, b, mask=None).clipped_sum(dpopt.FlatClip(1.0)).sum, params, batch)
 
 
+@pytest.mark.slow
 def test_an_example_that_is_not_finite_stays_apart():
     loss, params, batch = _drawn(3, _WEIGHTS["as it is"])
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))

@@ -39,7 +39,7 @@ def _by_xla(image, filters, options, **more):
 
 
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_equals_the_library(seed):
     image, filters, options = _drawn(seed)
     with jax.enable_x64(True):
@@ -59,6 +59,7 @@ def test_bfloat16_is_added_up_in_float32(preferred):
     np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(found.dtype).astype(jnp.float32), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     """A penalty on a gradient differentiates the sum twice."""
     image, filters, options = _drawn(5)

@@ -59,6 +59,7 @@ def _matrix(rng):
     return loss_fn, jnp.asarray(rng.normal(size=(p, a) if is_left else (a, p)), jnp.float32), batch
 
 
+@pytest.mark.slow
 def test_tables_and_matrices_of_layers(used):
     """Every layer has its own, which a scan reads: none of them is left out."""
     rng = np.random.default_rng(0)
@@ -80,6 +81,7 @@ def test_tables_and_matrices_of_layers(used):
     chex.assert_trees_all_close(clipped("ghost", params, batch), clipped("vmap", params, batch), atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_a_table_that_is_a_matrix_too(is_turned, used, monkeypatch):
     """As of a language model whose output layer is its table: its sum is neither one of rows nor one product.
@@ -121,7 +123,7 @@ def used(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(8), range(160)))
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_any_sum(seed, used, monkeypatch):
     rng = np.random.default_rng(seed)
     if seed % 8 == 7:  # a matrix that goes whole
@@ -152,6 +154,7 @@ def test_any_sum(seed, used, monkeypatch):
     assert set(used) == ({way} if params.nbytes > 64 and not kept else set())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [6, 7, 8, 29])
 @pytest.mark.parametrize("has_rest", [False, True])
 def test_pairs_are_added_part_by_part(size, has_rest, used):
@@ -163,6 +166,7 @@ def test_pairs_are_added_part_by_part(size, has_rest, used):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("has_diagonal", [False, True])
 def test_no_block_takes_memory_of_the_size_of_a_parameter(has_diagonal):
     """Nor is one copied while others are added up. Of a diagonal, half is squared at a time."""

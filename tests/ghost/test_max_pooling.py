@@ -39,7 +39,7 @@ def _ours(pool, x):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(40), range(80)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 def test_gradients_go_where_xla_sends_them(seed):
     pool, x = _drawn(seed)
     x = jnp.asarray(x, jnp.float32)
@@ -63,6 +63,7 @@ def test_only_on_cpus_and_for_small_windows(monkeypatch):
     assert max_pooling(equation(4)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_a_network_with_pooling(engine, x64):
     """Norms and sum are those of plain gradients."""

@@ -48,7 +48,7 @@ def test_an_ordinary_gradient_has_the_cotangent_of_its_largest_value(seed):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(4), range(40)))
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_rematerialised_layers(seed):
     """Their memory was the one of what they keep, without what the backward pass of a block recomputes."""
     rng = np.random.default_rng(seed)

@@ -92,7 +92,7 @@ def drawn(rng, layer, number):
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("seed", slow_unless({2}, range(28)))
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_multiples_equal_plain_gradients(seed, layer, x64):
     rng = np.random.default_rng([seed, list(LAYERS).index(layer)])
     params, x, loss = drawn(rng, layer, str(rng.choice(list(NUMBERS))))
@@ -133,6 +133,7 @@ def test_half_precision_stays_as_it_is_written():
     assert not any(c.primitive is None for c in plan.trace.contacts)
 
 
+@pytest.mark.slow
 def test_products_in_more_bits_than_the_weight(x64):
     """The number is cast like the product that it divides."""
 

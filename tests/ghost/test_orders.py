@@ -59,7 +59,7 @@ _RUNS = slow_unless({(seed, _WAYS[seed // len(MEETINGS) % 3]) for seed in _SEEDS
 
 
 @pytest.mark.parametrize("run", _RUNS, ids=lambda run: f"{run[0]}, {run[1]}")
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_contributions_are_those_of_plain_gradients(run):
     seed, way = run
     loss, params, batch = _drawn(seed)
@@ -76,7 +76,7 @@ def test_contributions_are_those_of_plain_gradients(run):
 
 
 @pytest.mark.parametrize("kind", ["float32", "first", "second", "weights"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_product_is_rounded_where_the_loss_rounds_it(kind):
     """``preferred_element_type`` of fewer bits than the factors have, also where their types differ."""
     narrow = jnp.bfloat16
@@ -121,7 +121,7 @@ ROUNDING = {
 
 @pytest.mark.parametrize("engine", ["ghost", "auto"])
 @pytest.mark.parametrize("kind", ROUNDING)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_no_sum_is_rounded_within_another_equation(kind, engine):
     """A sum that is pulled back through an equation of 16 or 8 bits is rounded by more than one example adds."""
     x = jnp.asarray(1 + 0.5 * np.random.default_rng(0).random((240, 1, 1)), jnp.float32)
@@ -153,7 +153,7 @@ def test_sums_are_pulled_back_at_full_precision_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "auto"])
 @pytest.mark.parametrize("size", [None, 2])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_parameters_of_8_bits(engine, size):
     """JAX does not promote them by itself."""
     x = jax.random.normal(jax.random.key(0), (4, 5, 4))

@@ -128,7 +128,7 @@ def _contributions(loss, params, batch, way, limits):
 
 
 @pytest.mark.parametrize("run", _RUNS, ids=lambda run: f"{run[0]}, {run[1]}")
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_contributions_are_those_of_plain_gradients(run):
     seed, way = run
     loss, params, batch = _drawn(seed)
@@ -197,7 +197,7 @@ def _solver(kind):
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "not linear", "with a constant"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_sums_are_pulled_back_through_ordinary_solvers_alone(kind, x64):
     solve, rng = _solver(kind), np.random.default_rng(0)
     loss = lambda p, x: jnp.sum(jnp.sin(x @ solve(p["w"])))  # noqa: E731

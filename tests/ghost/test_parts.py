@@ -52,6 +52,7 @@ def clipped(params, batch, mask=None, clip=CLIP, **options):
     return (grads.shift(params) if clip is CLIP else grads).clipped_sum(clip)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches_split")
 @pytest.mark.parametrize("clip, parts", [(CLIP, 6), (dpopt.LayerwiseClip(0.5), 3)], ids=["recorded", "one pass"])
 def test_parts_equal_the_whole(clip, parts, x64, monkeypatch):
@@ -194,6 +195,7 @@ def test_explain_says_so(capsys):
     assert "ghost in one pass over each of 8 parts" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("image, kernel", [("NHWC", "HWIO"), ("NCHW", "OIHW")])
 def test_convolutions_in_a_loop_are_channels_last(image, kernel, x64):
     """XLA does not change their layout there, and its CPU backend is fast only for this one."""

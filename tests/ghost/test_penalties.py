@@ -85,7 +85,7 @@ def penalized(rng: np.random.Generator, layer: str, mapped: str, varies: bool):
         for i, layer in enumerate(LAYERS)
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_penalties_equal_plain_gradients(seed, layer, x64):
     rng = np.random.default_rng([seed, list(LAYERS).index(layer)])
     mapped, varies = str(rng.choice(list(MAPS))), bool(rng.random() < 0.5)
@@ -112,6 +112,7 @@ def test_no_gradient_is_formed_for_a_penalty(layer):
     assert own[0].method == without[0].method != "pulled_back"
 
 
+@pytest.mark.slow
 def test_a_penalty_that_cancels_the_gradient_is_not_underestimated():
     """Where all but a little of the two cancels, the norm is that of what is added up."""
     rng, clip = np.random.default_rng(0), 0.5

@@ -101,7 +101,7 @@ def drawn(rng):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(6), range(150)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_products_equal_plain_gradients(monkeypatch, seed, x64):
     monkeypatch.setattr(products, "_MOST_OPERATIONS", float("inf"))
     rng = np.random.default_rng(seed)
@@ -149,7 +149,7 @@ def _over_time(p, x):  # one weight for all steps, made before the loop
 
 @pytest.mark.parametrize("loss", [_adapted, _layers, _over_time])
 @pytest.mark.parametrize("rank", [2, 32])
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_factors_are_weights_where_that_takes_few_operations(loss, rank, x64):
     rng = np.random.default_rng(0)
     layers = (3,) if loss is _layers else ()

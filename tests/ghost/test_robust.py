@@ -39,7 +39,7 @@ ROBUST = pytest.mark.parametrize(
 
 @ROBUST
 @pytest.mark.parametrize("clip", slow_unless({flat_clip}, [flat_clip, leaf_clip]))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_an_example_that_is_not_finite_contributes_zero(case, clip):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     keep = np.arange(ghost_cases.B) != 2
@@ -56,6 +56,7 @@ def test_a_bad_example_with_a_filter_of_its_own_contributes_zero():
     test_an_example_that_is_not_finite_contributes_zero(ghost_cases.conv_own_filter, leaf_clip)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     slow_unless({ghost_cases.conv2d}, [ghost_cases.dense_sequence, ghost_cases.conv2d, ghost_cases.conv_groups]),
@@ -76,6 +77,7 @@ def test_a_bad_example_among_several_devices_contributes_zero(case, monkeypatch)
     np.testing.assert_array_equal(got.is_finite, keep)
 
 
+@pytest.mark.one_in(3)
 @ROBUST
 def test_a_masked_example_contributes_zero_whatever_it_holds(case):
     loss_fn, params, batch = case(ghost_cases.Arrays())
@@ -147,7 +149,7 @@ def test_offset_and_scale_survive_a_bad_example():
         pytest.param(ghost_cases.lstm, jnp.bfloat16, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_half_precision_parameters(case, dtype):
     """Norms and sums are float32; they agree as well as 8 bits of mantissa in the passes allow."""
     loss_fn, params, batch = case(ghost_cases.Arrays())
@@ -181,6 +183,7 @@ def test_half_precision_sums_keep_the_clip_bound():
     np.testing.assert_allclose(jnp.linalg.norm(got.sum["w"]), 0.7, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_mixed_precision_compute(x64):
     """Float32 parameters are cast to bfloat16 for the forward pass; the reference rounds differently."""
     loss_fn, params, batch = ghost_cases.dense_sequence(ghost_cases.Arrays())
@@ -261,7 +264,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused():
     ),
     ids=lambda c: c.__name__,
 )  # fmt: skip
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_finite_gradients_need_no_slow_path(case, monkeypatch, x64):
     """The slow path would give the right result too, so no other test would notice a NaN on the fast path."""
 

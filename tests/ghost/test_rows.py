@@ -26,6 +26,7 @@ def test_the_narrow_factor_comes_first_in_long_sums(positions, narrow_first):
     assert ("f32[4,64]" in product.partition(" dot(")[0]) == narrow_first
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count, size", [(0, 5), (1, 5), (7, 3), (300, 40), (300, 100_000), (300, 2**31 - 5)])
 def test_rows_with_equal_indices_are_merged_into_the_first(count, size):
     rng = np.random.default_rng(count)

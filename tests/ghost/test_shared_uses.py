@@ -121,7 +121,7 @@ def drawn(rng, kind, alike=False):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", slow_unless(range(2), range(60)))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
     rng = np.random.default_rng([seed, list(KINDS).index(kind)])
     loss, params, x = drawn(rng, kind)
@@ -134,7 +134,7 @@ def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", slow_unless(range(1), range(20)))
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_a_diagonal_of_uses_that_are_alike(seed, kind, x64):
     """In two passes the diagonal of a table stays one, which otherwise multiplies rows as they are recorded."""
     loss, params, x = drawn(np.random.default_rng([seed, 5, list(KINDS).index(kind)]), kind, alike=True)
@@ -144,7 +144,7 @@ def test_a_diagonal_of_uses_that_are_alike(seed, kind, x64):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", slow_unless(range(1), range(30)))
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_norms_of_rare_examples(seed, kind):
     """Gradients whose squares float32 cannot hold have their norms computed one by one."""
     size = 1e-25

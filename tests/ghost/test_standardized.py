@@ -59,6 +59,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("weight", ALIKE.values(), ids=ALIKE)
 def test_pulls_back_as_jax_does(weight, x64):
     w = np.random.default_rng(0).normal(0.3, 1, (3, 3, 2, 4))
@@ -78,6 +79,7 @@ def test_pulls_back_as_jax_does(weight, x64):
             np.testing.assert_allclose(got, want, rtol=1e-11)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", slow_unless({0}, range(3)))
 @pytest.mark.parametrize("weight", ALIKE.values(), ids=ALIKE)
 def test_gains_bound_what_an_entry_adds(weight, seed, x64):

@@ -46,6 +46,7 @@ def spoiled(batch, row, value):
     return jax.tree.map(spoil, batch)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "way, positions",
     [("two passes", 16), pytest.param("one pass", 16, marks=pytest.mark.slow), ("one pass", 1)],
@@ -87,7 +88,7 @@ def test_what_is_added_up_is_what_norms_were_taken_of(way, positions):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(3), range(60)))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_two_passes_of_any_batch(seed, x64, monkeypatch):
     """Any model, batch size, mask and diagonal; some parameters are clipped individually, the others together.
 
@@ -145,7 +146,7 @@ def test_two_passes_of_any_batch(seed, x64, monkeypatch):
     ),
     ids=lambda case: case.__name__,
 )  # fmt: skip
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_bad_example_changes_nothing_about_the_others(case):
     loss_fn, params, batch = case(ghost_cases.Arrays())
     if not any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(batch)):
@@ -162,6 +163,7 @@ def test_a_bad_example_changes_nothing_about_the_others(case):
             np.testing.assert_array_equal(bad.is_finite, np.arange(size) != 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e12, 1e25])
 def test_norms_whose_squares_float32_cannot_hold(size):
     x = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32)
@@ -186,6 +188,7 @@ def layers(remat):
     return loss, params, jax.ShapeDtypeStruct((8, 128, 64), "float32")
 
 
+@pytest.mark.slow
 def test_rematerialised_layers_take_the_memory_of_an_ordinary_gradient():
     loss, params, batch = layers(remat=True)
 
@@ -380,6 +383,7 @@ def test_memory_must_be_a_positive_number():
         dpopt.per_example_grads(lambda w, x: w * x, memory=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", slow_unless({1.0, 1e21}, [1.0, 1e21, 1e-20]))
 def test_a_table_that_steps_share_under_a_diagonal(size):
     """It is recorded in the first pass only. (Found by the fuzzer.)"""
@@ -447,7 +451,7 @@ def _plain_layerwise(loss, params, batch, mask, clip_norm):
 
 @pytest.mark.parametrize("batch_size", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (300, 720))])
 @pytest.mark.parametrize("engine, parts", [("vmap", 1), ("ghost", 1), ("ghost", 4)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_layers_of_a_scan_are_clipped_one_by_one(engine, parts, batch_size, monkeypatch):
     monkeypatch.setattr(ghost.Plan, "parts", property(lambda self: parts))
     loss, params, batch = _layers()
@@ -464,6 +468,7 @@ def test_layers_of_a_scan_are_clipped_one_by_one(engine, parts, batch_size, monk
     assert (got.remainder is not None) == (batch_size == 720 and parts == 1)
 
 
+@pytest.mark.slow
 def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
     loss, params, batch = _layers(twice=True)
     clip = dpopt.LayerwiseClip(0.1, scanned=SCANNED)
@@ -511,6 +516,7 @@ def test_unused_layers_share_the_clip_norm_beside_a_parameter_that_is_recorded(s
     assert_trees_close(got.sensitive.norms, want.sensitive.norms, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("clip", [dpopt.LayerwiseClip(1.0), dpopt.GroupClip({"a": 0.5, "b": 0.5})], ids=str)
 @pytest.mark.parametrize("way", ["vmap", "recorded", "one pass"])
 def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
@@ -531,7 +537,7 @@ def test_what_is_not_finite_is_left_out_group_by_group(way, clip, monkeypatch):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("case", [ghost_cases.dense, ghost_cases.conv2d], ids=lambda case: case.__name__)
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_one_pass_leaves_out_gradients_that_are_not_finite(case, value, monkeypatch):
     """Their entries would make those of the sum NaN, times a coefficient of zero, too."""
     monkeypatch.setattr(memory, "_SMALL_BYTES", 0)

@@ -63,7 +63,7 @@ def exact(shape, ids, rows, factor):
 
 
 @pytest.mark.parametrize("seed", slow_unless(set(QUICK), range(120)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_norms_and_sums(seed, monkeypatch):
     shape, ids, rows, factor, size = draw(seed)
     gradients, terms = exact(shape, ids, rows, factor)
@@ -93,6 +93,7 @@ def test_norms_and_sums(seed, monkeypatch):
     np.testing.assert_allclose(np.float64(got.sum) / clip, want / clip, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_and_columns_of_a_square_table():
     """Their factors have one shape, but rows and columns must not be merged."""
     rng, size, scale = np.random.default_rng(0), 20, 1e-25
@@ -113,6 +114,7 @@ def test_rows_and_columns_of_a_square_table():
     np.testing.assert_allclose(np.float64(got.leaf_norms) / scale, norms, rtol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("first", [0, 40])
 @pytest.mark.parametrize("size, sorts", [(60, False), (200, True)])
 def test_rows_are_merged_only_where_that_takes_less_memory_than_the_gradient(size, sorts, first):

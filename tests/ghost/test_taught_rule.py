@@ -13,6 +13,7 @@ from dpopt.ghost.rules import base
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_ghost_rule.md"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [ghost_cases.table_of_two_indices, ghost_cases.table_of_two_indices_out_of_range],

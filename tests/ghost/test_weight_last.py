@@ -17,6 +17,7 @@ def _products(function, *args):
     return [e for e in equations(jax.make_jaxpr(function)(*args).jaxpr) if e.primitive is lax.dot_general_p]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", slow_unless(range(15), range(40)))
 def test_any_product(seed, x64):
     rng = np.random.default_rng(seed)

@@ -35,7 +35,7 @@ def optimizer_of(run):
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize(("dtype", "rtol"), PRECISIONS, ids=["x64", "x32"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_golden(monkeypatch, name, dtype, rtol):
     run = load(name)
     with golden_runs.enable_x64(dtype == jnp.float64):
@@ -44,6 +44,7 @@ def test_golden(monkeypatch, name, dtype, rtol):
     assert golden_runs.error(run, "param", params) <= rtol
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_golden_end_to_end_from_the_data(monkeypatch, x64, name):
     run = load(name)
@@ -89,6 +90,7 @@ def test_golden_per_epoch_scale(monkeypatch, name, dtype, rtol):
     assert golden_runs.error(run, "param", path) <= rtol
 
 
+@pytest.mark.slow
 def test_every_rule_equals_its_equations(either_precision):
     rtol = 1e-11 if either_precision else 2e-5
     rng = np.random.default_rng(0)
@@ -138,6 +140,7 @@ def test_side_information_of_ones_is_dp_sgd():
     )
 
 
+@pytest.mark.slow
 def test_public_gradient_of_the_training_batch_is_rmsprop(x64):
     four = privacy_four(noise_multiplier=0.0, l2_clip_norm=math.inf)
     ours, rule = adadps(0.1, **four, decay=0.8, eps=1e-3), optax.rmsprop(0.1, decay=0.8, eps=1e-3, eps_in_sqrt=False)
@@ -159,6 +162,7 @@ def test_adas_is_the_scale_without_clip_and_noise():
     assert isinstance(opt.privacy.step_event(), dpopt.privacy.dp_accounting.NonPrivateDpEvent)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rule", ["rmsprop", "adagrad", "adam"])
 def test_one_gaussian_a_step(count_draws, rule):
     opt = adadps(0.1, rule=rule, **privacy_four(noise_multiplier=1.7))
@@ -167,6 +171,7 @@ def test_one_gaussian_a_step(count_draws, rule):
     assert len(count_draws) == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rule", ["rmsprop", "adagrad", "adam"])
 def test_one_example_moves_the_sum_by_at_most_the_clip_norm(rule):
     opt = adadps(1.0, rule=rule, **privacy_four(noise_multiplier=0.0, expected_batch_size=1))
@@ -181,7 +186,7 @@ def test_one_example_moves_the_sum_by_at_most_the_clip_norm(rule):
 
 
 @pytest.mark.parametrize("rule", ["rmsprop", "adam"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_scan_equals_a_loop(either_precision, rule):
     opt = adadps(0.1, rule=rule, **privacy_four())
     step = dpopt.make_train_step(tiny_loss, opt, engine="vmap")
@@ -195,6 +200,7 @@ def test_scan_equals_a_loop(either_precision, rule):
     assert_near(scanned[0], train(opt)[0], rtol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule", ["rmsprop", "adam"])
 def test_bfloat16_parameters_keep_float32_moments(rule):
     params, state = train(adadps(0.1, rule=rule, **privacy_four()), params=tiny_params(dtype=jnp.bfloat16))
@@ -203,6 +209,7 @@ def test_bfloat16_parameters_keep_float32_moments(rule):
     assert all(np.isfinite(x.astype(jnp.float32)).all() and x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 def test_nan_examples_and_empty_batches():
     opt = adadps(0.1, rule="adam", **privacy_four())
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), tiny_batch())

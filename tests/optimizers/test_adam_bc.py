@@ -51,6 +51,7 @@ FILES = ("adambc_sigma0", "adambc_sigma1", "adambc_lownoise")
 PRECISIONS = {"x64": (True, 1e-10), "x32": (False, 1e-5)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", slow_unless({"x64"}, PRECISIONS))
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("reference", ["jax_param", "corr_param"])
@@ -162,7 +163,7 @@ RULES = {
 @pytest.mark.parametrize("x64, rtol", [(True, 1e-10), (False, 2e-4)])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("noise", ["constant", "schedule", "per coordinate", "schedule per coordinate"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_numpy_transcription(rule, noise, x64, rtol):
     rng = np.random.default_rng(0)
     steps, d = 15, 6
@@ -337,6 +338,7 @@ def test_no_noise_is_rmsprop_and_adagrad():
             np.testing.assert_allclose(run(ours, jnp.zeros(5), grads), run(theirs, jnp.zeros(5), grads), rtol=1e-10)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_types_under_jit_and_scan(either_precision, dtype):
     params = {"w": jnp.ones((2, 3), dtype), "s": jnp.ones((), dtype)}

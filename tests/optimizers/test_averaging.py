@@ -19,6 +19,7 @@ def numpy_average(trajectory, decay):
     return average
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_is_the_published_recursion(decay, dtype):
@@ -46,6 +47,7 @@ def builder(steps=6, decay=0.9):
     return start.clip(1.0).noise(1.0).then(optax.adam(0.05)).average(decay)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_it_and_its_noise_averages_out():
     plan, seen = builder(), [start()]
     result = run(plan.build(), on_step=lambda t, params: seen.append(jax.tree.map(np.asarray, params)))

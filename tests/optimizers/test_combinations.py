@@ -52,11 +52,12 @@ ADAPTIVE = [(diagonal, "adam_bc", "float32") for diagonal in DIAGONALS] + [("non
 
 
 @pytest.mark.parametrize("pair", slow_unless(PAIRS[::2], PAIRS), ids="-".join)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 def test_a_diagonal_and_a_rule_train_together(pair):
     train_together(*pair, clip=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", slow_unless(ADAPTIVE[:1], ADAPTIVE), ids="-".join)
 def test_they_do_with_an_adaptive_clip_norm(pair):
     train_together(*pair, clip=dpopt.adaptive.quantile_clip({"w": 0.3, "b": 0.1}, count_share=0.1))

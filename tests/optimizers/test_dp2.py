@@ -36,6 +36,7 @@ def train(optimizer, steps, params=None, batch=None, mask=None, engine="auto"):
     return params, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [dp2, dp2_noise_first])
 def test_delay_longer_than_the_run_is_dp_sgd(make):
     changes = {**DP2, "delay": (9, 1)}
@@ -167,7 +168,7 @@ def named():
 
 
 @pytest.mark.parametrize("name", slow_unless({"corrected", "scheduled"}, named()))
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_scan_equals_a_loop(either_precision, name):
     opt = named()[name]
     step = dpopt.make_train_step(tiny_loss, opt, engine="vmap")
@@ -183,6 +184,7 @@ def test_scan_equals_a_loop(either_precision, name):
     assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, scanned, (params, opt.init(params))))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", slow_unless({"dp2", "noise_first", "extra_query"}, named()))
 def test_bfloat16_parameters_keep_float32_moments(name):
     opt = named()[name]
@@ -194,7 +196,7 @@ def test_bfloat16_parameters_keep_float32_moments(name):
 
 
 @pytest.mark.parametrize("name", slow_unless({"dp2", "noise_first", "extra_query"}, named()))
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_nan_examples_count_as_absent(name):
     batch = tiny_batch()
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), batch)
@@ -205,6 +207,7 @@ def test_nan_examples_count_as_absent(name):
     assert_identical(spoiled_params, masked_params)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", named())
 def test_empty_batches_still_step_and_stay_finite(name):
     params, state = train(named()[name], 6, mask=jnp.zeros(4, bool))

@@ -76,11 +76,12 @@ def check_golden(monkeypatch, name, dtype, rtol, **options):
 
 # The reference programs clip by C / (norm + 1e-15), which is C / norm at this tolerance.
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_golden_x64(monkeypatch, x64, name):
     check_golden(monkeypatch, name, jnp.float64, golden_runs.RTOL64)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", slow_unless(RUNS[::3], RUNS))
 def test_golden_float32(monkeypatch, name):
     check_golden(monkeypatch, name, jnp.float32, golden_runs.RTOL32)
@@ -92,6 +93,7 @@ def test_golden_without_jit(monkeypatch, x64, name):
     check_golden(monkeypatch, name, jnp.float64, golden_runs.RTOL64, jit=lambda step: step)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", ["dp2_adagrad_S_sigma1", "dp2_rmsprop_ablation2_S_sigma0", "dp2_rmsprop_matfac_sigma05"]
 )
@@ -179,6 +181,7 @@ def ours(monkeypatch, optimizer, grads, z, w):
 KINDS = [(kind, delay) for kind in ("dp2", "corrected", "noise_first") for delay in (3, (2, 4))] + [("extra_query", 3)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "delay", "rule"),
     [

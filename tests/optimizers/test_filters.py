@@ -107,6 +107,7 @@ def test_one_gradient_does_where_it_can():
     np.testing.assert_allclose(jax.grad(filters.look_ahead(loss, d, kappa=1.0))(w, x), jax.grad(loss)(w, x))
 
 
+@pytest.mark.slow
 def test_they_stand_in_any_chain():
     for noise in (None, correlated.banded(3, steps=9)):
         core = dpopt.privatize(**privacy_four(noise=noise))

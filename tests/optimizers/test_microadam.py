@@ -48,6 +48,7 @@ def assert_close(actual, expected, rtol):
 # --- the authors' trajectories ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name, x64, rtol",
     [
@@ -91,6 +92,7 @@ def test_golden_microadam(name, x64, rtol):
                 assert_close(params[leaf], data["param"][leaf][t], rtol)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("x64, rtol", [(True, 1e-6), (False, 1e-5)])  # the reference clips by C / (n + 1e-6)
 def test_golden_dp_micro_adam_with_its_own_clip_and_noise(monkeypatch, x64, rtol):
     with enable_x64(x64):
@@ -195,7 +197,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", slow_unless(OPTIONS.keys() - {"eight bits", "buckets", "blocks"}, OPTIONS))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_numpy_transcription_over_three_wraps(option):
     options = {"density": 0.2, "memory_size": 4, "quantization_bits": 4, "b1": 0.8, "b2": 0.95, "eps": 1e-4}
     options |= OPTIONS[option]
@@ -254,7 +256,7 @@ def test_numpy_transcription_with_the_same_random_rounding(monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("bucket", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(21)
 def test_quantized_error_is_at_most_half_a_unit(bits, bucket, size):
     x = jnp.asarray(10 + np.random.default_rng(size).normal(size=size), jnp.float32)
     q = _quantize.quantize(x, bits=bits, bucket_size=bucket)
@@ -269,6 +271,7 @@ def test_quantized_error_is_at_most_half_a_unit(bits, bucket, size):
     assert jax.tree.map(lambda a: (a.shape, a.dtype), like) == jax.tree.map(lambda a: (a.shape, a.dtype), q)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [0.0, -3.7, 1e-30])
 @pytest.mark.parametrize("key", [None, 0])
 def test_constant_vectors_survive(value, key):
@@ -348,6 +351,7 @@ def test_rounding_never_reuses_the_noise(monkeypatch):
     assert len({tuple(words.tolist()) for words in found["noise"] + found["rounding"]}) == 5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size, density, block, kept", [(100, 0.01, None, 1), (101, 0.01, None, 2), (1, 0.01, None, 1),
     (100, 0.05, 20, 5), (110, 0.1, 20, 11), (7, 0.5, 100, 4), (60, 1.0, 7, 60)])  # fmt: skip
 def test_number_kept(size, density, block, kept):
@@ -385,7 +389,7 @@ def random_grads(steps, dtype, seed=0):
 
 @pytest.mark.parametrize("x64, rtol", [(True, 1e-12), (False, 1e-4)])  # optax rounds 1 - b2^t in float32
 @pytest.mark.parametrize("correction", ["global", "window"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_density_one_and_long_memory_is_adam(x64, rtol, correction):
     with enable_x64(x64):
         grads = random_grads(25, jnp.float64 if x64 else jnp.float32)

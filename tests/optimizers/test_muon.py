@@ -86,6 +86,7 @@ def under_noise(m, stddev):
     return jax.vmap(one)(jax.random.split(jax.random.key(1), 20_000))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stddev", [0.5, 1.0])
 def test_a_third_of_the_bias_is_gone(stddev):
     """Over 20,000 draws of noise; the bias of the plain rule is asserted too, so that the test has power. (The mean
@@ -97,6 +98,7 @@ def test_a_third_of_the_bias_is_gone(stddev):
     assert plain_bias > 0.3 and bias < 0.75 * plain_bias
 
 
+@pytest.mark.slow
 def test_in_a_chain_it_is_told_the_noise_of_every_coordinate():
     core = dpopt.privatize(**privacy_four(), preconditioner=dpopt.last_moments())
     optimizer = dpopt.chain(core, scale_by_muon_bc(key=jax.random.key(0), beta=0.5))

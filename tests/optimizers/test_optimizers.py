@@ -128,7 +128,7 @@ def train(name, *, steps=3, batch=None, mask=None, params=None, **changes):
 
 
 @TWINS
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 def test_without_noise_and_clip_it_follows_its_optax_twin(name):
     opt, twin = ROWS[name].make(**privacy_four(**WITHOUT_PRIVACY)), ROWS[name].twin
     params = twin_params = make_params()
@@ -167,6 +167,7 @@ def test_a_step_states_the_multiplier_it_was_given(name):
     assert events.merged(opt.privacy.step_event()).noise_multiplier == pytest.approx(paid(1.7), rel=1e-12)
 
 
+@pytest.mark.one_in(3)
 @EVERY
 def test_it_draws_noise_once_a_step(name, count_draws):
     opt = ROWS[name].make(**privacy_four())
@@ -177,6 +178,7 @@ def test_it_draws_noise_once_a_step(name, count_draws):
     assert len(count_draws) == sum(1 if s is None else min(2, s.stream.draws) for s in strategies)
 
 
+@pytest.mark.one_in(3)
 @EVERY
 def test_nothing_that_was_not_noised_reaches_state_or_parameters(name, monkeypatch):
     """With NaN as noise, all that depends on data through the noise is NaN; the rest must be equal for any data."""
@@ -228,7 +230,7 @@ def test_the_check_for_leaks_has_power(monkeypatch):
 
 @FEW
 @pytest.mark.parametrize("dtype", slow_unless({"bfloat16"}, ["bfloat16", "float64"]))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_it_keeps_shapes_and_dtypes_and_can_be_scanned(name, dtype):
     with enable_x64(dtype == "float64"):
         params = make_params(dtype)
@@ -253,6 +255,7 @@ def test_jitted_and_eager_steps_agree(name="adam"):
     assert_near(train(name, steps=1)[0], eager[0], 1e-5)  # fused arithmetic rounds differently before a division
 
 
+@pytest.mark.one_in(5)
 @FEW
 def test_it_compiles_once(name):
     opt, step = standard(name)
@@ -265,6 +268,7 @@ def test_it_compiles_once(name):
     assert sizes[1] == sizes[2] == sizes[0]
 
 
+@pytest.mark.one_in(3)
 @STRUCTURES
 def test_poisoned_examples_count_for_nothing(name):
     poisoned = jax.tree.map(np.array, mlp_batch(4))
@@ -275,6 +279,7 @@ def test_poisoned_examples_count_for_nothing(name):
     assert_near(train(name, batch=poisoned, mask=masked)[0], without)
 
 
+@pytest.mark.one_in(5)
 @FEW
 def test_an_empty_batch_takes_a_noisy_step(name):
     masked = train(name, steps=2, mask=np.zeros(4, bool))
@@ -285,12 +290,14 @@ def test_an_empty_batch_takes_a_noisy_step(name):
     assert not np.allclose(masked[0]["w"], other[0]["w"])  # noise moved them
 
 
+@pytest.mark.one_in(5)
 @FEW
 def test_typed_and_legacy_keys_give_the_same_steps(name):
     typed, legacy = (train(name, key=make(7))[0] for make in (jax.random.key, jax.random.PRNGKey))
     assert_identical(typed, legacy)
 
 
+@pytest.mark.one_in(5)
 @FEW
 def test_a_promise_and_stacked_gradients_give_the_same_update(name):
     opt, params, batch = ROWS[name].make(**privacy_four()), make_params(), mlp_batch(4)

@@ -22,6 +22,7 @@ def four_of(run):
     return dict(l2_clip_norm=m["clip1"], noise_multiplier=m["sigma"], expected_batch_size=m["B"], key=jax.random.key(0))
 
 
+@pytest.mark.one_in(2)
 @both
 @pytest.mark.parametrize("name", ["pda_dpmd_S_sigma1", "pda_dpmd_logreg_sigma0"])
 def test_golden_pda_dpmd(monkeypatch, name, dtype, rtol):
@@ -92,6 +93,7 @@ def steps_of(optimizer, private, public, start):
 OFF = dict(l2_clip_norm=np.inf, noise_multiplier=0.0, expected_batch_size=1, key=jax.random.key(0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule", ["rmsprop", "adagrad"])
 def test_dp_r_pub_equals_its_equations(x64, rule):
     private, public = np.random.default_rng(0).normal(size=(2, 9, 5))
@@ -140,6 +142,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_event_scan_dtype_and_bad_batches(count_draws, name):
     opt = MAKERS[name](0.1, **privacy_four(noise_multiplier=1.7))

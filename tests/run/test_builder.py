@@ -88,7 +88,7 @@ ASKS_FOR_PUBLIC_GRADIENTS = ("adadps, public", "dp_r_pub", "dp_adam_pub", "pda_d
 
 
 @pytest.mark.parametrize("name", slow_unless({*NAMED} - {*SIMILAR}, NAMED))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_builder_gives_the_trajectory_of_the_named_optimizer(name):
     named, diagonals, rule = NAMED[name]
     b = builder()
@@ -106,6 +106,7 @@ def test_baselines_are_still_found_where_they_were(name):
         assert getattr(dpopt, name) is getattr(dpopt.baselines, name)
 
 
+@pytest.mark.slow
 def test_builder_covers_the_extra_query_with_its_budget():
     mechanism = dpopt.baselines.extra_query(adaptive_l2_clip_norm=2.0, delay=3)
     base = builder(num_examples=5_000, steps=300).mechanism(mechanism).clip(0.7)

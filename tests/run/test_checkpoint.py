@@ -28,7 +28,7 @@ def lines(directory):
 
 
 @pytest.mark.parametrize("at", [1, 5, 8, 10])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_run_that_died_resumes_bit_for_bit(tmp_path, at):
     whole = run(tiny_plan(steps=10), replay=True)
     with Checkpointer(tmp_path, every=4) as c, pytest.raises(Died):
@@ -73,6 +73,7 @@ def test_a_finished_run_is_found_finished(tmp_path):
     assert result.ledger.steps == 3 and len(lines(tmp_path)) == 2 + 3, "no second segment for nothing"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")], ids=repr)
 def test_keys_of_all_kinds_come_back(tmp_path, key):
     opt = dpopt.dp_adam(0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=key)
@@ -102,6 +103,7 @@ def test_nobody_else_can_read_it(tmp_path):
     assert stat.S_IMODE(os.stat(directory / "ledger.jsonl").st_mode) == 0o600
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -143,6 +145,7 @@ def test_steps_and_learning_rate_may_change(tmp_path):
     assert result.state.update == 4 and result.ledger.steps == 4
 
 
+@pytest.mark.slow
 def test_a_budget_is_extended_across_processes(tmp_path):
     with Checkpointer(tmp_path) as c:
         first = run(tiny_plan(steps=6, budget=2.0), checkpointer=c, steps=50)

@@ -29,7 +29,7 @@ def resumed(directory, *, keep=1, plan=None, **options):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_calls_without_a_step_leave_the_run_as_it_was(tmp_path, seed):
     """Drawn histories: kills within a step, calls for fewer steps than there are, and calls with no budget left."""
     rng = np.random.default_rng(seed)
@@ -60,6 +60,7 @@ def copied(path):
 TAMPERINGS = {"replaced": copied, "removed": os.remove, "cut off": lambda path: os.truncate(path, 300)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", TAMPERINGS)
 def test_a_journal_that_is_touched_while_the_run_is_live_stops_it(tmp_path, how):
     released = []
@@ -75,6 +76,7 @@ def test_a_journal_that_is_touched_while_the_run_is_live_stops_it(tmp_path, how)
     assert released == [1, 2, 3]  # nothing is released that the file may lack
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["on_step", "a thread"])
 def test_a_plan_is_trained_by_one_call_at_a_time(where):
     """What is left of a budget is computed when a call starts: two of them would spend it twice."""
@@ -99,6 +101,7 @@ def test_a_plan_is_trained_by_one_call_at_a_time(where):
     assert plan.run(loss_fn, start(), fetch, progress=False, budget=dpopt.Budget(9.0, **RDP)).ledger.steps > 12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sampling", ["epochs", "cyclic_poisson", "balls_in_bins", "poisson"])
 def test_users_numbered_by_rank_are_not_taken_in_parts_by_number(sampling):
     """Without one user the next would be in another part: the sums of a whole epoch would differ."""
@@ -137,6 +140,7 @@ def test_queries_with_one_key_are_refused():
         run(plan, data=DATA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     slow_unless({np.uint32}, [np.uint32, np.int8, np.int64, np.float16]),

@@ -54,6 +54,7 @@ def _call(plan, directory, steps, released):
         return run(plan, steps=steps, checkpointer=checkpointer, on_step=lambda t, w: released.append(np.asarray(w)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_unless({22, 30}, range(40)))
 def test_an_interrupt_at_any_line_leaves_a_run_that_goes_on(tmp_path, seed):
     rng, released = np.random.default_rng(seed), []

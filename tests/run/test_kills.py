@@ -146,6 +146,7 @@ def arrays(directory, position):
     return sorted(files, key=lambda p: -p.stat().st_size)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "damage", slow_unless({"truncated", "missing"}, ["truncated", "overwritten", "missing", "no description"])
 )
@@ -216,6 +217,7 @@ def test_a_full_disk_while_a_step_is_entered(tmp_path, small_disk):
 
 
 # A write that fails late reaches Orbax's threads when their loop is closed; Python then reports results never awaited.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_while_saving(tmp_path, small_disk):
@@ -246,6 +248,7 @@ def test_a_restart_with_fewer_devices(tmp_path):
 BAD = [np.nan, np.inf, -np.inf, 1e30, -1e38]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 @pytest.mark.parametrize("value", [*BAD, 1e-30])
 def test_one_bad_example_moves_the_sum_by_the_clip_norm_at_most(engine, value):
@@ -265,6 +268,7 @@ def test_one_bad_example_moves_the_sum_by_the_clip_norm_at_most(engine, value):
     assert seen.is_finite.tolist() == [True, True, bool(np.isfinite(value)), True, True, True]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_is_dropped_and_counted(engine, value):

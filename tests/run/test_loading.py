@@ -62,6 +62,7 @@ def test_steps_have_rows_where_there_is_data(source):
     assert_identical((rows, mask), (DATA[batch.indices], batch.mask))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("source", [Source, ManySource])
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_a_run_reads_a_source_and_gets_what_arrays_give(source, prefetch):
@@ -140,6 +141,7 @@ def test_hugging_face_data_is_a_source():
     assert rows["y"].tolist() == batch.indices.tolist()
 
 
+@pytest.mark.slow
 def test_rows_are_split_over_devices_and_stay_so():
     mesh, data = make_mesh(1), {"x": DATA, "y": np.arange(64)}
     fetch, indices = sharded_rows(data, 64, mesh), np.array([5, 1, 60, 7])

@@ -75,6 +75,7 @@ def test_what_was_spent_earlier_counts_against_the_budget(accountant, share):
     assert "spent earlier" in plan.summary() and "spent earlier" not in alone.summary()
 
 
+@pytest.mark.slow
 def test_steps_that_were_lost_and_what_was_spent_earlier_share_the_budget():
     """No step exceeds the budget of both together, also under a later budget that omits what was spent earlier."""
     first = events.poisson_event(noise_multiplier=1.0, sampling_prob=8 / len(DATA), steps=3)
@@ -103,6 +104,7 @@ def test_what_is_spent_already_leaves_no_budget():
         budgeted(dict(epsilon=1.0, delta=DELTA, earlier=dp_accounting.GaussianDpEvent(0.5)))
 
 
+@pytest.mark.slow
 def test_the_journal_knows_what_was_spent_earlier(tmp_path, capsys):
     """A resumed run cannot omit it, and a statement made from the file alone includes it."""
     pytest.importorskip("orbax.checkpoint")
@@ -180,6 +182,7 @@ def test_a_call_with_nothing_to_do_starts_no_segment():
     assert plan.journal.entries == before
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -296,6 +299,7 @@ def test_the_same_plan_in_memory_and_on_disk_is_refused(tmp_path):
         plan.journal.attach(tmp_path / "ledger.jsonl", {})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "dtype",
     slow_unless(

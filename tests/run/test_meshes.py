@@ -46,6 +46,7 @@ def adapted():
     return dpopt.flax.nnx_loss(Model(), lambda model, x: jnp.mean(jnp.square(model(x) - 1)), wrt=nnx.LoRAParam)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ghost", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_frozen_weights_on_a_mesh_with_explicit_axes(engine):
     loss_fn, params = adapted()
@@ -56,6 +57,7 @@ def test_frozen_weights_on_a_mesh_with_explicit_axes(engine):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_lie_elsewhere_go_where_the_parameters_are():
     loss_fn, params = adapted()
     plan, mesh = make_plan(), meshes.mesh_of(EXPLICIT)
@@ -81,6 +83,7 @@ def test_what_is_not_trained_is_no_part_of_the_program():
     assert len(closed) - len(told) > 2 * FROZEN.nbytes * 0.9  # two hexadecimal digits a byte
 
 
+@pytest.mark.slow
 def test_training_uses_the_constants_that_it_was_given():
     loss_fn = with_constants(distance, FROZEN)
     w = jnp.ones((64, 2))

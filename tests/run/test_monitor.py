@@ -43,6 +43,7 @@ def test_an_error_in_it_costs_nothing():
     assert plan.journal.ledger.steps == 0
 
 
+@pytest.mark.slow
 def test_the_average_is_evaluated_where_there_is_one():
     import optax
 

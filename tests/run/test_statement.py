@@ -35,6 +35,7 @@ def test_no_statement_claims_less_than_was_found(epsilon):
     assert epsilon <= float(text) <= 1.01 * epsilon and float(statement._up(epsilon)) == float(text)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sigma", [2.0, 9.0, 30.0, 100.0])
 def test_no_attack_does_better_than_is_stated(sigma):
     stated = statement.state(dp.GaussianDpEvent(sigma), delta=1.2349e-5)
@@ -107,6 +108,7 @@ def _run(plan, **options):
     return plan.run(lambda w, x: jnp.sum((w - x) ** 2), jnp.zeros(2), lambda indices: data[indices], **options)
 
 
+@pytest.mark.slow
 def test_a_result_states_what_its_ledger_holds():
     plan = _plan()
     result = _run(plan)
@@ -187,6 +189,7 @@ def test_noise_from_a_shell_meets_the_budget(capsys):
     assert "at delta 0.0001 after 100 steps, for adding or removing one example" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_is_stated_from_its_directory_also_while_it_goes_on(tmp_path, capsys):
     plan, seen = _plan(), []
 
@@ -225,6 +228,7 @@ def test_mistakes_in_a_shell_are_named(arguments, message, tmp_path, capsys):
     assert message in err and err.startswith(f"dpopt {arguments[0]}: ") and not out
 
 
+@pytest.mark.slow
 def test_the_shell_knows_the_package():
     command = [sys.executable, "-m", "dpopt", "calibrate", *RUN, "--epsilon", "2", "--delta", "1e-5"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

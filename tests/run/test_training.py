@@ -26,6 +26,7 @@ def one_step(batch, mask=None, opt=OPT, **kwargs):
     return step(params, opt.init(params), batch, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opt", [OPT, dpopt.dp_sgd(0.1, **privacy_four(l2_clip_norm=0.5, noise_multiplier=0.0))])
 @pytest.mark.parametrize("microbatch_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7, 50))])
 def test_microbatched_masked_and_whole_steps_agree(opt, microbatch_size):
@@ -57,6 +58,7 @@ def test_the_agreement_check_sees_a_clip_per_microbatch():
         assert_near(wrong, one_step(batch, opt=opt)[0])
 
 
+@pytest.mark.slow
 def test_a_step_follows_its_formula():
     opt = dpopt.dp_sgd(1.0, **privacy_four(l2_clip_norm=0.5, noise_multiplier=2.0, expected_batch_size=8))
     params, batch = mlp_params(), mlp_batch(5)
@@ -67,6 +69,7 @@ def test_a_step_follows_its_formula():
     assert_near(new, expected)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize("size", [0, 4])
 def test_an_empty_batch_takes_a_noisy_step(size, microbatch_size):
@@ -110,6 +113,7 @@ def loop(sampler, steps, opt=OPT, start=0, carry=None):
     return params, state
 
 
+@pytest.mark.slow
 def test_steps_can_be_scanned_over_a_samplers_batches():
     sampler = dpopt.PoissonSampler(60, 8, seed=0, pad_to=32)
     step = dpopt.make_train_step(mlp_loss, OPT, microbatch_size=4)
@@ -131,6 +135,7 @@ def test_steps_can_be_scanned_over_a_samplers_batches():
     assert metrics.loss.shape == (6,)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one():
     sampler = dpopt.PoissonSampler(60, 8, seed=0)
     stored = jax.tree.map(np.asarray, jax.tree.map(lambda x: x, loop(sampler, 3, opt=LEGACY)))
@@ -141,6 +146,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
 LEGACY = dpopt.dp_adam(0.1, **privacy_four(key=jax.random.PRNGKey(0)))  # plain arrays, which NumPy can save
 
 
+@pytest.mark.slow
 def test_steps_can_be_vmapped_over_seeds_and_learning_rates():
     batch, params = mlp_batch(4), mlp_params()
 

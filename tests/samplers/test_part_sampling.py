@@ -157,7 +157,7 @@ def charged(plan, ledger):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_an_uninterrupted_run_costs_what_its_plan_says(kind):
     plan = KINDS[kind]()
     result = run(plan)
@@ -180,6 +180,7 @@ HISTORY = st.lists(
 )  # steps to take, the step at which the process dies, replay
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_unless({"cyclic, banded", "epochs, redrawn"}, KINDS))
 @hypothesis.settings(max_examples=6, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(history=HISTORY)
@@ -233,7 +234,7 @@ def test_a_fresh_segment_restarts_the_strategy(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["cyclic, banded", "epochs, redrawn", "bins, recurrent"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_run_that_is_replayed_is_the_same_to_the_bit(kind, tmp_path):
     pytest.importorskip("orbax.checkpoint")
     from dpopt.run.checkpoint import Checkpointer
@@ -251,6 +252,7 @@ def test_a_run_that_is_replayed_is_the_same_to_the_bit(kind, tmp_path):
     assert result.ledger == whole.ledger and result.lost == 0
 
 
+@pytest.mark.slow
 def test_a_statement_says_that_noise_is_correlated(tmp_path, capsys):
     pytest.importorskip("orbax.checkpoint")
     from dpopt.__main__ import main
@@ -273,6 +275,7 @@ def test_a_budget_stops_before_it_is_spent():
     assert dpopt.run.allowance.steps_within(plan, dpopt.Budget(limit, 1e-5)) == 11
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_from_below():
     for sampling, strategy in (
         ("cyclic_poisson", correlated.banded(4, steps=STEPS)),

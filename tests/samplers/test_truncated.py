@@ -56,6 +56,7 @@ def p_value(draw, probabilities, steps=6_000):
     return stats.chisquare(observed[possible], steps * probabilities[possible]).pvalue
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("n", "size", "most"), [(5, 2, 2), (5, 2.5, 3), (4, 3, 3), (5, 1.5, 5), (6, 1, 1)])
 def test_batches_follow_the_definition(n, size, most):
     sampler = TruncatedPoissonSampler(n, size, max_batch_size=most, seed=0)
@@ -75,6 +76,7 @@ def thrown_away(sampler):
     return lambda t: next(fitting)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrong", [first_ones, thrown_away])
 def test_other_ways_of_cutting_are_told_apart(wrong):
     sampler = TruncatedPoissonSampler(5, 2, max_batch_size=2, seed=0)
@@ -112,6 +114,7 @@ def direct(event, count, delta, interval=1e-4):
     return accountant.compose(event, count).get_epsilon(delta)
 
 
+@pytest.mark.slow
 def test_the_event_is_dp_accountings_and_so_is_epsilon():
     sampler = TruncatedPoissonSampler(5_000, 200, max_batch_size=230, seed=0)
     optimizer = dpopt.dp_adam(0.1, **privacy_four(noise_multiplier=1.3, expected_batch_size=200))
@@ -251,6 +254,7 @@ def known_choice_delta(parts, epsilon):
     return max(np.sum([weight * np.array(directions(q, sigma)) for weight, q, sigma in parts], axis=0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("n", "delta"), [(10, 1e-5), (10, 1e-6), (8, 1e-7)])
 def test_what_is_ever_sampled_does_not_lean_on_which_samples_were_full(n, delta):
     """The mean sampling probability is too low for a bound if it is known which samples were full."""
@@ -284,6 +288,7 @@ def test_no_bound_is_below_a_small_world_or_what_it_is_taken_of(count):
             assert np.max(divergences(n, q, most, sigma, [*others, 1.0], [claim])) <= delta * (1 + 1e-5), world
 
 
+@pytest.mark.slow
 def test_queries_of_a_step_are_paid_for_together():
     """Two queries on one truncated sample are one with less noise, also in schedules and with second queries."""
     scheme = TruncatedPoisson(100, 0.1, 12)
@@ -311,6 +316,7 @@ def test_correlated_noise_is_refused():
         )
 
 
+@pytest.mark.slow
 def test_extremes_are_accounted_for():
     step = dp.TruncatedSubsampledGaussianDpEvent
     for event in (step(10, 0.0, 3, 1.0), step(10, 0.5, 0, 1.0)):
@@ -341,6 +347,7 @@ def test_extremes_are_accounted_for():
         dpopt.epsilon_of_event(dp.ComposedDpEvent([fixed, step(10, 0.5, 3, 1.0)]), delta=DELTA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_who_comes_is_promised_as_much_as_who_leaves(count):
     """Exact divergences against data with one example fewer and with one more: the bound holds for both."""
@@ -400,6 +407,7 @@ def test_schedules_of_truncated_samples_take_seconds_and_are_rounded_upwards():
     assert (curves[0] <= curves[1] * (1 + 1e-9)).all() and found <= by_renyi
 
 
+@pytest.mark.slow
 def test_one_more_example_costs_about_the_same():
     """Adding an example costs about as much as removing one."""
     for n, most in ((1_000, 130), (50_000, 5_150)):
@@ -415,6 +423,7 @@ def test_one_more_example_costs_about_the_same():
 # Whole runs.
 
 
+@pytest.mark.slow
 def test_a_run_compiles_one_step():
     def shapes(sampler):
         optimizer = dpopt.dp_sgd(0.1, **privacy_four(expected_batch_size=8))
@@ -458,6 +467,7 @@ def test_a_plan_pays_says_and_stops(tmp_path):
     assert short.stopped == "budget" and short.state.update == 5
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_from_below():
     builder = dpopt.Builder(
         num_examples=6_400, expected_batch_size=400, steps=50, key=jax.random.key(0), sampling="truncated_poisson",
@@ -473,6 +483,7 @@ class Died(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_run_that_dies_goes_on_and_pays(tmp_path, replay):
     pytest.importorskip("orbax.checkpoint")
