@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from dpopt import ghost
-from dpopt.ghost import costs
+from dpopt.ghost import methods
+from dpopt.ghost.methods import shared
+from dpopt.ghost.methods.base import Cost
 
 try:
     from jax import enable_x64
@@ -145,7 +147,9 @@ def preferring(method):
     """Norms come from a ``method``, "pairs" or "segments", wherever they can; "" is for the cheapest."""
     with pytest.MonkeyPatch.context() as patch:
         if method:
-            patch.setattr(costs, f"{method}_cost", lambda *sizes: (0.0, 0.0))
+            preferred = getattr(methods, method.upper())
+            patch.setattr(type(preferred), "cost", lambda *of: Cost(0.0, 0.0))
+            patch.setattr(shared, f"cost_of_{method}", lambda *sizes: Cost(0.0, 0.0))
         yield
 
 

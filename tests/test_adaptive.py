@@ -439,6 +439,7 @@ def test_padding_counts_for_nothing_and_the_expected_size_divides():
     assert float(norms_of(state)) == 1.0
 
 
+@pytest.mark.slow
 def test_the_clip_norm_stays_within_its_bounds():
     for length, initial, bound in ((0.0, 2.0**-59, adaptive.LEAST), (1e30, 2.0**59, adaptive.MOST)):
         opt = dpopt.privatize(**privacy_four(l2_clip_norm=quantile_clip(initial, learning_rate=9.0)))
@@ -479,6 +480,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_unless({"layers"}, list(CLIPS)))
 def test_every_engine_counts_the_same(kind, monkeypatch):
     """And clips equally: the oracle forms gradients, and counts in NumPy."""
@@ -540,6 +542,7 @@ def test_diagonals_are_applied_before_norms_are_counted():
     assert float(jnp.log(norms_of(state))) == pytest.approx(-0.5 / 4)
 
 
+@pytest.mark.slow
 def test_clients_are_counted_not_their_examples():
     """The setting of the paper: client deltas, a quantile of their norms, privacy per client."""
     clip = quantile_clip(0.5, quantile=0.5, learning_rate=0.3)

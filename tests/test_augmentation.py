@@ -78,7 +78,7 @@ def clipped_sum(promise, params, batch, mask, clip_norm):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("multiplicity", slow_unless((3,), [1, 3, 8]))
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_the_mean_gradient_is_what_is_clipped(engine, multiplicity):
     with enable_x64():
         params = mlp_params(dtype=jnp.float64)
@@ -183,6 +183,7 @@ def cropped(example, key):
     return jax.lax.dynamic_slice(jnp.pad(x, 1), corner, x.shape), y
 
 
+@pytest.mark.slow
 def test_the_ghost_engine_follows_and_costs_about_as_many_ordinary_gradients():
     model = Convolutional()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8, 8)), jnp.float32)

@@ -42,7 +42,7 @@ def test_the_same_privacy_however_it_is_built(way):
     assert events[0] == events[1]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("way", SAME)
 def test_the_same_steps_however_it_is_built(way):
     params, batch = mlp_params(), mlp_batch(4)

@@ -195,6 +195,7 @@ def test_group_clip_clips_each_group_alone():
     assert GroupClip({"a": 1.0, "b": 0.1}).sensitivity == pytest.approx(math.hypot(1.0, 0.1))
 
 
+@pytest.mark.slow
 def test_group_clip_of_one_group_is_a_flat_clip():
     grads = random_tree(0, batch=5)
     one, flat = (stacked_grads(grads, mask=None).clipped_sum(c).sum for c in (GroupClip(0.8), FlatClip(0.8)))
@@ -342,7 +343,7 @@ def test_layerwise_clip_refuses_layers_that_are_none():
         stacked_grads(grads, mask=None).clipped_sum(dpopt.LayerwiseClip(1.0, scanned={"v": True}))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [FlatClip, lambda c: GroupClip({"a": c, "b": c / 2}), dpopt.LayerwiseClip])
 def test_a_clip_norm_may_be_traced(make):
     """Such as one of several that ``vmap`` tries."""

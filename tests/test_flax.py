@@ -97,7 +97,7 @@ def test_a_promise_passes_through_train_state(name):
     assert_near(state.params, by_hand(tx))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n.startswith("inject")])
 def test_injected_hyperparameters_do_not_change_the_step(name):
     # Adam divides by a root that is near zero for some weights, where traced rates round differently.
@@ -196,6 +196,7 @@ def test_make_train_step_trains_an_nnx_model():
     assert np.isfinite(metrics.loss)
 
 
+@pytest.mark.slow
 def test_nnx_filter_freezes_the_rest():
     model = nnx_make_model()
     loss_fn, params = nnx_loss(model, nnx_batch_loss, wrt=nnx.PathContains("out"))

@@ -203,6 +203,7 @@ def test_a_directory_is_for_one_search(tmp_path):
         fit(grid=grid, estimator=clone(model).set_params(classes={False, True}))
 
 
+@pytest.mark.slow
 def test_of_the_rows_a_directory_says_nothing_that_is_public(tmp_path):
     """Not even a digest: the file that states the cost is the same for all tables of one shape."""
     told = []

@@ -256,7 +256,7 @@ def test_calibration_overshoots(target):
     assert 0.98 * target < dpopt.epsilon(noise_multiplier=sigma, **run) <= target
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_epsilon_is_negative_or_zero_at_extreme_orders(accountant):
     """Cancellation at extreme orders gave an epsilon of zero or below (opacus 844, tf privacy 166)."""

@@ -149,6 +149,7 @@ def make_plan(key):
     return builder.clip(1.0).noise(1.0).then(optax.sgd(0.1)).build()
 
 
+@pytest.mark.slow
 def test_a_run_is_verified_before_its_first_step(monkeypatch):
     data, loss = mlp_batch(20), lambda p, e: mlp_loss(p, e)
     fetch = lambda rows: jax.tree.map(lambda x: x[rows], data)  # noqa: E731

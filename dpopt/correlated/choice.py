@@ -57,7 +57,7 @@ def choices(
     *Privacy*: arithmetic on public constants.
 
     >>> best, *_ = choices(
-    ...     epsilon=8.0, delta=1e-5, num_examples=6_400, expected_batch_size=100, steps=64, most_bands=8)
+    ...     epsilon=8.0, delta=1e-5, num_examples=3_200, expected_batch_size=100, steps=32, most_bands=4)
     >>> best.sampling, best.error < 0.8
     ('epochs', True)
     """

@@ -17,7 +17,8 @@ Tracing the loss:
 
 Planning:
 
-* plan.py          which norm method for which parameter; planner.py chooses it by cost (costs.py)
+* methods/         one file per way to take squared norms from factors: where it applies, its cost, the norm
+* plan.py          which of them for which parameter; planner.py chooses it by cost (costs.py, forward.py)
 * memory.py        chooses passes and microbatches that fit in memory; kept.py what an ordinary gradient keeps there
 * layers.py        which parameters, and layers of them, can be clipped one by one
 * explain.py       the plan as a table
@@ -28,7 +29,7 @@ Running:
 * run.py           the passes over one batch; chunks.py a batch in chunks
 * records.py       what they recorded, without copies of the batch
 * contacts.py      gradients and weighted sums at one contact; pullback.py from the contacts back to the parameters
-* norms.py         per-example squared norms from factors; standardized.py through normalised filters
+* standardized.py  filters that are normalised on the way to a contact
 * quick_sums.py    products that a GPU computes in TF32
 * squares.py       bounds on what float32 loses of a square; term_sizes.py the sizes of the terms that rounding is
                    proportional to

@@ -19,11 +19,13 @@ from jax import lax
 
 from dpopt.common.trees import accumulator_dtype, per_example
 from dpopt.engines import sums
-from dpopt.ghost import norms, term_sizes
+from dpopt.ghost import term_sizes
 from dpopt.ghost.canonical import channels_last
 from dpopt.ghost.costs import view_bytes
+from dpopt.ghost.methods.base import AtContact, FromFactors, over_groups
+from dpopt.ghost.methods.explicit import formed, formed_together
 from dpopt.ghost.primitives import BILINEAR, CONVOLUTION, DOT
-from dpopt.ghost.rows import quick_products, summed_products, tf32
+from dpopt.ghost.rows import quick_products, summed_products, tf32, wide
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import TOLERANCE, Square, cancelled_before, of_entries
@@ -61,7 +63,7 @@ def form(contact: Contact, record: Recorded, for_sum: bool = False) -> jax.Array
         return record.gradient
     if contact.factors is None:
         return record.y.astype(accumulator_dtype(record.y.dtype))
-    return norms.explicit(contact.factors, record.x, record.y, is_quick=for_sum and contact.is_rounded)
+    return formed(contact.factors, record.x, record.y, is_quick=for_sum and contact.is_rounded)
 
 
 def usage(contact: Contact) -> Hashable:
@@ -91,11 +93,11 @@ def used_alike(contacts: Sequence[Contact], records: Records) -> list[list[Conta
 def form_together(contacts: Sequence[Contact], seen: Sequence[Seen]) -> jax.Array:
     """The sum of one example's gradients at such contacts, of the shape of the weight."""
     uses = [(cast(Factors, c.factors), s.x, s.y) for c, s in zip(contacts, seen, strict=True)]
-    return contacts[0].unfold(norms.explicit_together(uses))
+    return contacts[0].unfold(formed_together(uses))
 
 
 def square_of_one(
-    contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float,
+    contact: Contact, method: AtContact, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float,
     is_quick: bool = False,
 ) -> Square:  # fmt: skip
     """``|S * G|^2`` for one example; ``diagonal`` is S, like the weight; for ``lost`` see `squares.of_entries`.
@@ -106,26 +108,26 @@ def square_of_one(
 
 
 def parts_of_one(
-    contact: Contact, method: str, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float,
+    contact: Contact, method: AtContact, record: Recorded, diagonal: jax.Array | None, lost: jax.Array | float,
     is_quick: bool = False, direction: jax.Array | None = None,
 ) -> tuple[Square, term_sizes.Columns | None]:  # fmt: skip
     """`square_of_one` without the part that is cheaper for all examples together, which `with_terms` adds.
 
     Here and there ``diagonal`` is folded. ``direction``, folded as well, is that of `Square.along`."""
     factors = contact.factors
-    if method != "explicit":
+    if isinstance(method, FromFactors):
         x, y, _ = cast(Seen, record)
-        return norms.square(method, cast(Factors, factors), x, y, diagonal, is_quick), None
-    formed = form(contact, record, for_sum=is_quick)
-    found = of_entries(formed if diagonal is None else formed * diagonal, lost)
+        return method.square(cast(Factors, factors), x, y, diagonal, is_quick), None
+    gradient = form(contact, record, for_sum=is_quick)
+    found = of_entries(gradient if diagonal is None else gradient * diagonal, lost)
     if direction is not None:
-        found = found._replace(along=jnp.sum(formed * direction))
+        found = found._replace(along=jnp.sum(gradient * direction))
     if isinstance(record, Formed) or factors is None or factors.positions == 1:
         return found, None
     terms = term_sizes.of_one(factors, record.x, record.y, diagonal)
     if isinstance(terms, term_sizes.Columns):
         return found, terms
-    return cancelled_before(found, terms, formed.dtype, is_quick), None
+    return cancelled_before(found, terms, gradient.dtype, is_quick), None
 
 
 def with_terms(
@@ -254,6 +256,7 @@ def along(contact: Contact, direction: jax.Array, x: jax.Array) -> jax.Array:
 def inner(contact: Contact, direction: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """``<G, direction>`` for one example, without G."""
     if contact.factors is not None and contact.factors.one_hot:  # reads out of range have no gradient
-        return norms.along_rows(contact.factors, direction, x, y)
+        folded = contact.factors.fold(direction)
+        return jnp.sum(over_groups(lambda group: jnp.sum(wide(group.scaled())), contact.factors, x, y, folded))
     out = along(contact, direction, x)
     return jnp.sum(out * y.astype(out.dtype))

@@ -11,6 +11,7 @@ from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines.stacked import ClipFunction, layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
 from dpopt.ghost.memory import Memory, Way, choose, estimate
+from dpopt.ghost.methods import EXPLICIT
 from dpopt.ghost.plan import Plan
 
 
@@ -41,12 +42,12 @@ class Explanation:
         for leaf in self.plan.leaves:
             names = Counter("identity" if c.primitive is None else c.primitive.name for c in leaf.contacts)
             notes = ", standardized" if leaf.standardized else ""
-            if leaf.method == "explicit" and set(leaf.contacts) <= self.plan.kept:
+            if leaf.method is EXPLICIT and set(leaf.contacts) <= self.plan.kept:
                 notes += ", kept"
             row = (
                 str(self.plan.trace.leaves[leaf.leaf].shape),
                 ", ".join(n if k == 1 else f"{n} x{k}" for n, k in names.items()) or "none",
-                leaf.method + notes,
+                leaf.method.name + notes,
                 f"{self.plan.batch_size * leaf.operations:.2g}",
                 f"{self.plan.batch_size * leaf.bytes:.2g}",
             )

@@ -25,6 +25,7 @@ from dpopt.ghost import contacts, quick_sums
 from dpopt.ghost.chunks import in_chunks, join_rows, split_rows, together
 from dpopt.ghost.hook_vjp import batched, with_hook
 from dpopt.ghost.large_sums import is_large, large_sum
+from dpopt.ghost.methods import EXPLICIT, AtContact
 from dpopt.ghost.rows import tf32
 from dpopt.ghost.selection import selected
 from dpopt.ghost.squares import largest, tiny, to_one
@@ -44,7 +45,7 @@ class _Hook(Hook):
     bounds: jax.Array
     total: sums.Sum  # zeros like the weight, at least float32; the sum is over the whole batch
     diagonal: jax.Array | None  # (*steps, *weight): multiplies the gradient before the norm, not in the sum
-    method: str = dataclasses.field(metadata=_STATIC)
+    method: AtContact = dataclasses.field(metadata=_STATIC)
     chunk: int = dataclasses.field(metadata=_STATIC)  # examples at a time
     tiny: float = dataclasses.field(metadata=_STATIC)  # of `Trace.narrowest`
     spare: float = dataclasses.field(metadata=_STATIC)  # of `Plan.spare_bytes`
@@ -168,7 +169,7 @@ Hooks = Mapping[Contact, TwoPassHook | ClipHook]
 def _clipped(contact: Contact, hook: ClipHook, rows: _Rows, limit: jax.Array, diagonal: jax.Array | None) -> _Results:
     """Bounds and the clipped sum."""
     x, y, keep = rows
-    if hook.method == "explicit" and contact.factors is not None and len(keep) <= rounding.ROWS:
+    if hook.method is EXPLICIT and contact.factors is not None and len(keep) <= rounding.ROWS:
         return _clipped_as_formed(contact, hook, rows, limit, diagonal)
     bounds = hook.norms(contact, x, y, diagonal)
     upper = bounds[..., 0]

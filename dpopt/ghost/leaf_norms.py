@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from dpopt.common.trees import at_once
 from dpopt.engines.norms import safe_norm
-from dpopt.ghost import norms, shared, squares, term_sizes
+from dpopt.ghost import squares, term_sizes
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import (
     Formed,
@@ -28,7 +28,8 @@ from dpopt.ghost.contacts import (
     with_terms,
 )
 from dpopt.ghost.leaf_terms import Sizes, sizes_of_one, totals
-from dpopt.ghost.plan import LeafPlan, orientation
+from dpopt.ghost.methods import EXPLICIT, GRAM, NO_CONTACT, PULLED_BACK, AtContact, Shared, standardized
+from dpopt.ghost.plan import LeafPlan
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import Square, cancelled, cancelled_before, of_entries, shifted, tiny
@@ -59,8 +60,8 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
         c: _kept(run, c, s) if c in run.plan.kept else s._replace(out=None) for c, s in seen.items()
     }
     found: list[Any] = [(known or {}).get(leaf) for leaf in range(len(run.leaves))]
-    own = [p for p in run.plan.leaves if p.method != "pulled_back" and found[p.leaf] is None]
-    squared, last = _squares(run, [p for p in own if p.method != "none"], seen, records)
+    own = [p for p in run.plan.leaves if p.method is not PULLED_BACK and found[p.leaf] is None]
+    squared, last = _squares(run, [p for p in own if p.method is not NO_CONTACT], seen, records)
     largest_entries = [(p.leaf, squared[p.leaf].diagonal) for p in own if p.leaf in squared and not p.numbers]
     diagonals = {leaf: _scaled(run, leaf, jnp.sqrt(jnp.max(d))) for leaf, d in largest_entries if d is not None}
     quick = [p.leaf for p in own if not run.plan.quick.isdisjoint(p.contacts)]
@@ -71,9 +72,9 @@ def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None
     upper, lower = at_once(lambda v, m: jnp.sqrt(v + m), value, missing), at_once(jnp.sqrt, value)
     for leaf_plan in run.plan.leaves:
         leaf = leaf_plan.leaf
-        if leaf_plan.method == "none":
+        if leaf_plan.method is NO_CONTACT:
             found[leaf] = found[leaf] or _without_contacts(run, leaf)
-        elif leaf_plan.method == "pulled_back":
+        elif leaf_plan.method is PULLED_BACK:
             found[leaf] = upper[leaf], lower[leaf]
         elif leaf in upper:
             found[leaf] = _affine(run, leaf_plan, (upper[leaf], lower[leaf]), squared[leaf].along, seen)
@@ -122,15 +123,15 @@ def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records, befor
         diagonal, cotangents = _after(before, (diagonal, [seen[c].y for c in contacts]))
         seen = {c: seen[c]._replace(y=y) for c, y in zip(contacts, cotangents, strict=True)}
         records = {c: seen[c]._replace(out=None) if isinstance(records[c], Seen) else records[c] for c in contacts}
-    if method.startswith("shared_"):
-        return _shared(run, leaf_plan, diagonal, [seen[c] for c in contacts])
+    if isinstance(method, Shared):
+        return _shared(run, leaf_plan, method, diagonal, [seen[c] for c in contacts])
     if leaf_plan.standardized is None:
         one, rest, inputs = _direct(run, leaf_plan, diagonal, records)
     else:
         one, rest, inputs = _standardized(run, leaf_plan, diagonal, seen, records)
     # Kept gradients are squared in chunks, too: otherwise a CNN took 1.11 ordinary gradients instead of 1.03. A GPU,
     # which has no such cache, starts fewer kernels.
-    chunk = run.plan.chunk(contacts) if method == "explicit" else run.plan.fitting(leaf_plan.bytes)
+    chunk = run.plan.chunk(contacts) if method is EXPLICIT else run.plan.fitting(leaf_plan.bytes)
     if jax.default_backend() == "gpu" and run.plan.kept.issuperset(contacts):
         chunk = run.plan.batch_size
     found = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
@@ -188,18 +189,15 @@ def _direction(run: Run, leaf_plan: LeafPlan) -> Array:
     return run.pull_back.push(leaf_plan.leaf, tangent, leaf_plan.contacts[:1])[0]
 
 
-def _shared(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: Sequence[Seen]) -> Square:
+def _shared(run: Run, leaf_plan: LeafPlan, method: Shared, scale: Array | None, seen: Sequence[Seen]) -> Square:
     """The squared norms of a matrix that several contacts use."""
-    contacts, method = leaf_plan.contacts, leaf_plan.method.removeprefix("shared_")
-    turned = [orientation(c) != orientation(contacts[0]) for c in contacts]
-    factors = [cast(Factors, c.factors) for c in contacts]
+    contacts = leaf_plan.contacts
     scale = run.diagonal(leaf_plan.leaf, contacts[0], scale)
     scale = None if scale is None else jnp.squeeze(contacts[0].fold(scale), (0, 1))
 
     def one(seen: list[tuple[Array, Array]]) -> Square:
         xs, ys = zip(*seen, strict=True)
-        uses = list(zip(factors, turned, xs, ys, strict=True))
-        return shared.square(method, uses, scale)._replace(terms=None)
+        return method.square(contacts, xs, ys, scale)._replace(terms=None)
 
     chunk = run.plan.fitting(leaf_plan.bytes)
     return in_chunks(jax.vmap(one), [(s.x, s.y) for s in seen], run.plan.batch_size, chunk)
@@ -211,14 +209,14 @@ Parts: TypeAlias = tuple[Callable[..., tuple[Square, Any]], Callable[..., Square
 
 def _direct(run: Run, leaf_plan: LeafPlan, scale: Array | None, records: Records) -> Parts:
     """For a weight whose entries each depend on one entry of the parameter."""
-    leaf, contact = leaf_plan.leaf, leaf_plan.contacts[0]
+    leaf, contact, method = leaf_plan.leaf, leaf_plan.contacts[0], cast(AtContact, leaf_plan.method)
     diagonal, lost = run.diagonal(leaf, contact, scale), _lost(run, leaf, [contact])
     diagonal, is_quick = None if diagonal is None else contact.fold(diagonal), contact in run.plan.quick
-    forms = leaf_plan.numbers and leaf_plan.method == "explicit"
+    forms = leaf_plan.numbers and leaf_plan.method is EXPLICIT
     direction = contact.fold(_direction(run, leaf_plan)) if forms else None
 
     def one(record: Recorded) -> tuple[Square, term_sizes.Columns | None]:
-        square, columns = parts_of_one(contact, leaf_plan.method, record, diagonal, lost, is_quick, direction)
+        square, columns = parts_of_one(contact, method, record, diagonal, lost, is_quick, direction)
         return square if is_quick else square._replace(terms=None), columns
 
     def rest(square: Square, columns: term_sizes.Columns | None) -> Square:
@@ -231,17 +229,17 @@ def _standardized(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: Seen
     """For a weight whose filters are normalised."""
     (contact,) = leaf_plan.contacts
     factors, coefficients = cast(Factors, contact.factors), run.coefficients(leaf_plan.leaf)
-    if leaf_plan.method == "gram":
+    if leaf_plan.method is GRAM:
 
         def from_gram(f: Seen) -> tuple[Square, None]:
-            square = norms.standardized_gram(factors, f.x, f.y, cast(Array, f.out), coefficients)
+            square = standardized.from_gram(factors, f.x, f.y, cast(Array, f.out), coefficients)
             return square._replace(terms=None), None
 
         return from_gram, lambda square, columns: square, seen[contact]
     deviation, diagonal = factors.fold(coefficients.deviation), None if scale is None else factors.fold(scale)
 
     def explicit(record: Recorded) -> tuple[Square, term_sizes.Columns | None]:
-        square = norms.standardized_explicit(form(contact, record), deviation, diagonal, coefficients)
+        square = standardized.from_formed(form(contact, record), deviation, diagonal, coefficients)
         if isinstance(record, Seen) and is_sum(contact, record):
             return square, term_sizes.columns(factors, record.x, record.y)
         return square, None

@@ -17,8 +17,9 @@ from jax.typing import ArrayLike
 
 from dpopt.common.trees import is_narrow
 from dpopt.engines import rounding
-from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, forward_work, largest_value, nbytes
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, nbytes
 from dpopt.ghost.failures import CannotFollow
+from dpopt.ghost.forward import forward_work, largest_value
 from dpopt.ghost.kept import formed_in_conditionals, kept_bytes, recomputed_bytes
 from dpopt.ghost.layers import single_parameters, why_not_by_layer
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan

@@ -21,7 +21,7 @@ from dpopt.ghost import costs, squares, term_sizes
 from dpopt.ghost.chunks import join_rows, split_rows
 from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, is_sum, sum_at, usage
 from dpopt.ghost.leaf_terms import sizes_of_terms
-from dpopt.ghost.norms import mapped
+from dpopt.ghost.methods.base import mapped
 from dpopt.ghost.primitives import CONVOLUTION, DOT
 from dpopt.ghost.pullback import Pull
 from dpopt.ghost.records import without_given

@@ -11,18 +11,20 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from dpopt.engines import rounding
 from dpopt.ghost import costs
-from dpopt.ghost.costs import activation_bytes, forming_bytes, forward_work, leaf_bytes, nbytes, norm_cost
+from dpopt.ghost.costs import activation_bytes, forming_bytes, leaf_bytes, nbytes
+from dpopt.ghost.forward import forward_work
+from dpopt.ghost.methods import EXPLICIT, GRAM, PULLED_BACK, AtContact, Method, methods_at
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import Standardized
-from dpopt.ghost.values import Contact, Entry
+from dpopt.ghost.values import Contact
 
 # Ghost must not be slower than vmap by more than 5%: the cost model is not more accurate than that.
 MARGIN = 1.05
@@ -38,8 +40,6 @@ _SMALL_CHUNK_BYTES = 1 << 20
 _STREAMED_CHUNK_BYTES = 1 << 26
 # Dtypes of factors that TF32 represents, or rounds without leaving its range.
 _ROUNDED = {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
-# Of so many rows, all pairs may be multiplied for a norm with a diagonal: the program grows with their number.
-FEW = 16
 # A batch whose forward pass computes less is not split: it fits the caches, and the allocator reuses the memory.
 _WHOLE_BYTES = 1 << 25
 # Bytes moved in the time that the operations of one equation take to start, and to become as fast as on a whole batch.
@@ -53,7 +53,7 @@ class LeafPlan:
 
     leaf: int
     contacts: tuple[Contact, ...]
-    method: str  # none, one of norms.py, shared_ and one for several contacts (shared.py), explicit or pulled_back
+    method: Method
     operations: float  # for one example's norm
     bytes: float  # of buffers that an ordinary gradient does not need, for one example
     standardized: Standardized | None = None  # if its filters are normalised on the way to the contact
@@ -77,7 +77,7 @@ class Plan:
     scaled: Sequence[bool]  # as passed to `planner.make_plan`
     shifted: bool
     paths: Sequence[str] = ()
-    streamed: Mapping[Contact, str] = dataclasses.field(default_factory=dict)  # contacts with hooks, and their methods
+    streamed: Mapping[Contact, AtContact] = dataclasses.field(default_factory=dict)  # contacts with hooks
     single: frozenset[int] = frozenset()  # parameters that are clipped in the first pass
 
     @property
@@ -85,7 +85,7 @@ class Plan:
         """Groups of contacts and parameters that are connected and have their norms computed together."""
         groups: list[tuple[set[Contact], set[int]]] = []
         for leaf in self.leaves:
-            if leaf.method == "pulled_back":
+            if leaf.method is PULLED_BACK:
                 joined = [g for g in groups if g[0] & set(leaf.contacts)]
                 contacts = set(leaf.contacts).union(*(own for own, _ in joined))
                 members = {leaf.leaf}.union(*(own for _, own in joined))
@@ -100,13 +100,13 @@ class Plan:
         alone = [leaf for leaf in self.leaves if len(leaf.contacts) == 1 and not self.scaled[leaf.leaf]]
         method = {leaf.contacts[0]: leaf.method for leaf in alone} | dict(self.streamed)
         own = {leaf.contacts[0] for leaf in alone} - self.kept
-        found = (c for c in own if method[c] in ("rank_one", "gram", "explicit"))
+        found = (c for c in own if isinstance(at := method[c], AtContact) and at.bounds_terms)
         return frozenset(c for c in found if _may_be_quick(c, c.of_step if c in self.streamed else c))
 
     @property
     def outputs(self) -> frozenset[Contact]:
         """The contacts whose outputs are needed for norms."""
-        return frozenset(leaf.contacts[0] for leaf in self.leaves if leaf.standardized and leaf.method == "gram")
+        return frozenset(leaf.contacts[0] for leaf in self.leaves if leaf.standardized and leaf.method is GRAM)
 
     def chunk(self, contacts: Sequence[Contact]) -> int:
         """How many examples' gradients to form at a time."""
@@ -181,7 +181,7 @@ class Plan:
                     # In one pass, gradients that are formed for the norm are added up as they are (hooks.py).
                     kept = leaf.leaf in single and self.batch_size <= rounding.ROWS and jax.device_count() == 1
                     cost = functools.partial(_streamed_cost, one, scaled=scaling, are_added_up=kept)
-                    chosen[contact] = min(methods(one, scaling), key=cost)
+                    chosen[contact] = min(methods_at(one, scaling), key=cost)
         # Contacts that share a tap are recorded together or not at all.
         recorded = {c.shares or c for c in self.trace.contacts if c not in chosen}
         chosen = {c: m for c, m in chosen.items() if (c.shares or c) not in recorded}
@@ -192,8 +192,8 @@ class Plan:
         """How many examples' gradients, or Gram matrices, of one step to form at a time."""
         one, scaling = cast(Contact, contact.of_step), not contact.is_copy
         method = self.streamed[contact]
-        is_formed = method == "explicit" and one.factors is not None
-        chunk = self.fitting(forming_bytes(one) if is_formed else norm_cost(one, method, scaling)[1])
+        is_formed = method is EXPLICIT and one.factors is not None
+        chunk = self.fitting(forming_bytes(one) if is_formed else method.cost(one, scaling).bytes)
         if contact.given is None or not self.is_one_pass:  # two passes have a copy of each block of the batch
             return chunk
         # Factors are scaled before they are squared, which copies a chunk of the batch.
@@ -239,26 +239,13 @@ def _divisor(size: int, most: float) -> int:
     return max(n for n in range(1, size + 1) if size % n == 0 and n <= max(1, most))
 
 
-def _streamed_cost(contact: Contact, method: str, *, scaled: bool, are_added_up: bool) -> float:
+def _streamed_cost(contact: Contact, method: AtContact, *, scaled: bool, are_added_up: bool) -> float:
     """Operations of one example's norm in a hook, and of its part of the sum.
 
     ``are_added_up``: gradients that are formed are, so that the sum multiplies nothing."""
-    is_read = are_added_up and method == "explicit"
+    is_read = are_added_up and method is EXPLICIT
     of_sum = costs.OPERATIONS_PER_BYTE * costs.formed_bytes(contact) if is_read else costs.product(contact)
-    return norm_cost(contact, method, scaled)[0] + of_sum
-
-
-def methods(contact: Contact, scaled: bool) -> list[str]:
-    """The norm methods of a contact whose weight keeps its entries apart, with a diagonal or without."""
-    if contact.factors is None:
-        return ["explicit"]
-    if contact.factors.positions == 1:
-        return ["rank_one"]
-    if contact.factors.one_hot:
-        return ["gram", "segments", "explicit"]
-    if scaled:
-        return ["pairs", "explicit"] if contact.factors.positions <= FEW else ["explicit"]
-    return ["gram", "explicit"]
+    return method.cost(contact, scaled).operations + of_sum
 
 
 def is_number(contact: Contact) -> bool:
@@ -275,12 +262,3 @@ def _may_be_quick(contact: Contact, added_up: Contact | None) -> bool:
     is_matrix = contact.primitive is DOT and factors is not None and factors.shape[:2] == (1, 1) and not factors.one_hot
     dtypes = {jnp.dtype(d) for d in (contact.weight.dtype, contact.tap_dtype, contact.input_dtype)}
     return contact.is_rounded and contact.is_copy and is_matrix and dtypes <= _ROUNDED
-
-
-def orientation(contact: Contact) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The parameter's axes that a and p at this contact consist of, if it is used unchanged, as a matrix."""
-    factors = contact.factors
-    if not contact.is_copy or factors is None or factors.axes is None:
-        return None
-    order = cast(Entry, contact.weight.entry).order
-    return None if order is None else cast(Any, tuple(tuple(order[i] for i in axes) for axes in factors.axes))

@@ -1,9 +1,10 @@
 """Planning: chooses the cheapest norm method for every parameter.
 
 If the only contact of a parameter keeps its entries apart (reshaped, transposed, cast, multiplied by constants), its
-norm can be computed at the contact by any method of norms.py. The same holds if its filters are normalised on the way
-(standardized.py). For all other parameters (a low-rank product, a learned gain on a filter, a bias added to a whole
-sequence) the per-example gradients of the contacts are formed and *pulled back* through the prologue, one at a time.
+norm can be computed at the contact by any method that applies there (methods/). The same holds if its filters are
+normalised on the way (standardized.py). For all other parameters (a low-rank product, a learned gain on a filter, a
+bias added to a whole sequence) the per-example gradients of the contacts are formed and *pulled back* through the
+prologue, one at a time.
 
 A formed gradient is *kept* for the weighted sum, which then needs no matrix product, as long as all kept gradients
 together stay smaller than the activations.
@@ -14,17 +15,28 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
 
 import jax
 
-from dpopt.common.trees import accumulator_dtype
 from dpopt.common.types import PyTree
 from dpopt.ghost import costs
-from dpopt.ghost.plan import FEW, LeafPlan, Plan, is_number, methods, orientation
+from dpopt.ghost.methods import (
+    EXPLICIT,
+    GRAM,
+    NO_CONTACT,
+    PULLED_BACK,
+    RANK_ONE,
+    AtContact,
+    FromFactors,
+    Method,
+    methods_at,
+    shared_methods,
+)
+from dpopt.ghost.methods.base import Cost
+from dpopt.ghost.methods.standardized import standardized_methods
+from dpopt.ghost.plan import LeafPlan, Plan, is_number
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
-from dpopt.ghost.rules import Factors
 from dpopt.ghost.standardized import standardized
 from dpopt.ghost.values import Contact
 
@@ -58,7 +70,7 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     products = {c: costs.product(c) for c in trace.contacts}
     passes = 2 * sum(products.values())  # forward, and backward to the inputs
     # A concatenated weight is formed once for all its parameters.
-    repeated = sum((len(c.weight.leaves) - 1) * costs.norm_cost(c, "explicit", False)[0] for c in _forming(chosen))
+    repeated = sum((len(c.weight.leaves) - 1) * EXPLICIT.cost(c, False).operations for c in _forming(chosen))
     norms = sum(plan.operations for plan in leaves) - repeated
     read = {c: costs.OPERATIONS_PER_BYTE * costs.formed_bytes(c) for c in kept}
     weighted = sum((products | read).values())
@@ -87,48 +99,30 @@ def leaf_paths(params: PyTree) -> list[str]:
 def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: bool, shifted: bool) -> LeafPlan:
     """The cheapest norm method if no formed gradient is kept."""
     if not contacts:
-        return LeafPlan(leaf, (), "none", 0, 0)
+        return LeafPlan(leaf, (), NO_CONTACT, 0, 0)
     if len(contacts) == 1:
         (contact,) = contacts
         found = None if contact.is_direct or shifted else standardized(trace, contact)
         if contact.is_direct or found:
             scaling = scaled or (found is None and not contact.is_copy)
-            ways = _standardized_methods(contact, scaled) if found else methods(contact, scaling)
-            method, operations, extra = _cheapest(contact, ways, scaling)
-            method = "pulled_back" if shifted and method == "explicit" else method
-            return LeafPlan(leaf, (contact,), method, operations, extra, standardized=found)
+            ways = standardized_methods(contact, scaled) if found else methods_at(contact, scaling)
+            method, cost = _cheapest(contact, ways, scaling)
+            used = PULLED_BACK if shifted and method is EXPLICIT else method
+            return LeafPlan(leaf, (contact,), used, *cost, standardized=found)
     if not shifted and (found := _beside_numbers(leaf, contacts, scaled)):
         return found
-    explicit = [costs.norm_cost(c, "explicit", scaled) for c in contacts]
-    whole = sum(n for n, _ in explicit), sum(b for _, b in explicit) + costs.leaf_bytes(trace, leaf)
-    options = {"pulled_back": whole} | (_shared_methods(contacts, scaled) if len(contacts) > 1 else {})
-    method = min(options, key=lambda m: options[m][0])
+    options: dict[Method, Cost] = {PULLED_BACK: PULLED_BACK.cost(trace, leaf, contacts, scaled)}
+    if len(contacts) > 1:
+        options |= shared_methods(contacts, scaled)
+    method = min(options, key=lambda m: options[m].operations)
     return LeafPlan(leaf, tuple(contacts), method, *options[method])
 
 
-def _shared_methods(contacts: Sequence[Contact], scaled: bool) -> dict[str, tuple[float, float]]:
-    """The methods of shared.py for a matrix with several contacts, each with its operations and bytes."""
-    turned = [orientation(c) for c in contacts]
-    if None in turned or not {*turned} <= {turned[0], cast(Any, turned[0])[::-1]}:
-        return {}
-    factors, is_turned = [cast(Factors, c.factors) for c in contacts], [t != turned[0] for t in turned]
-    looked_up, rows = [f.one_hot for f in factors], sum(f.positions for f in factors)
-    a, p, width = *factors[0].shape[2:], accumulator_dtype(contacts[0].weight.dtype).itemsize
-    found = {}
-    if all(looked_up) and not any(is_turned):
-        found["shared_segments"] = costs.segments_cost(1, rows, p, width)
-    if all(looked_up) or not scaled:
-        found["shared_gram"] = costs.shared_cost(contacts, is_turned)
-    elif not any(looked_up) and rows <= FEW:
-        found["shared_pairs"] = costs.pairs_cost(1, rows, a, p, width)
-    return found
-
-
-def _cheapest(contact: Contact, ways: Sequence[str], scaled: bool) -> tuple[str, float, float]:
-    """The method that takes fewest operations, their number, and bytes."""
-    options = {m: costs.norm_cost(contact, m, scaled) for m in ways}
-    method = min(options, key=lambda m: options[m][0] + (m == "explicit") * costs.product(contact) * 1e-6)
-    return method, *options[method]
+def _cheapest(contact: Contact, ways: Sequence[AtContact], scaled: bool) -> tuple[AtContact, Cost]:
+    """The method that takes fewest operations. If it may be one that forms gradients or another, it is the other."""
+    options = {m: m.cost(contact, scaled) for m in ways}
+    method = min(options, key=lambda m: options[m].operations + m.forms * costs.product(contact) * 1e-6)
+    return method, options[method]
 
 
 def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> LeafPlan | None:
@@ -141,20 +135,14 @@ def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> Lea
         return None
     (contact,) = others
     scaling = scaled or not contact.is_copy
-    method, operations, extra = _cheapest(contact, methods(contact, scaling), scaling)
+    method, cost = _cheapest(contact, methods_at(contact, scaling), scaling)
     along = costs.product(contact)  # the inner product with that array
-    return LeafPlan(leaf, (contact, *numbers), method, operations + along, extra, numbers=numbers)
-
-
-def _standardized_methods(contact: Contact, scaled: bool) -> list[str]:
-    # The Gram method reads the contact's output, which must be as precise as the Gram matrices.
-    reads_output = contact.is_precise and contact.tap_dtype == accumulator_dtype(contact.tap_dtype)
-    return ["gram", "explicit"] if reads_output and not scaled else ["explicit"]
+    return LeafPlan(leaf, (contact, *numbers), method, cost.operations + along, cost.bytes, numbers=numbers)
 
 
 def _forming(chosen: Iterable[LeafPlan]) -> list[Contact]:
     """Contacts whose per-example gradients have to be formed."""
-    found = (c for plan in chosen if plan.method in ("explicit", "pulled_back") for c in plan.contacts)
+    found = (c for plan in chosen if plan.method.forms for c in plan.contacts)
     return list(dict.fromkeys(found))
 
 
@@ -172,9 +160,14 @@ def _kept(trace: Trace, chosen: Sequence[LeafPlan], shifted: bool) -> tuple[froz
             kept.add(contact)
             budget -= size
             if plan is not None:
-                operations, extra = costs.norm_cost(contact, "explicit", False)
-                replanned[plan.leaf] = dataclasses.replace(plan, method="explicit", operations=operations, bytes=extra)
+                replanned[plan.leaf] = _explicit(plan)
     return frozenset(kept), replanned
+
+
+def _explicit(plan: LeafPlan) -> LeafPlan:
+    """A plan that forms the gradients of one without a diagonal."""
+    operations, extra = EXPLICIT.cost(plan.contacts[0], False)
+    return dataclasses.replace(plan, method=EXPLICIT, operations=operations, bytes=extra)
 
 
 def keeping_more(plan: Plan) -> list[Plan]:
@@ -189,8 +182,7 @@ def keeping_more(plan: Plan) -> list[Plan]:
     plans, leaves = [plan], list(plan.leaves)
     for leaf in chosen:
         contact, last = leaf.contacts[0], plans[-1]
-        operations, extra = costs.norm_cost(contact, "explicit", False)
-        leaves[leaf.leaf] = dataclasses.replace(leaf, method="explicit", operations=operations, bytes=extra)
+        leaves[leaf.leaf] = _explicit(leaf)
         cost = last.ghost_cost - saved[leaf.leaf]
         plans.append(dataclasses.replace(last, leaves=[*leaves], kept=last.kept | {contact}, ghost_cost=cost))
     return plans[1:]
@@ -198,7 +190,7 @@ def keeping_more(plan: Plan) -> list[Plan]:
 
 def _saved_on_gpu(plan: Plan, leaf: LeafPlan) -> float:
     """Operations saved by keeping the gradients of a parameter that are not kept yet, for one example."""
-    if leaf.method not in ("gram", "explicit") or leaf.contacts[0] in plan.kept:
+    if leaf.method not in (GRAM, EXPLICIT) or leaf.contacts[0] in plan.kept:
         return 0.0
     contact = leaf.contacts[0]
     if contact.primitive is not CONVOLUTION or not contact.is_rounded:
@@ -209,8 +201,8 @@ def _saved_on_gpu(plan: Plan, leaf: LeafPlan) -> float:
 
 def _saving(plan: LeafPlan) -> tuple[float, Contact] | None:
     """Operations saved by forming a parameter's gradients for the norms and keeping them for the sum; its contact."""
-    if plan.method not in ("gram", "segments", "pairs"):
+    if not isinstance(plan.method, FromFactors) or plan.method is RANK_ONE:
         return None
     contact = plan.contacts[0]
-    saving = plan.operations + costs.product(contact) - costs.norm_cost(contact, "explicit", False)[0]
+    saving = plan.operations + costs.product(contact) - EXPLICIT.cost(contact, False).operations
     return (saving, contact) if saving > 0 else None

@@ -15,6 +15,7 @@ from jax import lax
 
 from dpopt.ghost.contacts import Formed, Recorded, Seen
 from dpopt.ghost.leaf_norms import Bounds, LeafNorms, leaf_norms
+from dpopt.ghost.methods import RANK_ONE
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.rows import tf32
 from dpopt.ghost.run import Run
@@ -82,5 +83,5 @@ def norms_in_place(
 
 def _only_squared(plan: Plan) -> dict[int, Contact]:
     """For some parameters, the contact whose input is an array of the batch, of which norms read one row's squares."""
-    alone = {p.leaf: p.contacts[0] for p in plan.leaves if p.method == "rank_one"}
+    alone = {p.leaf: p.contacts[0] for p in plan.leaves if p.method is RANK_ONE}
     return {i: c for i, c in alone.items() if c.given is not None}

@@ -1,7 +1,7 @@
 """The rows of one factor: vectors, or one-hot vectors stored as indices.
 
 An index outside the table stands for a row of zeros, which is the gradient of a look-up out of range
-(rules/). Norms (norms.py) use one-hot rows only through the functions here, so none can overlook such an index.
+(rules/). Norms (methods/) use one-hot rows only through the functions here, so none can overlook such an index.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ respect to v is pulled back to
     ``alpha G + p + q u``,   p = alpha_1 <u, G> + beta_1 <1, G>,   q = 2 alpha_2 <u, G> + 2 beta_2 <1, G>
 
 where alpha_1 is the derivative of alpha by first, and alpha_2 by second. So the norm needs two inner products and the
-norm of each filter's G, and the factors give these without forming G (norms.py).
+norm of each filter's G, and the factors give these without forming G (methods/standardized.py).
 
 A weight is recognised by running the equations between it and its parameter on pairs (alpha, beta) instead of arrays.
 An equation that cannot be run on pairs raises `_NotStandardized`.

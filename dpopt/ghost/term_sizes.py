@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from dpopt.engines.norms import safe_norm
 from dpopt.ghost import squares
-from dpopt.ghost.norms import Group, mapped, over_groups, rank_one
+from dpopt.ghost.methods.base import Group, mapped, over_groups
+from dpopt.ghost.methods.pairs import PAIRS
 from dpopt.ghost.rows import Dense, wide
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.squares import Square
@@ -92,7 +93,7 @@ def _square_of_products(group: Group) -> Square:
 
 def _behind(left: jax.Array, right: jax.Array, diagonal: jax.Array) -> Square:
     """By Cauchy-Schwarz, an entry is at most the product of the norms of its row and its column."""
-    return rank_one(Group(Dense(left[None]), right[None], diagonal[None], None))
+    return PAIRS.of_group(Group(Dense(left[None]), right[None], diagonal[None], None))
 
 
 def _size_of_group(group: Group) -> jax.Array:

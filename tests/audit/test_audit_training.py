@@ -151,7 +151,7 @@ def small(mistake, sampling_prob, steps):
     return event, lambda is_in, key: planted.scores(params, train(is_in, key))[0]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake",
     [m if m in ("none", "two thirds of the noise") else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES],

@@ -88,6 +88,7 @@ def test_the_recipe_is_that_of_the_example_and_fits_into_a_file():
     assert jax.jit(family.loss_fn)(params, stored) == jax.jit(loss_fn)(params, example)
 
 
+@pytest.mark.slow
 def test_an_unfinished_file_is_none(in_this_process, tmp_path, monkeypatch):
     case = accelerator.compiled("small MLP", "float32")
     monkeypatch.setattr(accelerator.Path, "rename", lambda self, to: None)  # killed before

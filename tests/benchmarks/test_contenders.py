@@ -140,6 +140,7 @@ def entered(source, rates=(), suite="frontier"):
     return own_optimizer.contests(suite, contender, "mine", rates, None)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_shipped_contender_trains_to_the_same_bits(written, small_suites):
     (shipped,) = (c for c in own_optimizer.SUITES["frontier"]() if c.label == "Lion")
     (mine,) = entered(f"{written(LION)}:lion")

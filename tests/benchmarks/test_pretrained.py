@@ -107,6 +107,7 @@ def test_weights_cut_short_are_refused(copy):
         weights.load(folder)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_taken_off(copy):
     folder, change = copy
 
@@ -306,7 +307,7 @@ def test_of_a_long_review_the_start_and_the_end_are_kept(folder):
     assert found.mask.sum(1).tolist() == [8, 8, 1] and found.ids[2, 0] == WORDS.index("bad")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", ["last", "every"])
 def test_the_head_learns_from_what_the_classifier_shows_it(reads):
     (ids, mask), _ = batch()
@@ -337,6 +338,7 @@ def test_the_mean_of_the_features_is_released_and_clipped():
     assert dpopt.epsilon_of_event(plan.event, delta=1e-6) <= 20.0
 
 
+@pytest.mark.slow
 def test_what_the_heads_cost_is_part_of_the_release(folder):
     """There is none with a budget of 0; if only the head is trained, its mean is."""
     paid = task.PretrainedReviews(folder, trained="bias", length=6, epsilon=8.0, delta=1e-3)

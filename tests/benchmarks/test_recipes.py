@@ -121,6 +121,7 @@ def test_the_network_has_the_size_that_the_speed_table_states():
     assert sum(x.size for x in jax.tree.leaves(params)) == 2_748_890
 
 
+@pytest.mark.slow
 def test_augmentations_are_crops_of_the_mirrored_border_flipped_or_not():
     image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     keys = jax.random.split(jax.random.key(0), 300)

@@ -193,6 +193,7 @@ def test_seeds_together_or_apart_give_the_same_runs(few_ratings, tmp_path):
     assert apart[0]["score"] != apart[1]["score"]
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_repeated(few_ratings, tmp_path, monkeypatch):
     first = sweeps.sweep([SETTING], [0, 1], out=tmp_path, where=few_ratings)
     (tmp_path / SETTING.name(1)).write_text("{ cut short")

@@ -189,6 +189,7 @@ def test_the_site_builds_and_documents_every_public_name(site):
     assert {name for name in PUBLIC if id(PUBLIC[name]) in EXPORTED} <= documented
 
 
+@pytest.mark.slow
 def test_the_site_shows_formulas_and_doctests_as_such(site):
     for page in (site / "api").rglob("*.html"):
         shown = re.sub(r"<details.*?</details>", "", page.read_text(), flags=re.DOTALL)  # the source code

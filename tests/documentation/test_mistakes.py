@@ -181,6 +181,7 @@ def test_a_mistake_is_named_and_says_what_to_do(name):
         make()
 
 
+@pytest.mark.slow
 def test_a_delta_that_is_too_large_for_the_data():
     result = plan().run(loss, PARAMS, X)
     for ask in (plan().epsilon, plan().spent, plan().statement, result.epsilon, result.statement):
@@ -240,6 +241,7 @@ def test_the_event_of_what_holds_an_optimizer():
         assert dpopt.privacy_event(holder, sampling=SAMPLER.scheme, steps=3) == want
 
 
+@pytest.mark.slow
 def test_a_weight_decay_bound_to_the_model_needs_no_parameters_after_a_step():
     def made():
         return optax.chain(

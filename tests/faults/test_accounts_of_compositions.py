@@ -104,7 +104,7 @@ def test_multipliers_of_16_bits_are_not_rounded_again(dtype):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 7, 13])
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 def test_shares_of_a_clip_norm_of_16_bits_are_not_rounded_up(count):
     clip = dpopt.LayerwiseClip(jnp.asarray(1.0, jnp.bfloat16))
     params = {str(i): jnp.zeros(1) for i in range(count)}

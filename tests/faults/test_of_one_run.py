@@ -120,6 +120,7 @@ def test_a_search_covers_what_its_trials_start_from():
         _search(trial, event, earlier=first, unit="client")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "transform", [jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jacfwd], ids=["grad", "jit", "jvp"]
 )

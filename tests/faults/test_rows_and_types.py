@@ -59,6 +59,7 @@ def test_a_permutation_over_an_outer_axis(engine, within):
         jax.vmap(lane, axis_name="lane")(jnp.ones((2, 2, 3)))
 
 
+@pytest.mark.slow
 def test_an_axis_that_shard_map_binds_inside_the_loss_is_its_own(x64):
     mesh = jax.make_mesh((1,), ("own",), axis_types=(AxisType.Auto,))
     swapped = jax.shard_map(
@@ -126,7 +127,7 @@ WEAK = {name: functools.partial(jnp.full, fill_value=x) for name, x in {"int": 1
 @pytest.mark.parametrize("dtype", slow_unless({"bfloat16", "float32"}, ["int8", "bfloat16", "float16", "float32"]))
 @pytest.mark.parametrize("weak", WEAK)
 @pytest.mark.parametrize("form", ["product", "scan"])
-@pytest.mark.one_in(15)
+@pytest.mark.slow
 def test_arrays_of_weak_types_stay_weak(form, weak, dtype):
     """``jnp.full`` makes them, and what they multiply keeps its dtype: an int8 overflows, a carry fits."""
     batch = {"k": WEAK[weak]((3,)), "x": jnp.arange(6).reshape(3, 2).astype(dtype)}
@@ -197,7 +198,7 @@ def test_what_is_empty_is_no_reason_to_fall_back(name, memory, scale, x64):
 
 @pytest.mark.parametrize("clip", [dpopt.FlatClip(1.0), dpopt.GroupClip({"a": 1.0, "b": 1.0})], ids=["flat", "group"])
 @pytest.mark.parametrize("memory", [1.25, 1])
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 def test_the_sum_of_no_example_is_zero_through_an_infinite_derivative(clip, memory):
     """All gradients of ``a`` are infinite, so that its coefficients are 0, and 0 times infinity is NaN."""
     params = {"a": jnp.array([0.0, 1.0]), "b": jnp.ones(2)}
@@ -260,6 +261,7 @@ _STACKS = {
 }
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("reads_weight", [True, False])
 @pytest.mark.parametrize("kind", _STACKS)
 def test_a_scan_may_read_constants_beside_its_layers(kind, reads_weight):

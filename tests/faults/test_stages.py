@@ -346,7 +346,7 @@ def test_random_programs_are_judged_by_their_construction(seed):
             assert is_sound, number
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [raw_added, loss_scaled, halved_by_a_scan])
 def test_what_is_refused_does_move_further_than_the_clip_norm(change):
     """One example less, the same noise: the judgement above agrees with the numbers."""
@@ -507,7 +507,7 @@ def test_a_stage_may_be_jitted():
         assert dpopt.privacy_of(tx, PARAMS).queries[0].noise_multiplier == 1.0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", [lambda t: 1 + t**3 / 2.0**33, lambda t: 1 + (t * 1_000_003) % 7 / 8], ids=["cube", "cycle"]
 )
@@ -553,7 +553,7 @@ def test_a_donated_state_holds_nothing_of_the_caller(name):
         step(params, state, BATCH, None)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [n for n in EVERY if n not in ("dp2_extra_query", "dp_micro_adam")])
 def test_hyperparameters_are_injected_into_every_optimizer(name):
     """A weight decay of 0 is a number for ``init`` and unknown to ``update``: both must have the same stages."""

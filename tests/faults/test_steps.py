@@ -45,7 +45,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", slow_unless([*CASES][::2], CASES))
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 def test_norms_count_every_step(name):
     loss, shape = CASES[name]
     rng = np.random.default_rng(0)

@@ -67,7 +67,7 @@ def first_of(numbers, *shape):
     return x
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("microbatch_size", [None, 1, 64])
 def test_sumorder(microbatch_size):
     """5 levels move the sum of 86,000 rows by 32 C when it is added up one by one."""
@@ -99,6 +99,7 @@ def test_autosum():
     assert np.linalg.norm(a - b) <= 1.001
 
 
+@pytest.mark.slow
 def test_shuffled():
     """The same rows in the order of the sampler."""
     numbers = rows(3)
@@ -138,14 +139,14 @@ CASES = {
 @pytest.mark.parametrize("microbatch_size", slow_unless({None}, [None, 64]))
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(9)
+@pytest.mark.slow
 def test_every_kind_of_contact(case, engine, microbatch_size):
     loss, params, batch = CASES[case]
     found = moved(loss, params, batch, engine=engine, microbatch_size=microbatch_size)
     assert 0.2 < found <= LIMIT
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["matrix and bias", "table"])
 def test_large_parameters(case, monkeypatch):
     """Which are added up on their own."""
@@ -178,7 +179,7 @@ def test_two_passes_on_many_devices(diagonal, monkeypatch):
     assert whole == [not diagonal]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_diagonals_and_offsets(engine):
     batch = first_of(N, 8)
@@ -186,7 +187,7 @@ def test_diagonals_and_offsets(engine):
     assert moved(lambda w, e: w @ e, jnp.zeros(8), batch, **options) <= LIMIT
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch_size", [None, 100])
 def test_one_gradient_that_is_not_finite(microbatch_size):
     """The ghost engine then computes the norms of the whole (micro)batch one example at a time."""
@@ -218,7 +219,7 @@ def test_federated_rounds():
 @pytest.mark.parametrize(
     ("batch", "microbatch_size"), [(86, None), (87, None), (300, None), (512, 128), (640, None), (700, 100), (1000, 7)]
 )
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_the_sum_is_the_sum(engine, batch, microbatch_size):
     """Blocks, groups, tails and microbatches against NumPy in float64."""
     rng = np.random.default_rng(batch)
@@ -233,6 +234,7 @@ def test_the_sum_is_the_sum(engine, batch, microbatch_size):
     np.testing.assert_allclose(exact(found), clipped[mask].sum(0), atol=2e-6 * np.sqrt(batch))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 def test_the_rows_are_adverse(monkeypatch, microbatch_size):
     """Added up one after another they move the sum by more than C."""

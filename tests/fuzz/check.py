@@ -7,7 +7,7 @@ import importlib.metadata
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -20,7 +20,10 @@ from jax import lax
 import dpopt
 from dpopt import ghost
 from dpopt.engines import rounding, sums
-from dpopt.ghost import costs, large_sums, plan
+from dpopt.ghost import large_sums, planner
+from dpopt.ghost.methods import AT_CONTACT, Method, Shared, shared_methods
+from dpopt.ghost.methods.base import Cost
+from dpopt.ghost.values import Contact
 
 from .program import BATCH, Program, draw
 
@@ -123,20 +126,21 @@ def _as_if_large(rows: int, devices: int, in_floats: bool) -> Iterator[None]:
 def _drawn_methods(seed: int) -> Iterator[None]:
     """Norms by any method that is exact, instead of the cheapest one for parameters of a few numbers."""
 
-    def drawn(real: Callable[..., tuple[float, float]]) -> Callable[..., tuple[float, float]]:
-        def cost(*args: Any) -> tuple[float, float]:
-            operations, extra = real(*args)
-            # Contacts are told apart by their indices, so that every plan of a program is the same.
-            of = [getattr(a, "index", a) for a in jax.tree.leaves(args)]
-            return operations * 10.0 ** random.Random(f"{seed} {real.__name__} {of}").uniform(-4, 4), extra
+    def drawn(cost: Cost, method: Method, contacts: Sequence[Contact], scaled: bool) -> Cost:
+        # Contacts are told apart by their indices, so that every plan of a program is the same.
+        of = [method.name, [c.index for c in contacts], scaled]
+        return cost._replace(operations=cost.operations * 10.0 ** random.Random(f"{seed} {of}").uniform(-4, 4))
 
-        return cost
+    def at_contact(real: Callable[..., Cost]) -> Callable[..., Cost]:
+        return lambda method, contact, scaled: drawn(real(method, contact, scaled), method, [contact], scaled)
+
+    def shared(contacts: Sequence[Contact], scaled: bool) -> dict[Shared, Cost]:
+        return {m: drawn(cost, m, contacts, scaled) for m, cost in shared_methods(contacts, scaled).items()}
 
     with contextlib.ExitStack() as stack:
-        for name in ("norm_cost", "shared_cost", "segments_cost", "pairs_cost"):
-            for module in (costs, plan):
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, drawn(getattr(costs, name))))
+        for own in {type(m) for m in AT_CONTACT}:
+            stack.enter_context(mock.patch.object(own, "cost", at_contact(own.cost)))
+        stack.enter_context(mock.patch.object(planner, "shared_methods", shared))
         yield
 
 

@@ -23,6 +23,7 @@ def test_only_sums_travel_between_devices(part):
     assert {c: sent for c, sent in found.items() if sent and not c.startswith("conv_own_filter")} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_no_device_s_rows_are_left_out(devices):
     """XLA leaves out all but the first device's where filters' gradients are mapped over a batch that is divided."""

@@ -102,7 +102,7 @@ _SEEDS = slow_unless({9}, range(60))  # 9: float64, and red if its rounding erro
 
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("seed", _SEEDS)
-@pytest.mark.one_in(12)
+@pytest.mark.slow
 def test_what_terms_leave_of_each_other_is_not_enlarged_unseen(seed, kind):
     rng = np.random.default_rng([seed, _KINDS.index(kind)])
     kind, _, method = kind.partition(", ")
@@ -188,7 +188,7 @@ _OPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_unless({0, 80, 88, 162}, range(390)))
 def test_gains_of_composed_maps_are_at_no_entry_far_too_small(seed):
     """The smallest share found is 0.25, of a scan (`_by_signs`), and 0.46 without one."""
@@ -212,7 +212,7 @@ _SYMMETRIC = {"sums": lambda w: w + w.T, "differences": lambda w: w - w.T, "neig
 
 @pytest.mark.parametrize("weight", _SYMMETRIC.values(), ids=_SYMMETRIC)
 @pytest.mark.parametrize("way", _WAYS)
-@pytest.mark.one_in(10)
+@pytest.mark.slow
 def test_terms_that_cancel_in_any_one_entry_of_a_mixed_weight(weight, way):
     """A gain that random signs take for 0 would hide what two terms leave of each other: one entry in eight."""
     size, count = 8, 24

@@ -4,13 +4,16 @@ import ghost_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from ghost_check import assert_trees_close
 
 from dpopt import ghost
 from dpopt.common.trees import at_once
 from dpopt.engines import norms as engines_norms
 from dpopt.engines.programs import equations
-from dpopt.ghost import norms, term_sizes
+from dpopt.ghost import term_sizes
+from dpopt.ghost.methods import GRAM
+from dpopt.ghost.methods.explicit import formed
 
 
 def test_a_convolution_takes_as_many_products_as_a_dense_layer():
@@ -25,9 +28,9 @@ def test_a_convolution_takes_as_many_products_as_a_dense_layer():
         return [e.primitive.name for e in equations(jax.make_jaxpr(function)(*args).jaxpr)].count("dot_general")
 
     folded = factors.fold(jnp.ones(contact.weight.shape))
-    assert products(lambda x, y: norms.square("gram", factors._replace(inner=None), x, y, None), x, y) == 2
+    assert products(lambda x, y: GRAM.square(factors._replace(inner=None), x, y, None), x, y) == 2
     assert products(lambda x, y, s: term_sizes.square(factors, x, y, s), x, y, folded) == 1
-    assert products(lambda x, y: norms.explicit(factors, x, y), x, y) == 1
+    assert products(lambda x, y: formed(factors, x, y), x, y) == 1
 
 
 def test_functions_of_several_arrays_at_once():
@@ -52,6 +55,7 @@ def _clipped_sum(loss_fn, params, batch):
     return ghost.clipped_sum(loss_fn, params, batch, coefficients=coefficients)
 
 
+@pytest.mark.slow
 def test_a_sum_over_many_groups_of_blocks_compiles_one():
     loss_fn, params, _ = ghost_cases.dense(ghost_cases.Arrays())
 

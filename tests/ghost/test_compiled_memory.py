@@ -77,7 +77,7 @@ def test_the_squares_of_wide_inputs_are_never_in_memory_as_a_whole(size):
     assert scaled <= plain + 4 * (4 * 4000 * 100)  # some diagonals; the inputs are 5 or 7
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_unless(range(2), range(12)))
 def test_one_pass_over_a_small_network_takes_at_most_a_quarter_more(seed):
     """Windows of all images were in memory together, 64 MB of them: up to three times an ordinary gradient's."""

@@ -11,7 +11,8 @@ from emulated_gpu import emulated_gpu
 from helpers import slow_unless
 
 import dpopt
-from dpopt.ghost import contacts, memory, norms, plan_clipped_sum, planner
+from dpopt.ghost import contacts, memory, plan_clipped_sum, planner
+from dpopt.ghost.methods import EXPLICIT, explicit
 from dpopt.ghost.rows import summed_products
 
 CLIP = 0.3
@@ -53,7 +54,7 @@ def gradients(loss_fn, w, batch):
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["recorded", "kept"])
 @pytest.mark.parametrize("seed", slow_unless(range(3), range(24)))
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 def test_random_convolutions(seed, keeps):
     """What vmap computes is added up: by products of windows, or of gradients that are kept."""
     loss_fn, w, batch = random_convolution(np.random.default_rng(seed))
@@ -63,7 +64,7 @@ def test_random_convolutions(seed, keeps):
         (contact,) = plan.trace.contacts
         assert contact.is_rounded and not plan.kept
         if keeps:  # whatever that costs
-            leaves = [dataclasses.replace(plan.leaves[0], method="explicit")]
+            leaves = [dataclasses.replace(plan.leaves[0], method=EXPLICIT)]
             plan = dataclasses.replace(plan, leaves=leaves, kept=frozenset({contact}))
         clip = dpopt.FlatClip(CLIP).coefficients
         clipped = jax.jit(lambda w, b: dpopt.ghost.clipped_sum(loss_fn, w, b, coefficients=clip, plan=plan))
@@ -86,7 +87,7 @@ def test_joint_copies_give_the_gradient():
         if contact.factors.joint is not None:
             x, y = batch[0][0], jnp.asarray(rng.normal(size=contact.tap_shape), jnp.float32)
             found = contact.factors.joint(x, y, summed_products)
-            np.testing.assert_allclose(found, norms.explicit(contact.factors, x, y), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(found, explicit.formed(contact.factors, x, y), rtol=1e-4, atol=1e-4)
             offered += 1
     assert offered >= 5, "too few were offered"
 
@@ -98,7 +99,7 @@ def convolved(x, w):
 def test_half_precision_is_copied_jointly(monkeypatch):
     """In float32 that takes as long."""
     rng, calls = np.random.default_rng(0), []
-    monkeypatch.setattr(norms, "explicit_together", lambda *args: calls.append(args) or jnp.zeros((1, 9, 2, 1)))
+    monkeypatch.setattr(explicit, "formed_together", lambda *args: calls.append(args) or jnp.zeros((1, 9, 2, 1)))
     w, x, v = (np.float32(rng.normal(size=s)) for s in ((3, 3, 2, 1), (4, 1, 8, 8, 2), (4, 1, 8, 8, 1)))
 
     def loss_fn(w, example):
@@ -112,7 +113,7 @@ def test_half_precision_is_copied_jointly(monkeypatch):
         batch = (x.astype(dtype), v.astype(dtype))
         (contact,) = plan_clipped_sum(loss_fn, w, batch).trace.contacts
         with emulated_gpu():
-            jax.eval_shape(functools.partial(norms.explicit, contact.factors), batch[0][0], batch[1][0])
+            jax.eval_shape(functools.partial(explicit.formed, contact.factors), batch[0][0], batch[1][0])
         assert len(calls) == by_windows
 
 

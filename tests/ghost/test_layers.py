@@ -97,6 +97,7 @@ def _clipped(loss, params, batch, diagonal, mask, clip_norm):
 _RUNS = list(itertools.product(_STEPS, _LOOPS, _SCALES))
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("run", slow_unless(_RUNS[::7], _RUNS), ids=", ".join)
 def test_each_layer_is_clipped_by_itself(run, monkeypatch):
     how, loop, scale = run
@@ -113,6 +114,7 @@ def test_each_layer_is_clipped_by_itself(run, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["scan", pytest.param("nested", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["normalised", pytest.param("used twice", marks=pytest.mark.slow)])
 def test_layers_whose_gradient_is_not_finite_are_left_out(how, loop):

@@ -11,6 +11,7 @@ from helpers import slow_unless
 from jax import lax
 
 import dpopt
+from dpopt.ghost.methods import PULLED_BACK
 
 
 def spectral(p):
@@ -108,7 +109,7 @@ def test_only_the_number_is_pulled_back(layer, number):
     with jax.numpy_rank_promotion("allow"):
         plan = dpopt.ghost.plan_clipped_sum(loss, params, x)
     (leaf,) = (own for own in plan.leaves if own.leaf == 1)  # w, after g
-    assert (leaf.method != "pulled_back") == (layer in MOVED or (layer, number) == ("siamese", "learned"))
+    assert (leaf.method is not PULLED_BACK) == (layer in MOVED or (layer, number) == ("siamese", "learned"))
     if layer in MOVED:
         others = [c for c in leaf.contacts if c not in leaf.numbers]
         assert len(others) == 1 and others[0].weight.entry is not None
@@ -121,7 +122,7 @@ def test_gradients_stay_pulled_back_where_forming_them_costs_little():
     """Multiplying a long output takes more memory than the gradient of a small filter."""
     params = {"w": jnp.ones((3, 2)), "g": jnp.ones(())}
     plan = dpopt.ghost.plan_clipped_sum(lambda p, x: jnp.sum(jnp.tanh(x @ spectral(p))), params, jnp.ones((4, 50, 3)))
-    assert plan.leaves[1].method == "pulled_back" and len(plan.trace.contacts) == 1
+    assert plan.leaves[1].method is PULLED_BACK and len(plan.trace.contacts) == 1
 
 
 def test_half_precision_stays_as_it_is_written():

@@ -10,6 +10,7 @@ from jax import lax
 
 from dpopt import ghost
 from dpopt.ghost import products, trace
+from dpopt.ghost.methods import PULLED_BACK
 
 B = 4
 _NAMES = "abcdefghijkl"
@@ -156,6 +157,6 @@ def test_factors_are_weights_where_that_takes_few_operations(loss, rank, x64):
     params = {"a": rng.normal(size=(*layers, 32, rank)) / 6, "b": rng.normal(size=(*layers, rank, 32)) / 6}
     params, x = jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(B, 6, 32)))
     plan = ghost.plan_clipped_sum(loss, params, x)
-    are_apart = {leaf.method != "pulled_back" for leaf in plan.leaves}
+    are_apart = {leaf.method is not PULLED_BACK for leaf in plan.leaves}
     assert are_apart == {rank == 2}
     check(loss, params, x)

@@ -218,6 +218,7 @@ def test_a_bias_on_a_sequence():
     np.testing.assert_allclose(got.leaf_norms, [4 * 3**0.5] * 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_clip_norm_is_obeyed():
     """As in opacus#664: doubling the bound of clipped examples doubles the sum."""
     loss_fn, params, batch = ghost_cases.dense_sequence(ghost_cases.Arrays())

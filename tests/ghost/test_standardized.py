@@ -11,7 +11,8 @@ from jax import lax
 
 import dpopt
 from dpopt import ghost
-from dpopt.ghost.norms import standardized_explicit
+from dpopt.ghost.methods import EXPLICIT, GRAM
+from dpopt.ghost.methods.standardized import from_formed
 from dpopt.ghost.standardized import standardized
 from dpopt.ghost.trace import trace_loss
 
@@ -71,7 +72,7 @@ def test_pulls_back_as_jax_does(weight, x64):
     def squares(w, gradient, scale):
         (expected,), c = jax.vjp(weight, w)[1](gradient), found.coefficients(w)
         for s in (None, scale):
-            got = standardized_explicit(fold(gradient), fold(c.deviation), None if s is None else fold(s), c)
+            got = from_formed(fold(gradient), fold(c.deviation), None if s is None else fold(s), c)
             yield got.value, jnp.sum((expected if s is None else expected * s) ** 2)
 
     with jax.numpy_rank_promotion("allow"):
@@ -127,7 +128,7 @@ def test_a_filter_whose_slope_is_zero_is_clipped_by_the_plain_definition():
     params = {"w": jnp.ones((3, 3, 24, 24)), "v": jnp.asarray(rng.normal(size=(1, 1, 24, 2)), jnp.float32)}
     batch = jnp.asarray(rng.normal(size=(4, 4, 4, 24)), jnp.float32)
     found = {leaf.leaf: leaf for leaf in ghost.plan_clipped_sum(loss_fn, params, batch).leaves}
-    assert found[1].standardized and found[1].method == "gram"
+    assert found[1].standardized and found[1].method is GRAM
     sums = [
         dpopt.per_example_grads(loss_fn, engine=engine)(params, batch, mask=None).clipped_sum(dpopt.FlatClip(0.5)).sum
         for engine in ("ghost", "vmap")
@@ -154,7 +155,7 @@ def test_rounded_outputs_are_not_read(rounds, monkeypatch):
     with jax.numpy_rank_promotion("allow"):
         plan = ghost.plan_clipped_sum(loss_fn, params, batch)
     leaf = next(leaf for leaf in plan.leaves if "w" in plan.paths[leaf.leaf])
-    assert leaf.standardized and leaf.method == "explicit"
+    assert leaf.standardized and leaf.method is EXPLICIT
     assert not any(c.weight.leaves == frozenset([leaf.leaf]) for c in plan.outputs)
 
 

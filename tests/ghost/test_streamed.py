@@ -479,6 +479,7 @@ def test_layers_that_no_scan_reads_once_each_take_the_plain_engine():
     assert_trees_close(got, _plain_layerwise(loss, params, batch, np.ones(6, bool), 0.1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_that_are_used_nowhere_are_no_reason_to_fall_back():
     """Such as a frozen part of the model. They count among the layers that share the clip norm."""
     loss, params, batch = _layers()
@@ -493,6 +494,7 @@ def test_layers_that_are_used_nowhere_are_no_reason_to_fall_back():
     assert not any(jnp.any(x) for x in jax.tree.leaves(got["unused"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 20])
 def test_unused_layers_share_the_clip_norm_beside_a_parameter_that_is_recorded(size):
     """Examples were counted in their place: a tied table got the share of two groups, not of twelve."""

@@ -133,6 +133,7 @@ def train(optimizer, steps=5, params=None, batch=None, mask=None, public=True, e
     return params, state
 
 
+@pytest.mark.slow
 def test_side_information_of_ones_is_dp_sgd():
     assert_identical(
         train(adadps(0.1, scale=1.0, **privacy_four()), public=False)[0],

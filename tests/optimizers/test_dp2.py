@@ -76,6 +76,7 @@ def test_one_gaussian_a_step(count_draws, make):
     assert len(count_draws) == 1
 
 
+@pytest.mark.slow
 def test_extra_query_asks_twice_except_when_it_refreshes(count_draws):
     opt = dp2_extra_query(0.1, **privacy_four(noise_multiplier=1.7), **{**DP2, "delay": 3})
     gaussian = dpopt.privacy.dp_accounting.GaussianDpEvent(paid(1.7))

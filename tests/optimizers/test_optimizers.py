@@ -314,6 +314,7 @@ def test_init_depends_on_shapes_only_and_can_be_jitted(name):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(opt.init(params)))
 
 
+@pytest.mark.one_in(3)
 @FEW
 def test_numpy_parameters_train(name):
     numpy_params = jax.tree.map(np.asarray, make_params())

@@ -93,7 +93,7 @@ def steps_of(optimizer, private, public, start):
 OFF = dict(l2_clip_norm=np.inf, noise_multiplier=0.0, expected_batch_size=1, key=jax.random.key(0))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rmsprop", "adagrad"])
 def test_dp_r_pub_equals_its_equations(x64, rule):
     private, public = np.random.default_rng(0).normal(size=(2, 9, 5))

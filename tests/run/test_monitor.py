@@ -54,6 +54,7 @@ def test_the_average_is_evaluated_where_there_is_one():
     assert result.history[-1].value["distance"] != float(distance(result.params)["distance"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_being_evaluated(tmp_path):
     run(tiny_plan(steps=6), steps=3, checkpointer=Checkpointer(tmp_path, every=1))
     result = run(tiny_plan(steps=6), checkpointer=Checkpointer(tmp_path, every=1), eval_fn=distance, eval_every=2)

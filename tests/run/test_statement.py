@@ -79,6 +79,7 @@ def test_no_test_of_a_sampled_run_beats_the_curve_and_the_best_one_meets_it():
     assert not np.all(true_positive_rates(two_thirds, rates) >= detected - 4e-3)  # the check can fail
 
 
+@pytest.mark.slow
 def test_trade_offs_at_the_ends():
     nothing, everything = dp.NoOpDpEvent(), dp.NonPrivateDpEvent()
     np.testing.assert_array_equal(true_positive_rates(nothing, RATES), RATES)
@@ -235,6 +236,7 @@ def test_the_shell_knows_the_package():
     assert done.stdout.startswith("noise multiplier ") and not done.stderr
 
 
+@pytest.mark.slow
 def test_a_ledger_is_read_without_being_held(tmp_path):
     plan = _plan()
     with checkpoint.Checkpointer(tmp_path) as keeper:
@@ -253,6 +255,7 @@ def test_smaller_deltas_are_as_one_writes_them(delta):
     assert ("1.01e-" in str(stated) or "1.01e-" in json.dumps(stated.to_json())) is False
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("command", ["epsilon", "calibrate", "statement"])
 def test_the_shell_warns_of_a_delta_that_protects_nobody(command, tmp_path, capsys):
     arguments = {"epsilon": [*RUN, "--noise-multiplier", "1"], "calibrate": [*RUN, "--epsilon", "2"]}.get(command)

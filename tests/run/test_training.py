@@ -160,6 +160,7 @@ def test_steps_can_be_vmapped_over_seeds_and_learning_rates():
         assert_near(jax.tree.map(lambda x, i=i: x[i], together), run(keys[i], rates[i]), 1e-5)  # Adam divides
 
 
+@pytest.mark.slow
 def test_arguments_may_be_donated():
     step = jax.jit(dpopt.make_train_step(mlp_loss, OPT), donate_argnums=(0, 1))
     for _ in range(2):
@@ -167,6 +168,7 @@ def test_arguments_may_be_donated():
         step(params, OPT.init(params), mlp_batch(4), mask=None)
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_the_optimizer():
     seen = []
 

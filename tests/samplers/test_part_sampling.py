@@ -211,6 +211,7 @@ def test_whatever_happens_to_a_run_everyone_is_paid_for(kind, history):
                 assert charged(plan, ledger) >= least_cost(plan, entries) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_a_fresh_segment_restarts_the_strategy(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     from dpopt.run.checkpoint import Checkpointer
@@ -338,6 +339,7 @@ def test_a_builder_has_one_strategy():
         builder.correlate(correlated.banded(2, steps=4)).correlate(correlated.banded(2, steps=4))
 
 
+@pytest.mark.slow
 def test_clients_and_diagonals_go_with_it():
     """A diagonal before the clip, correlated noise, and a rule that uses the noise level, in one run."""
     builder = dpopt.Builder(num_examples=64, expected_batch_size=8, steps=6, key=jax.random.key(0), sampling="epochs")

@@ -265,6 +265,7 @@ def test_what_is_ever_sampled_does_not_lean_on_which_samples_were_full(n, delta)
     assert known_choice_delta(parts, 0.6 * dpopt.epsilon_of_event(event, delta=delta)) > delta  # the check has power
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.slow)])
 def test_no_bound_is_below_a_small_world_or_what_it_is_taken_of(count):
     """Each bound separately, at its own epsilons, so that the smallest does not hide the others."""

@@ -9,7 +9,7 @@ where ``left`` depends on ``x`` and ``right`` on the cotangent ``y`` of the prim
 a dense layer on a sequence, ``left_t`` is the input and ``right_t`` the output cotangent at
 position ``t``. For an embedding, ``left_t`` is a one-hot vector, stored as its index. For a
 convolution, there is one such sum for every offset of the filter. A rule states this factorisation
-and nothing else. Norms (norms.py), costs (costs.py) and weighted sums (contacts.py) follow from it,
+and nothing else. Norms and their costs (methods/) and weighted sums (contacts.py) follow from it,
 so supporting a new primitive takes one function: see docs/adding_a_ghost_rule.md.
 
 A primitive does not need a rule. Without one, the per-example gradients of its weight come from
