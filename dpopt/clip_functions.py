@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from dpopt.common import trees, validate
 from dpopt.common.types import PyTree
-from dpopt.engines import stacked
+from dpopt.engines import clips, stacked
 from dpopt.engines.norms import safe_norm, shrink_to, without_denormals
 
 # The least clip norm and gamma. Float32 flushes numbers below 2^-126: norms near this bound lose less than 2^-20 to it.
@@ -26,7 +26,7 @@ def _check_clip_norm(*, allow_inf: bool = False, **named: float | jax.Array) -> 
             validate.at_least(LEAST_CLIP_NORM, _TOO_SMALL, **{name: value})
 
 
-@stacked.takes_rows
+@clips.takes_rows
 @dataclasses.dataclass(frozen=True)
 class FlatClip:
     r"""Scales an example down to norm C over all parameters: :math:`c_i = \min(1, C / \|g_i\|_2)`.
@@ -59,7 +59,7 @@ class FlatClip:
         return jax.tree.map(lambda _: c, leaf_norms)
 
 
-@stacked.takes_rows
+@clips.takes_rows
 @dataclasses.dataclass(frozen=True)
 class GroupClip:
     r"""Clips each group of parameters separately: :math:`c_{i,k} = \min(1, C_k / \|g_{i,k}\|_2)`.
@@ -125,7 +125,7 @@ class GroupClip:
             ) from error
 
 
-@stacked.takes_rows
+@clips.takes_rows
 @dataclasses.dataclass(frozen=True)
 class LayerwiseClip:
     r"""Clips every parameter separately, and every layer of parameters that are stacked for a scan.
@@ -192,7 +192,7 @@ class LayerwiseClip:
         return trees.widened(self.l2_clip_norm) / sum(counts) ** 0.5
 
 
-@stacked.takes_rows
+@clips.takes_rows
 @dataclasses.dataclass(frozen=True)
 class NormalizedClip:
     r"""Gives every example about the same norm (AUTO-S): :math:`c_i = C / (\|g_i\|_2 + \gamma)`.

@@ -15,7 +15,7 @@ from dpopt.clip_functions import LayerwiseClip as LayerwiseClip
 from dpopt.clip_functions import NormalizedClip as NormalizedClip
 from dpopt.common.lazy import flow
 from dpopt.common.types import PyTree, ScalarOrSchedule
-from dpopt.engines import stacked
+from dpopt.engines import clips
 from dpopt.engines.stand_in import StandIn
 from dpopt.gradients import PerExampleGrads, stacked_grads
 
@@ -47,17 +47,17 @@ class AdaptiveClip(Protocol):
         ...
 
 
-FixedClip: TypeAlias = float | jax.Array | stacked.ClipFunction  # C, or a clip function
+FixedClip: TypeAlias = float | jax.Array | clips.ClipFunction  # C, or a clip function
 
 
-def as_clip_function(l2_clip_norm: FixedClip | AdaptiveClip) -> stacked.ClipFunction:
+def as_clip_function(l2_clip_norm: FixedClip | AdaptiveClip) -> clips.ClipFunction:
     """A clip function unchanged; a number C as ``FlatClip(C)``. Raises a TypeError for an adaptive clip norm."""
     if isinstance(l2_clip_norm, AdaptiveClip):
         raise TypeError(
             "an adaptive clip norm spends a query of its own at every step, which is not supported here. Pass it to "
             "dpopt.privatize, Builder.clip or a named optimizer that has one clip norm for all steps."
         )
-    return l2_clip_norm if isinstance(l2_clip_norm, stacked.ClipFunction) else FlatClip(l2_clip_norm)
+    return l2_clip_norm if isinstance(l2_clip_norm, clips.ClipFunction) else FlatClip(l2_clip_norm)
 
 
 def clip_and_sum(l2_clip_norm: FixedClip) -> optax.GradientTransformationExtraArgs:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from dpopt.common import trees, validate
 from dpopt.common.types import Batch, LossFn, PyTree
-from dpopt.engines import batches, promises, stacked
+from dpopt.engines import batches, clips, promises, stacked
 from dpopt.engines.not_an_array import NotAnArray, refuse
 from dpopt.engines.source import HasExamples, Source
 
@@ -142,7 +142,7 @@ class PerExampleGrads(NotAnArray):
         offset = offset if self._offset is None else jax.tree.map(jnp.add, self._offset, offset)
         return self._derived(self._scale, offset, by_hand)
 
-    def clipped_sum(self, clip: stacked.ClipFunction) -> ClippedSum:
+    def clipped_sum(self, clip: clips.ClipFunction) -> ClippedSum:
         """Runs the engine: ``sum_i clip(S g_i + o)`` over the examples that are not padding and have finite gradients.
 
         Args:
@@ -161,7 +161,7 @@ class PerExampleGrads(NotAnArray):
         else:
             ran = self._source.run(self._mask, self._scale, self._offset, clip)
             norms = stacked.global_norms(ran.leaf_norms)
-            coefficients = jax.tree.leaves(stacked.row_coefficients(clip, ran.leaf_norms))
+            coefficients = jax.tree.leaves(clips.row_coefficients(clip, ran.leaf_norms))
             was_clipped = jnp.any(jnp.stack([(c < 1).reshape(len(c), -1).any(1) for c in coefficients]), axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
             result = ClippedSum(ran.sum, aux, ran.remainder, ran.leaf_norms)

@@ -19,7 +19,7 @@ from dpopt.clipping import FixedClip, as_clip_function, as_promise, clip_and_sum
 from dpopt.common import trees, validate
 from dpopt.common.types import Example, PyTree, ScalarOrSchedule
 from dpopt.correlated.strategy import Strategy
-from dpopt.engines.stacked import ClipFunction
+from dpopt.engines.clips import ClipFunction
 from dpopt.preconditioners.base import Diagonal, Preconditioner, precondition
 from dpopt.privacy import Privacy
 from dpopt.private_mean import noise_stddev, privatize

@@ -21,12 +21,13 @@ from dpopt.common.lazy import ghost
 from dpopt.common.names import first_line
 from dpopt.common.types import Batch, Example, LossFn, PyTree
 from dpopt.constants import constants_of, given
-from dpopt.engines import explicit_axes, fallback, stacked, sums
+from dpopt.engines import clips, explicit_axes, fallback, stacked, sums
 from dpopt.engines.blocks import Blocks
+from dpopt.engines.clips import ClipFunction
 from dpopt.engines.programs import equations
 from dpopt.engines.rare_branch import if_any
 from dpopt.engines.rows import check_rows_are_independent, custom_batching
-from dpopt.engines.stacked import ClipFunction, EngineResult
+from dpopt.engines.stacked import EngineResult
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr
@@ -146,7 +147,7 @@ class Rows(abc.ABC):
         # Outside `jit` a loop over microbatches would be compiled at every call.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
         try:
-            axes = stacked.layer_axes(clip, self.params)
+            axes = clips.layer_axes(clip, self.params)
             plan = ghost.plan_clipped_sum(
                 self.loss_fn,
                 self.params,
@@ -161,7 +162,7 @@ class Rows(abc.ABC):
                 self.memory,
                 may_split=self.microbatch_size is None and is_traced,
                 may_vmap=self.engine == "auto",
-                limits=stacked.own_clip_norms(clip, self.params),
+                limits=clips.own_clip_norms(clip, self.params),
                 layer_axes=axes,
             )
         except ghost.CannotFollow as reason:
@@ -192,14 +193,14 @@ class Rows(abc.ABC):
                 self.loss_fn,
                 self.params,
                 batch,
-                coefficients=functools.partial(stacked.row_coefficients, clip),
+                coefficients=functools.partial(clips.row_coefficients, clip),
                 mask=mask,
                 scale=scale,
                 offset=offset,
                 has_aux=self.has_aux,
                 plan=plan,
-                limits=stacked.own_clip_norms(clip, self.params),
-                layer_axes=stacked.layer_axes(clip, self.params),
+                limits=clips.own_clip_norms(clip, self.params),
+                layer_axes=clips.layer_axes(clip, self.params),
             )
         except jax.errors.JaxRuntimeError:  # such as out of memory: vmap would need even more
             raise
@@ -227,7 +228,7 @@ class Rows(abc.ABC):
 
             specs = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, self.params)
             shardings = stacked.shardings_on(mesh, specs, jax.tree.leaves(self.batch)[0])
-            args = *args, stacked.arrays_of(clip)
+            args = *args, clips.arrays_of(clip)
             return explicit_axes.with_automatic_axes(stacked.with_given_clip(run, clip), args, shardings)
         check_rows_are_independent(self._row_program)
         size, plan = self._choose(scale, offset, clip)

@@ -10,7 +10,8 @@ from typing import Protocol, runtime_checkable
 import jax
 
 from dpopt.common.types import PyTree
-from dpopt.engines.stacked import ClipFunction, EngineResult
+from dpopt.engines.clips import ClipFunction
+from dpopt.engines.stacked import EngineResult
 
 
 class Source(Protocol):

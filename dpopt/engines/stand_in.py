@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from dpopt.common import trees
 from dpopt.common.lazy import flow
 from dpopt.common.types import PyTree
-from dpopt.engines.stacked import ClipFunction, EngineResult, layer_axes
+from dpopt.engines.clips import ClipFunction, layer_axes
+from dpopt.engines.stacked import EngineResult
 
 ROWS = 2  # nothing may depend on it
 

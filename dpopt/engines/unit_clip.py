@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.common.types import PyTree
-from dpopt.engines import stacked
+from dpopt.engines import clips, stacked
 from dpopt.engines.norms import safe_norm, shrink_to
 
 
-@stacked.takes_rows
+@clips.takes_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitClip:

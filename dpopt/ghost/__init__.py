@@ -9,9 +9,9 @@ Tracing the loss:
 * entries.py       weights that are mapped entry by entry; multiples.py those multiplied by a number; products.py
                    those that are products of matrices; complex_weights.py those with complex numbers
 * derivatives.py   which uses of a weight have a derivative
-* canonical.py     equations rewritten into a form that is fast or that rules cover; few_channels.py convolutions whose
-                   groups are small; max_pooling.py a gradient of its own; precision.py of products; experts.py
-                   matrices for groups of rows
+* canonical.py     equations rewritten into a form that rules cover; binding.py equations as functions; convolutions.py
+                   channels last, few_channels.py those whose groups are small; max_pooling.py a gradient of its own;
+                   precision.py of products; experts.py matrices for groups of rows
 * factored.py      contacts that a rule covers; failures.py the error for a loss that cannot be traced
 * rules/           one function per primitive: its gradient as a sum of outer products of rows (rows.py)
 

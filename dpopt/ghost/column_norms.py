@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend import core
 
 from dpopt.ghost import primitives
-from dpopt.ghost.canonical import binder
+from dpopt.ghost.binding import binder
 from dpopt.ghost.own_rules import inlined
 from dpopt.ghost.values import aval
 

@@ -20,7 +20,7 @@ from jax.extend import core
 
 from dpopt.engines.programs import equations, scan_arguments, subprograms
 from dpopt.ghost import primitives
-from dpopt.ghost.canonical import binder
+from dpopt.ghost.binding import binder
 from dpopt.ghost.values import aval
 
 Part: TypeAlias = Any  # an array, or None if it is zero

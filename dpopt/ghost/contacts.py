@@ -20,7 +20,7 @@ from jax import lax
 from dpopt.common.trees import accumulator_dtype, per_example
 from dpopt.engines import sums
 from dpopt.ghost import term_sizes
-from dpopt.ghost.canonical import channels_last
+from dpopt.ghost.convolutions import channels_last
 from dpopt.ghost.costs import view_bytes
 from dpopt.ghost.methods.base import AtContact, FromFactors, over_groups
 from dpopt.ghost.methods.explicit import formed, formed_together

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dpopt.ghost import primitives
-from dpopt.ghost.canonical import binder
+from dpopt.ghost.binding import binder
 from dpopt.ghost.values import Entry, Value, aval
 
 # Here values matter alone: what is looked at is a derivative already.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dpopt.common import trees, validate
 from dpopt.common.types import Example, LossFn, PyTree
-from dpopt.engines.stacked import ClipFunction, layer_axes, own_clip_norms
+from dpopt.engines.clips import ClipFunction, layer_axes, own_clip_norms
 from dpopt.ghost.engine import plan_example
 from dpopt.ghost.memory import Memory, Way, choose, estimate
 from dpopt.ghost.methods import EXPLICIT

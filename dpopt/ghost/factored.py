@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from dpopt.ghost import rules
-from dpopt.ghost.canonical import differentiated
+from dpopt.ghost.binding import differentiated
 from dpopt.ghost.precision import is_precise, precisions
 from dpopt.ghost.program import Scope
 from dpopt.ghost.values import Contact, ContactOp, Value

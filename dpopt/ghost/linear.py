@@ -17,7 +17,7 @@ from jax.extend import core
 
 from dpopt.common.trees import is_narrow
 from dpopt.engines.programs import equations
-from dpopt.ghost.canonical import binder
+from dpopt.ghost.binding import binder
 from dpopt.ghost.precision import precise
 from dpopt.ghost.primitives import BROADCAST, CALLS, HOLDING, LINEAR_IN, LINEAR_SOLVE, ORDINARY, ROUND_TO, WIDENED
 from dpopt.ghost.values import Value, aval

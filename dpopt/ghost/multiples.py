@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from dpopt.common.trees import is_narrow
-from dpopt.ghost.canonical import binder
+from dpopt.ghost.binding import binder
 from dpopt.ghost.entries import describe
 from dpopt.ghost.factored import factored
 from dpopt.ghost.primitives import BILINEAR, BROADCAST, CASTS, DIV, LAYOUT, MUL

@@ -23,7 +23,7 @@ from jax.interpreters import partial_eval
 
 from dpopt.engines.programs import equations
 from dpopt.ghost import primitives
-from dpopt.ghost.canonical import binder
+from dpopt.ghost.binding import binder
 from dpopt.ghost.linear import may_move, zeros_of
 from dpopt.ghost.values import Value, aval
 

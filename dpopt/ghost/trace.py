@@ -33,7 +33,8 @@ from dpopt.common.types import Example, LossFn, PyTree
 from dpopt.engines.programs import equations, scan_arguments, subprograms
 from dpopt.engines.rows import draws_otherwise_in_rows
 from dpopt.ghost import primitives
-from dpopt.ghost.canonical import as_gather, binder, differentiated, in_steps, weight_last
+from dpopt.ghost.binding import binder, differentiated
+from dpopt.ghost.canonical import as_gather, in_steps, weight_last
 from dpopt.ghost.complex_weights import in_real_numbers
 from dpopt.ghost.cotangents import share_taps
 from dpopt.ghost.derivatives import differentiated_inputs, differentiated_variables, of_steps

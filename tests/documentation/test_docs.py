@@ -197,6 +197,7 @@ def test_the_site_shows_formulas_and_doctests_as_such(site):
         assert "<blockquote>" not in shown, f"{page}: a doctest became a quotation"
 
 
+@pytest.mark.slow
 def test_the_site_asks_no_other_machine_for_anything(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())

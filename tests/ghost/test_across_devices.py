@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 from runs import ROOT, script
 
-from dpopt.ghost.canonical import channels_last
+from dpopt.ghost.convolutions import channels_last
 
 
 @pytest.mark.slow  # four processes, each of which compiles some thirty programs for eight devices

@@ -8,7 +8,7 @@ from helpers import slow_unless
 from jax import lax
 
 import dpopt
-from dpopt.ghost.canonical import differentiated
+from dpopt.ghost.binding import differentiated
 from dpopt.ghost.max_pooling import max_pooling
 
 
