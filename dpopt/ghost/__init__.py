@@ -19,7 +19,7 @@ Planning:
 
 * methods/         one file per way to take squared norms from factors: where it applies, its cost, the norm
 * plan.py          which of them for which parameter; planner.py chooses it by cost (costs.py, forward.py)
-* memory.py        chooses passes and microbatches that fit in memory; kept.py what an ordinary gradient keeps there
+* memory.py        chooses passes and microbatches that fit in memory; residuals.py what an ordinary gradient keeps
 * layers.py        which parameters, and layers of them, can be clipped one by one
 * explain.py       the plan as a table
 

@@ -21,6 +21,7 @@ OPERATIONS_PER_BYTE = 8
 
 
 def nbytes(shape: Sequence[int], dtype: DTypeLike) -> int:
+    """Bytes of an array that is computed in at least float32."""
     return math.prod(shape) * accumulator_dtype(dtype).itemsize
 
 

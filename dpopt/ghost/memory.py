@@ -20,10 +20,10 @@ from dpopt.engines import rounding
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.forward import forward_work, largest_value
-from dpopt.ghost.kept import formed_in_conditionals, kept_bytes, recomputed_bytes
 from dpopt.ghost.layers import single_parameters, why_not_by_layer
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
 from dpopt.ghost.planner import keeping_more
+from dpopt.ghost.residuals import formed_in_conditionals, recomputed_bytes, residual_bytes
 from dpopt.ghost.values import Contact
 
 _SMALL_BYTES = 1 << 20  # always allowed, on each device that has a share of the batch
@@ -63,8 +63,8 @@ def estimate(plan: Plan) -> Memory:
     """The memory for a plan's batch size."""
     size, contacts = plan.batch_size, plan.trace.contacts
     weights = plan.weight_bytes
-    kept = kept_bytes(plan.trace)
-    taps = {c: _nbytes(c.tap_shape, c.tap_dtype) for c in contacts}
+    kept = residual_bytes(plan.trace)
+    taps = {c: _stored_bytes(c.tap_shape, c.tap_dtype) for c in contacts}
     records = {c: _recorded_bytes(c) for c in contacts}
     inputs = sum(records[c] - taps[c] for c in contacts)
     own = [c for c in contacts if not c.shares]
@@ -82,7 +82,7 @@ def estimate(plan: Plan) -> Memory:
     streamed = plan.streaming().streamed
     left = sum(records[c] for c in contacts if c not in streamed)
     left += _formed_anyway(plan)
-    formed = sum(_nbytes(v.shape, v.dtype) for v in plan.trace.products)
+    formed = sum(_stored_bytes(v.shape, v.dtype) for v in plan.trace.products)
     chosen = sum(taps[c] for c in formed_in_conditionals(plan.trace))
     rows, blocks = _of_two_passes(size)
     more = (blocks > 1) + (not rounding.floats_suffice(rows, blocks)) if jax.device_count() == 1 else 0
@@ -100,7 +100,7 @@ def estimate(plan: Plan) -> Memory:
 def _formed_anyway(plan: Plan) -> int:
     """Bytes of the largest gradient of one example that the backward pass forms, of a weight that no rule covers."""
     alone = (cast(Contact, c.of_step) for c in plan.streaming().streamed if c.apply is None)
-    return max((_nbytes(c.tap_shape, c.tap_dtype) for c in alone), default=0)
+    return max((_stored_bytes(c.tap_shape, c.tap_dtype) for c in alone), default=0)
 
 
 def _of_two_passes(size: int) -> rounding.Split:
@@ -124,11 +124,11 @@ def _more_bytes(plan: Plan) -> float:
 
 def _recorded_bytes(contact: Contact) -> int:
     """The input and the cotangent of one example."""
-    own = 0 if contact.apply is None else _nbytes(contact.input_shape, contact.input_dtype)
-    return own + _nbytes(contact.tap_shape, contact.tap_dtype)
+    own = 0 if contact.apply is None else _stored_bytes(contact.input_shape, contact.input_dtype)
+    return own + _stored_bytes(contact.tap_shape, contact.tap_dtype)
 
 
-def _nbytes(shape: Sequence[int], dtype: Any) -> int:
+def _stored_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Of an array as it is stored: on a CPU, XLA computes in float32 and keeps that where it is used again."""
     is_widened = jax.default_backend() == "cpu" and is_narrow(dtype)
     return nbytes(shape, dtype) if is_widened else math.prod(shape) * dtype.itemsize

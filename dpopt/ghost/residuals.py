@@ -1,4 +1,4 @@
-"""How much an ordinary gradient of one example keeps in memory between its forward and its backward pass."""
+"""What an ordinary gradient of one example keeps in memory from its forward pass for its backward pass."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _Array:
 _Env = dict[core.Var, _Array]
 
 
-def kept_bytes(trace: Trace) -> float:
+def residual_bytes(trace: Trace) -> float:
     """Bytes that an ordinary gradient of one example keeps from its forward pass, without what all examples share."""
     count, loss = len(trace.leaves), core.jaxpr_as_fun(trace.loss)
     is_own = [i >= count for i in range(len(trace.loss.in_avals))]
-    return _kept_bytes(lambda *inputs: loss(*inputs)[:1], trace.loss.in_avals, is_own, [not own for own in is_own])
+    return _residual_bytes(lambda *inputs: loss(*inputs)[:1], trace.loss.in_avals, is_own, [not own for own in is_own])
 
 
 def recomputed_bytes(block: Remat, by_weights: bool) -> float:
@@ -51,7 +51,7 @@ def recomputed_bytes(block: Remat, by_weights: bool) -> float:
     avals, own = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads], [v.dynamic for v in reads]
     by = [v.dynamic or (by_weights and bool(v.leaves)) for v in reads]
     saved = jax.checkpoint(run, **block.options)
-    return max(0, _kept_bytes(run, avals, own, by) - _kept_bytes(saved, avals, own, by))
+    return max(0, _residual_bytes(run, avals, own, by) - _residual_bytes(saved, avals, own, by))
 
 
 def formed_in_conditionals(trace: Trace) -> set[Contact]:
@@ -64,7 +64,7 @@ def formed_in_conditionals(trace: Trace) -> set[Contact]:
     return {at[v] for v in read if v in at}
 
 
-def _kept_bytes(
+def _residual_bytes(
     function: Callable[..., list[jax.Array]], inputs: Sequence[Any], is_own: Sequence[bool], by: Sequence[bool]
 ) -> float:
     """What the derivative of a function keeps that depends on those inputs that are the example's own.
@@ -102,7 +102,7 @@ def _outputs(jaxpr: core.Jaxpr, env: _Env) -> list[_Array | None]:
             given = {v: x for v, x in zip(inner.invars, inputs, strict=True) if x is not None}
             outs = _outputs(inner, given)
         elif eqn.primitive in RECOMPUTED:
-            outs = [_Array(_nbytes(v), _behind(inputs)) for v in eqn.outvars]
+            outs = [_Array(_bytes_of(v), _behind(inputs)) for v in eqn.outvars]
         else:
             outs = [_stored(v) for v in eqn.outvars]
         env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if x is not None)
@@ -118,10 +118,10 @@ def _behind(inputs: Sequence[_Array | None]) -> frozenset[_Array]:
 
 
 def _stored(v: core.Var) -> _Array:
-    return _Array(_nbytes(v), frozenset())
+    return _Array(_bytes_of(v), frozenset())
 
 
-def _nbytes(v: core.Var) -> int:
+def _bytes_of(v: core.Var) -> int:
     return aval(v).size * aval(v).dtype.itemsize
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import slow_unless
 
-from dpopt.ghost.kept import kept_bytes
+from dpopt.ghost.residuals import residual_bytes
 from dpopt.ghost.trace import trace_loss
 
 WIDTH, ROWS = 64, 4096  # activations are nearly all of the memory
@@ -33,7 +33,7 @@ def chain(names):
 def test_a_derivative_that_is_computed_from_what_is_kept_costs_nothing():
     loss_fn, params, x = chain(["tanh"] * 5)
     array, arrays = x.size * 4, 6  # inputs, and the last output
-    assert kept_bytes(trace_loss(loss_fn, params, x)) == pytest.approx(arrays * array, rel=0.01)
+    assert residual_bytes(trace_loss(loss_fn, params, x)) == pytest.approx(arrays * array, rel=0.01)
 
 
 @pytest.mark.one_in(2)
@@ -42,5 +42,5 @@ def test_it_is_about_what_xla_keeps(seed):
     rng = np.random.default_rng(seed)
     loss_fn, params, x = chain(list(rng.choice(list(STEPS), int(rng.integers(4, 9)))))
     planned = jax.jit(jax.grad(loss_fn)).lower(params, x).compile().memory_analysis()
-    found = kept_bytes(trace_loss(loss_fn, params, x))
+    found = residual_bytes(trace_loss(loss_fn, params, x))
     assert 0.55 < found / (planned.temp_size_in_bytes + x.size * 4) < 1.25  # XLA has transient arrays besides
