@@ -24,8 +24,8 @@ from dpopt.ghost.values import Contact, Entry
 
 # The factors, whether they are transposed relative to the matrix, the input and the cotangent.
 Use = tuple[Factors, bool, Array, Array]
-# The parameter's axes that a and p at a contact consist of.
 _Scale = Float[Array, "a p"] | None
+# The parameter's axes that a and p at a contact consist of.
 _Orientation = tuple[tuple[int, ...], tuple[int, ...]]
 
 
