@@ -4,7 +4,7 @@ import dp_accounting as dp
 import jax
 import numpy as np
 import pytest
-from helpers import privacy_four, slow_unless
+from helpers import privacy_four
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
@@ -108,7 +108,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("goal", slow_unless(SETTINGS[::2], SETTINGS), ids=str)
+@pytest.mark.parametrize("goal", SETTINGS, ids=str)
 @pytest.mark.slow
 def test_calibration_meets_the_target_with_hardly_more_noise_than_needed(goal, accountant):
     sigma = dpopt.calibrate(**goal, accountant=accountant)

@@ -16,7 +16,6 @@ from helpers import (
     mlp_params,
     paid,
     privacy_four,
-    slow_unless,
 )
 from runs import ROOT, loss_fn, run, script, start, tiny_plan
 
@@ -389,8 +388,8 @@ def tied_filters(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", slow_unless(["vmap"], ["vmap", "ghost"]))
-@pytest.mark.parametrize("made", slow_unless([tied_mlp], [tied_mlp, tied_filters]))
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+@pytest.mark.parametrize("made", [tied_mlp, tied_filters])
 def test_rows_that_are_alike_do_not_change_sides_together(made, engine):
     """Copies of one row, at clip norms close to its norm; the neighbour has another copy, or a bad row."""
     loss, params, row, size = made(np.random.default_rng(0))
@@ -481,7 +480,7 @@ CLIPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_unless({"layers"}, list(CLIPS)))
+@pytest.mark.parametrize("kind", list(CLIPS))
 def test_every_engine_counts_the_same(kind, monkeypatch):
     """And clips equally: the oracle forms gradients, and counts in NumPy."""
     monkeypatch.setattr(memory, "_SMALL_BYTES", 0)

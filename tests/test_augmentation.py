@@ -22,7 +22,6 @@ from helpers import (
     mlp_loss,
     mlp_params,
     norm,
-    slow_unless,
 )
 from runs import run, script, tiny_plan
 
@@ -77,7 +76,7 @@ def clipped_sum(promise, params, batch, mask, clip_norm):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("multiplicity", slow_unless((3,), [1, 3, 8]))
+@pytest.mark.parametrize("multiplicity", [1, 3, 8])
 @pytest.mark.slow
 def test_the_mean_gradient_is_what_is_clipped(engine, multiplicity):
     with enable_x64():
@@ -235,11 +234,11 @@ def blurred(example, key):
     [
         (True, nnx_model),
         (False, linen_model),
-        pytest.param(False, nnx_model, marks=pytest.mark.slow),
-        pytest.param(True, linen_model, marks=pytest.mark.slow),
+        (False, nnx_model),
+        (True, linen_model),
     ],
 )
-@pytest.mark.parametrize("engine", slow_unless(("ghost",), ["ghost", "vmap"]))
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_flax_models_and_their_dropout(make, dropout, engine):
     """Every augmentation has its own draws, of the augmentation and of the model."""
     loss_fn, params = make(dropout)
@@ -298,7 +297,7 @@ def test_a_run_that_was_killed_draws_the_same_augmentations_again(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", slow_unless(("ghost",), ["ghost", "vmap"]))
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_of_users_every_example_is_augmented(engine):
     params, examples = mlp_params(), jax.tree.map(np.asarray, mlp_batch(12))
     batch = jax.tree.map(lambda x: x.reshape((3, 4) + x.shape[1:]), examples)

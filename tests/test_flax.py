@@ -5,7 +5,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers import assert_identical, assert_near, privacy_four, slow_unless
+from helpers import assert_identical, assert_near, privacy_four
 
 import dpopt
 from dpopt.flax import NNXOptimizer, example_loss, linen_loss, nnx_loss
@@ -80,7 +80,7 @@ def by_hand(opt, steps=2):
     return params
 
 
-@pytest.mark.parametrize("name", slow_unless([*OPTIMIZERS][::2], OPTIMIZERS))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.slow
 def test_a_promise_passes_through_train_state(name):
     tx = OPTIMIZERS[name]()
@@ -156,9 +156,9 @@ def nnx_make_model(seed=0):
     ("name", "jit"),
     [
         ("by name", nnx.jit),
-        pytest.param("by name", lambda f: f, marks=pytest.mark.slow),
-        pytest.param("optax stages", nnx.jit, marks=pytest.mark.slow),
-        pytest.param("inject_hyperparams, static", nnx.jit, marks=pytest.mark.slow),
+        ("by name", lambda f: f),
+        ("optax stages", nnx.jit),
+        ("inject_hyperparams, static", nnx.jit),
     ],
     ids=["jit", "eager", "stages", "inject"],
 )

@@ -78,8 +78,8 @@ def test_dropout_differs_between_examples_and_follows_the_example_not_the_row(ma
     [
         ("vmap", nnx_dropped),
         ("ghost", linen_dropped),
-        pytest.param("vmap", linen_dropped, marks=pytest.mark.slow),
-        pytest.param("ghost", nnx_dropped, marks=pytest.mark.slow),
+        ("vmap", linen_dropped),
+        ("ghost", nnx_dropped),
     ],
 )
 def test_both_engines_clip_what_dropout_leaves(make, engine):

@@ -349,13 +349,13 @@ def test_stacked_gradients_serve_as_a_promise():
     [
         (jnp.float32, 2, "vmap"),
         (jnp.float64, 1, "ghost"),
-        pytest.param(jnp.float32, 2, "ghost", marks=pytest.mark.slow),
-        pytest.param(jnp.float64, 1, "vmap", marks=pytest.mark.slow),
+        (jnp.float32, 2, "ghost"),
+        (jnp.float64, 1, "vmap"),
     ],
 )
 @pytest.mark.parametrize(
     "microbatch_size, jitted",
-    [(3, True), pytest.param(None, True, marks=pytest.mark.slow), pytest.param(None, False, marks=pytest.mark.slow)],
+    [(3, True), (None, True), (None, False)],
 )
 def test_a_convolution_keeps_a_poisoned_example_apart(dtype, groups, microbatch_size, jitted, engine):
     """Under vmap the filter gradients of all examples are one convolution, in which XLA may multiply NaN by 0."""

@@ -12,7 +12,8 @@ Tracing the loss:
 * canonical.py     equations rewritten into a form that rules cover; binding.py equations as functions; convolutions.py
                    channels last, few_channels.py those whose groups are small; max_pooling.py a gradient of its own;
                    precision.py of products; experts.py matrices for groups of rows
-* factored.py      contacts that a rule covers; failures.py the error for a loss that cannot be traced
+* factored.py      contacts that a rule covers; given.py those that read an array of the example
+* failures.py      the error for a loss that cannot be traced
 * rules/           one function per primitive: its gradient as a sum of outer products of rows (rows.py)
 
 Planning:

@@ -20,7 +20,6 @@ Calls are inlined. In a ``scan``, equations that do not depend on the example mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 import jax
@@ -42,6 +41,7 @@ from dpopt.ghost.entries import describe
 from dpopt.ghost.experts import dense_experts
 from dpopt.ghost.factored import factored
 from dpopt.ghost.failures import CannotFollow, planning
+from dpopt.ghost.given import mark_given
 from dpopt.ghost.linear import may_pull_back_sums
 from dpopt.ghost.multiples import describe_multiple, moved_out
 from dpopt.ghost.own_rules import with_products
@@ -97,22 +97,7 @@ def _sort(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], count: int, trace: Tra
     # A loss that does not depend on the example still has a gradient.
     trace.results = [trace.body.promote(outs[0]) if outs[0].leaves else outs[0], *outs[1:]]
     share_taps(trace.body, trace.results)
-    _mark_given(trace)
-
-
-def _mark_given(trace: Trace) -> None:
-    """Marks the contacts whose input is an array of the example, in some shape.
-
-    They have to be in memory before the engine starts. Only loops ensure that on the CPU of JAX 0.10 and 0.11, which
-    drops barriers too early, and copy them."""
-    if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
-        return
-    given = {value: i for i, value in enumerate(trace.example)}
-    for op in trace.body.ops:
-        if isinstance(op, ContactOp):
-            op.contact.given = None if op.input_position is None else given.get(op.inputs[op.input_position])
-        elif isinstance(op, Op) and op.primitive in primitives.RESHAPING and (source := op.inputs[0]) in given:
-            given |= {v: given[source] for v in op.outputs if math.prod(v.shape) == math.prod(source.shape)}
+    mark_given(trace)
 
 
 def _walk(

@@ -92,8 +92,8 @@ def loss_of(kind):
 @pytest.mark.parametrize(
     ("container", "kind", "engine"),
     [
-        pytest.param("dict", "one_hot", "ghost", marks=pytest.mark.slow),
-        pytest.param("NamedTuple", "random", "ghost", marks=pytest.mark.slow),
+        ("dict", "one_hot", "ghost"),
+        ("NamedTuple", "random", "ghost"),
         ("tuple", "one_hot", "vmap"),
         ("dict", "random", "vmap"),
     ],

@@ -154,7 +154,7 @@ def small(mistake, sampling_prob, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake",
-    [m if m in ("none", "two thirds of the noise") else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES],
+    MISTAKES,
 )
 def test_many_small_runs(mistake):
     with MISTAKES[mistake]():

@@ -34,9 +34,9 @@ def arrays(shapes, seed):
     "copied, share",  # no arrays together, the small ones, all
     [
         (1_500, 1),
-        *(pytest.param(copied, 1, marks=pytest.mark.slow) for copied in (0, 6_000, 2**22)),
+        *((copied, 1) for copied in (0, 6_000, 2**22)),
         (6_000, 1 / 8),
-        *(pytest.param(copied, 1 / 8, marks=pytest.mark.slow) for copied in (0, 1_500, 2**22)),
+        *((copied, 1 / 8) for copied in (0, 1_500, 2**22)),
     ],
 )
 @hypothesis.settings(max_examples=40, deadline=None)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow_unless
 from jax import lax
 from jax.experimental.ode import odeint
 from jax.sharding import AxisType
@@ -124,7 +123,7 @@ def test_parameters_that_vary_over_the_devices_of_shard_map():
 WEAK = {name: functools.partial(jnp.full, fill_value=x) for name, x in {"int": 100, "float": 1.5, "bool": True}.items()}
 
 
-@pytest.mark.parametrize("dtype", slow_unless({"bfloat16", "float32"}, ["int8", "bfloat16", "float16", "float32"]))
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("weak", WEAK)
 @pytest.mark.parametrize("form", ["product", "scan"])
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow_unless
 from jax import lax
 
 import dpopt
@@ -44,7 +43,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless([*CASES][::2], CASES))
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
 def test_norms_count_every_step(name):
     loss, shape = CASES[name]

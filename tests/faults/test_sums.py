@@ -136,7 +136,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("microbatch_size", slow_unless({None}, [None, 64]))
+@pytest.mark.parametrize("microbatch_size", [None, 64])
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def test_only_sums_travel_between_devices(part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, 8])
 def test_no_device_s_rows_are_left_out(devices):
     """XLA leaves out all but the first device's where filters' gradients are mapped over a batch that is divided."""
     found = script(ROOT / "tests" / "programs" / "filters_run.py", devices=devices)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import enable_x64, slow_unless
+from helpers import enable_x64
 from jax import lax
 
 import dpopt
@@ -95,8 +95,8 @@ def _drawn(seed):
     return loss_fn, params, (x, y), rng
 
 
-@pytest.mark.parametrize("seed", slow_unless([*range(3), 5, 8, 11, 17, 27], range(280)))
-@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(280))
+@pytest.mark.one_in(280)
 def test_exact(seed, monkeypatch):
     """In one pass, two or recorded; also where complex weights stay complex."""
     with enable_x64(True):

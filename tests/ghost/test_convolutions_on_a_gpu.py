@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
-from helpers import slow_unless
 
 import dpopt
 from dpopt.ghost import contacts, memory, plan_clipped_sum, planner
@@ -53,7 +52,7 @@ def gradients(loss_fn, w, batch):
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["recorded", "kept"])
-@pytest.mark.parametrize("seed", slow_unless(range(3), range(24)))
+@pytest.mark.parametrize("seed", range(24))
 @pytest.mark.slow
 def test_random_convolutions(seed, keeps):
     """What vmap computes is added up: by products of windows, or of gradients that are kept."""

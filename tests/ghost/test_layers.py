@@ -115,8 +115,8 @@ def test_each_layer_is_clipped_by_itself(run, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["scan", pytest.param("nested", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["normalised", pytest.param("used twice", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loop", ["scan", "nested"])
+@pytest.mark.parametrize("how", ["normalised", "used twice"])
 def test_layers_whose_gradient_is_not_finite_are_left_out(how, loop):
     loss = _loss(how, loop)
     params, _, _, _, _ = _drawn(3, "none")

@@ -59,7 +59,7 @@ def test_a_bad_example_with_a_filter_of_its_own_contributes_zero():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_unless({ghost_cases.conv2d}, [ghost_cases.dense_sequence, ghost_cases.conv2d, ghost_cases.conv_groups]),
+    [ghost_cases.dense_sequence, ghost_cases.conv2d, ghost_cases.conv_groups],
     ids=lambda c: c.__name__,
 )
 def test_a_bad_example_among_several_devices_contributes_zero(case, monkeypatch):
@@ -142,11 +142,11 @@ def test_offset_and_scale_survive_a_bad_example():
     "case, dtype",
     [
         (ghost_cases.dense_sequence, jnp.float16),
-        pytest.param(ghost_cases.dense_sequence, jnp.bfloat16, marks=pytest.mark.slow),
+        (ghost_cases.dense_sequence, jnp.bfloat16),
         (ghost_cases.conv2d, jnp.bfloat16),
-        pytest.param(ghost_cases.conv2d, jnp.float16, marks=pytest.mark.slow),
+        (ghost_cases.conv2d, jnp.float16),
         (ghost_cases.lstm, jnp.float16),
-        pytest.param(ghost_cases.lstm, jnp.bfloat16, marks=pytest.mark.slow),
+        (ghost_cases.lstm, jnp.bfloat16),
     ],
 )
 @pytest.mark.slow
@@ -256,13 +256,10 @@ def test_a_loss_that_is_not_a_scalar_is_refused():
 
 @pytest.mark.parametrize(
     "case",
-    slow_unless(
-        {ghost_cases.conv2d, ghost_cases.embedding_out_of_range, ghost_cases.tied_embedding_large},
-        [
+    [
             ghost_cases.conv2d, ghost_cases.embedding, ghost_cases.embedding_long, ghost_cases.embedding_out_of_range,
             ghost_cases.embedding_clipped, ghost_cases.tied_embedding_large, ghost_cases.matrix_factorization,
         ],
-    ),
     ids=lambda c: c.__name__,
 )  # fmt: skip
 @pytest.mark.slow

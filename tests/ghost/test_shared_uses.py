@@ -133,7 +133,7 @@ def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", slow_unless(range(1), range(20)))
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.slow
 def test_a_diagonal_of_uses_that_are_alike(seed, kind, x64):
     """In two passes the diagonal of a table stays one, which otherwise multiplies rows as they are recorded."""
@@ -143,8 +143,8 @@ def test_a_diagonal_of_uses_that_are_alike(seed, kind, x64):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", slow_unless(range(1), range(30)))
-@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.one_in(150)
 def test_norms_of_rare_examples(seed, kind):
     """Gradients whose squares float32 cannot hold have their norms computed one by one."""
     size = 1e-25

@@ -137,13 +137,10 @@ def test_two_passes_of_any_batch(seed, x64, monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    slow_unless(
-        {ghost_cases.dense, ghost_cases.tied_embedding, ghost_cases.scanned_layers},
-        [
+    [
             ghost_cases.dense, ghost_cases.conv2d, ghost_cases.tied_embedding, ghost_cases.lstm,
             ghost_cases.scanned_layers, ghost_cases.weight_standardized, ghost_cases.attention,
         ],
-    ),
     ids=lambda case: case.__name__,
 )  # fmt: skip
 @pytest.mark.slow
@@ -384,7 +381,7 @@ def test_memory_must_be_a_positive_number():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", slow_unless({1.0, 1e21}, [1.0, 1e21, 1e-20]))
+@pytest.mark.parametrize("size", [1.0, 1e21, 1e-20])
 def test_a_table_that_steps_share_under_a_diagonal(size):
     """It is recorded in the first pass only. (Found by the fuzzer.)"""
 

@@ -58,7 +58,7 @@ def test_a_diagonal_and_a_rule_train_together(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", slow_unless(ADAPTIVE[:1], ADAPTIVE), ids="-".join)
+@pytest.mark.parametrize("pair", ADAPTIVE, ids="-".join)
 def test_they_do_with_an_adaptive_clip_norm(pair):
     train_together(*pair, clip=dpopt.adaptive.quantile_clip({"w": 0.3, "b": 0.1}, count_share=0.1))
 

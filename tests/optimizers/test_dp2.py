@@ -168,7 +168,7 @@ def named():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_unless({"corrected", "scheduled"}, named()))
+@pytest.mark.parametrize("name", named())
 @pytest.mark.slow
 def test_scan_equals_a_loop(either_precision, name):
     opt = named()[name]
@@ -196,7 +196,7 @@ def test_bfloat16_parameters_keep_float32_moments(name):
     assert all(np.isfinite(leaf.astype(jnp.float32)).all() for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("name", slow_unless({"dp2", "noise_first", "extra_query"}, named()))
+@pytest.mark.parametrize("name", named())
 @pytest.mark.slow
 def test_nan_examples_count_as_absent(name):
     batch = tiny_batch()

@@ -47,7 +47,7 @@ def adapted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ghost", pytest.param("vmap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_frozen_weights_on_a_mesh_with_explicit_axes(engine):
     loss_fn, params = adapted()
     alone = make_plan().run(loss_fn, params, X, replay=True, engine=engine)

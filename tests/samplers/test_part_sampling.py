@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_identical, paid, privacy_four, slow_unless
+from helpers import assert_identical, paid, privacy_four
 from runs import DATA, RDP, run, start
 from scipy import stats
 
@@ -181,7 +181,7 @@ HISTORY = st.lists(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_unless({"cyclic, banded", "epochs, redrawn"}, KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 @hypothesis.settings(max_examples=6, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(history=HISTORY)
 def test_whatever_happens_to_a_run_everyone_is_paid_for(kind, history):

@@ -266,7 +266,7 @@ def test_what_is_ever_sampled_does_not_lean_on_which_samples_were_full(n, delta)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, 150])
 def test_no_bound_is_below_a_small_world_or_what_it_is_taken_of(count):
     """Each bound separately, at its own epsilons, so that the smallest does not hide the others."""
     rng = np.random.default_rng(7)
@@ -349,7 +349,7 @@ def test_extremes_are_accounted_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, 100])
 def test_who_comes_is_promised_as_much_as_who_leaves(count):
     """Exact divergences against data with one example fewer and with one more: the bound holds for both."""
     rng = np.random.default_rng(11)
