@@ -69,6 +69,18 @@ def secret_words(count: int, shared: bool) -> np.ndarray:
     return words
 
 
+def own_key(key: jax.Array) -> jax.Array:
+    """A copy of a PRNG key for an optimizer's state, typed: digests of states leave keys out, and know them by type.
+
+    *Privacy*: a legacy key is an array of numbers like any other; a digest in a run's ledger would give it away.
+
+    >>> own_key(jax.random.PRNGKey(3)) == jax.random.key(3)
+    Array(True, dtype=bool)
+    """
+    copied = jnp.array(key, copy=True)  # a state may be donated
+    return copied if jnp.issubdtype(copied.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(copied)
+
+
 def example_keys(key: jax.Array, step: int | jax.Array, indices: ArrayLike | Sequence[int]) -> jax.Array:
     """One key per example, from step and example, for a loss that draws random numbers (dropout, augmentation).
 

@@ -17,6 +17,7 @@ from dpopt.common import trees, validate
 from dpopt.common.averages import one_minus_power
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.correlated.strategy import Strategy
+from dpopt.keys import own_key
 from dpopt.optimizers import _quantize, _topk
 from dpopt.optimizers._parts import Clip, decayed_weights, descent, private_mean
 
@@ -106,7 +107,7 @@ def scale_by_micro_adam(
     def init_fn(params: optax.Params) -> Any:  # not the state, whose key may be None: Optax's types have no None
         first = jax.tree.map(rule.init, params)
         indices, values, error = (jax.tree.map(lambda _, x, i=i: x[i], params, first) for i in range(3))
-        key = None if rounding_key is None else jnp.array(rounding_key, copy=True)  # the state may be donated
+        key = None if rounding_key is None else own_key(rounding_key)
         return ScaleByMicroAdamState(jnp.zeros([], jnp.int32), indices, values, error, key)
 
     def update_fn(updates: optax.Updates, state: PyTree, params: optax.Params | None = None) -> tuple[Any, Any]:

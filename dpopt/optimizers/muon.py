@@ -19,6 +19,7 @@ from dpopt.chain import NoiseAware
 from dpopt.common import trees, validate
 from dpopt.common.averages import one_minus_power, update_average
 from dpopt.common.types import PyTree, ScalarOrSchedule
+from dpopt.keys import own_key
 from dpopt.optimizers.adam_bc import scale_by_adam_bc
 
 _KEY = 2**31 - 5  # separates these draws from those of the noise, should both get the same key
@@ -95,8 +96,8 @@ def scale_by_muon_bc(
         matrices, others, _ = _split(trees.upcast(params))
         # A state may be donated, so it holds no array twice, and not the caller's key.
         momentum, variance = ([jnp.zeros_like(x) for x in matrices] for _ in range(2))
-        own_key = jax.random.fold_in(key, _KEY)
-        return ScaleByMuonBCState(jnp.zeros([], jnp.int32), momentum, variance, own_key, rest.init(others))
+        noise_key = jax.random.fold_in(own_key(key), _KEY)
+        return ScaleByMuonBCState(jnp.zeros([], jnp.int32), momentum, variance, noise_key, rest.init(others))
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, *, noise_stddev: PyTree = None, **_: Any):
         del params

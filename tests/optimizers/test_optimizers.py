@@ -18,6 +18,8 @@ from helpers import assert_identical, assert_near, enable_x64, mlp_batch, paid, 
 
 import dpopt
 from dpopt import events, noise
+from dpopt.optimizers import muon
+from dpopt.run import identity
 
 
 def loss_fn(params, example):
@@ -305,6 +307,19 @@ def test_a_promise_and_stacked_gradients_give_the_same_update(name):
     stacked = jax.vmap(jax.grad(loss_fn), (None, 0))(params, batch)
     updates = [opt.update(g, opt.init(params), params, **ROWS[name].extra)[0] for g in (promise, stacked)]
     assert_near(*updates, 1e-5)
+
+
+@EVERY
+def test_a_digest_of_its_state_tells_nothing_of_its_key(name):
+    """A run's ledger holds digests, from which a key that they contain can be computed."""
+    states = [ROWS[name].make(**privacy_four(key=jax.random.PRNGKey(i))).init(make_params()) for i in range(2)]
+    assert_identical(*map(identity.digest, states))
+
+
+def test_nor_of_the_keys_of_stages():
+    for make in (lambda key: dpopt.scale_by_micro_adam(rounding_key=key), lambda key: muon.scale_by_muon_bc(key=key)):
+        states = [make(jax.random.PRNGKey(i)).init(make_params()) for i in range(2)]
+        assert_identical(*map(identity.digest, states))
 
 
 @EVERY
