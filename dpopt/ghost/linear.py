@@ -19,7 +19,17 @@ from dpopt.common.trees import is_narrow
 from dpopt.engines.programs import equations
 from dpopt.ghost.binding import binder
 from dpopt.ghost.precision import precise
-from dpopt.ghost.primitives import BROADCAST, CALLS, HOLDING, LINEAR_IN, LINEAR_SOLVE, ORDINARY, ROUND_TO, WIDENED
+from dpopt.ghost.primitives import (
+    BROADCAST,
+    CALLS,
+    CUSTOM_VJP,
+    HOLDING,
+    LINEAR_IN,
+    LINEAR_SOLVE,
+    ORDINARY,
+    ROUND_TO,
+    WIDENED,
+)
 from dpopt.ghost.values import Value, aval
 
 
@@ -68,13 +78,18 @@ def _solves_linearly(eqn: core.JaxprEqn) -> bool:
     Its transpose calls the user's own solver, which need not be linear (an iteration that ends at a tolerance)."""
     solvers, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     pairs = [(solvers.solve, lengths.solve), (solvers.transpose_solve, lengths.transpose_solve)]
-    return all(
-        closed is not None and _moving(closed.jaxpr, [i >= first for i in range(len(closed.jaxpr.invars))]) is not None
-        for closed, first in pairs
-    )
+    return all(closed is not None and is_linear(closed.jaxpr, first) for closed, first in pairs)
 
 
-def _moving(jaxpr: core.Jaxpr, moving: Sequence[bool]) -> list[bool] | None:
+def is_linear(jaxpr: core.Jaxpr, first: int) -> bool:
+    """Whether all outputs are linear in the inputs from the ``first`` on: none of them is another constant than 0."""
+    moving = _linear_outputs(jaxpr, [i >= first for i in range(len(jaxpr.invars))])
+    zeros = zeros_of(jaxpr)
+    is_zero = [v.val == 0 if isinstance(v, core.Literal) else v in zeros for v in jaxpr.outvars]
+    return moving is not None and all(map(max, moving, is_zero))
+
+
+def _linear_outputs(jaxpr: core.Jaxpr, moving: Sequence[bool]) -> list[bool] | None:
     """Which outputs depend on the ``moving`` inputs, if they are linear in these; else None."""
     found, zeros = {v for v, is_moving in zip(jaxpr.invars, moving, strict=True) if is_moving}, zeros_of(jaxpr)
     for eqn in jaxpr.eqns:
@@ -82,7 +97,7 @@ def _moving(jaxpr: core.Jaxpr, moving: Sequence[bool]) -> list[bool] | None:
         if not any(own):
             continue
         if eqn.primitive in CALLS:
-            outs = _moving(eqn.params[CALLS[eqn.primitive]].jaxpr, own)
+            outs = _linear_outputs(eqn.params[CALLS[eqn.primitive]].jaxpr, own)
         else:
             outs = [True] * len(eqn.outvars) if may_move(eqn, own, zeros) else None
         if outs is None:
@@ -122,6 +137,8 @@ def may_move(eqn: core.JaxprEqn, moving: Sequence[bool], zeros: Container[core.V
 
 def _is_wide_and_ordinary(eqn: core.JaxprEqn) -> bool:
     """Whether an equation within another one is linear, and rounds nothing: it cannot be run in more bits."""
+    if eqn.primitive is CUSTOM_VJP:  # of values alone, for no tangent passes through it
+        return True
     if eqn.primitive is LINEAR_SOLVE:
         return _solves_linearly(eqn)
     if eqn.primitive not in (ORDINARY | HOLDING) - {ROUND_TO} or precise(eqn) is not eqn:

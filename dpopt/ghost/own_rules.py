@@ -1,4 +1,6 @@
-"""Products that derivative rules of users compute: a ``custom_vjp`` whose rule ends in a product is one of a weight.
+"""Derivative rules of users, ``custom_vjp``, as equations that the engine follows.
+
+**Products.** A ``custom_vjp`` whose rule ends in a product is one of a weight.
 
 Where a rule returns ``a(kept)^T b(kept, y)`` for a weight, from what the forward pass kept and the cotangent y, that is
 the gradient of ``a w`` for the cotangent b. So the equation becomes three: the forward pass, whose results count as
@@ -6,6 +8,9 @@ constants; the product ``a w``, a contact like any other; and one that returns t
 and all other cotangents to where they belong. The product's value is used nowhere, and XLA leaves it out.
 
 Nothing is assumed of b, which may be found by iteration, or clipped.
+
+**Weights alone**, such as quantised ones: a rule that is linear in the cotangent is one that a sum of gradients may be
+pulled back through (linear.py), so the equation becomes a ``custom_jvp``, whose rule is the transpose.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from jax.interpreters import partial_eval
 from dpopt.engines.programs import equations
 from dpopt.ghost import primitives
 from dpopt.ghost.binding import binder
-from dpopt.ghost.linear import may_move, zeros_of
+from dpopt.ghost.linear import is_linear, may_move, zeros_of
 from dpopt.ghost.values import Value, aval
 
 
@@ -35,7 +40,7 @@ def with_products(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> tuple[core.Jax
     if eqn.primitive is not primitives.CUSTOM_VJP:
         return None
     moving = [i for i, v in enumerate(inputs) if (v.leaves or v.dynamic) and jnp.issubdtype(v.dtype, jnp.inexact)]
-    args = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
+    args = _shapes(eqn.invars)
     try:
         rule = _Rule.of(eqn, moving, args)
     except Exception:  # a rule that cannot be traced apart from its function, such as one of what that closes over
@@ -66,6 +71,43 @@ def with_products(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> tuple[core.Jax
     closed = jax.make_jaxpr(split)(*args)
     needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(eqn.outvars), instantiate=True)
     return needed, closed.consts
+
+
+def with_forward_rule(eqn: core.JaxprEqn, inputs: Sequence[Value]) -> tuple[core.Jaxpr, Sequence[jax.Array]] | None:
+    """A ``custom_vjp`` of weights alone as the jaxpr of a ``custom_jvp``, and its constants.
+
+    None unless its rule is one of floating-point values, and linear in the cotangent."""
+    moving = [i for i, v in enumerate(inputs) if v.leaves and jnp.issubdtype(v.dtype, jnp.inexact)]
+    args, outs = _shapes(eqn.invars), _shapes(eqn.outvars)
+    if not all(jnp.issubdtype(out.dtype, jnp.inexact) for out in outs):
+        return None
+    try:
+        rule = _Rule.of(eqn, moving, args)
+    except Exception:  # as above
+        return None
+    if not is_linear(rule.backward.jaxpr, first=rule.num_kept):
+        return None
+
+    @jax.custom_jvp
+    def function(*args: jax.Array) -> list[jax.Array]:
+        return binder(eqn)(*args)
+
+    @function.defjvp
+    def _(args: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        values, kept = rule.forward(*args)
+
+        def pull(*cotangents: jax.Array) -> list[jax.Array]:
+            env = rule.evaluated(kept, cotangents)
+            return [env(v) for v in rule.backward.jaxpr.outvars]
+
+        return values, list(jax.linear_transpose(pull, *outs)([tangents[i] for i in moving]))
+
+    closed = jax.make_jaxpr(function)(*args)
+    return closed.jaxpr, closed.consts
+
+
+def _shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
 
 
 def _stopped(tree: Any) -> Any:
@@ -182,8 +224,7 @@ class _Rule:
                 env.update(zip(eqn.outvars, binder(eqn)(*args), strict=True))
             return env[end.out]
 
-        shapes = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in end.cut]
-        return list(jax.linear_transpose(ended, *shapes)(weight))
+        return list(jax.linear_transpose(ended, *_shapes(end.cut))(weight))
 
 
 def inlined(closed: Any) -> Any:
@@ -202,5 +243,4 @@ def inlined(closed: Any) -> Any:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    avals = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*avals)
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*_shapes(closed.jaxpr.invars))

@@ -44,7 +44,7 @@ from dpopt.ghost.failures import CannotFollow, planning
 from dpopt.ghost.given import mark_given
 from dpopt.ghost.linear import may_pull_back_sums
 from dpopt.ghost.multiples import describe_multiple, moved_out
-from dpopt.ghost.own_rules import with_products
+from dpopt.ghost.own_rules import with_forward_rule, with_products
 from dpopt.ghost.precision import precise
 from dpopt.ghost.products import remember, taken_apart
 from dpopt.ghost.program import Loop, LoopScope, Remat, Scope, Trace
@@ -128,9 +128,12 @@ def _visit(eqn: core.JaxprEqn, inputs: list[Value], needed: Sequence[bool], scop
     if primitive in primitives.CALLS and (any(v.leaves for v in inputs) or _holds_filters(eqn)):
         inner = eqn.params[primitives.CALLS[primitive]]
         return _walk(inner.jaxpr, inner.consts, inputs, needed, scope)
-    if any(v.dynamic for v in inputs):
+    if any(v.dynamic for v in inputs) or not any(needed):
         moving = differentiated_inputs(eqn, needed)
         inputs = [v if m else _constant(v, scope) for v, m in zip(inputs, moving, strict=True)]
+    if primitive is primitives.CUSTOM_VJP and any(v.leaves for v in inputs) and not any(v.dynamic for v in inputs):
+        if forward := with_forward_rule(eqn, inputs):
+            return _walk(*forward, inputs, needed, scope)
     outputs, weights = [Value.of(v) for v in eqn.outvars], [i for i, v in enumerate(inputs) if v.leaves]
     dynamic = any(v.dynamic for v in inputs) or _belongs_to_body(eqn, inputs, outputs, scope)
     for out in outputs:
@@ -195,8 +198,8 @@ def _refuse_filtered_weights(eqn: core.JaxprEqn, inputs: list[Value]) -> None:
 
     If the image is divided among devices along a spatial axis, XLA multiplies the filter's gradient by their number
     along another axis: that of the sum, but not the norms that it was clipped by."""
-    filtered = eqn.primitive is primitives.CONVOLUTION and all(v.leaves for v in inputs)
-    if jax.device_count() > 1 and filtered:
+    filtered = all(v.leaves for v in inputs) if eqn.primitive is primitives.CONVOLUTION else _holds_filters(eqn)
+    if jax.device_count() > 1 and filtered and any(v.leaves for v in inputs):
         raise CannotFollow(eqn.primitive.name, "it takes weights alone, and there are several devices")
 
 

@@ -102,6 +102,57 @@ def _drawn(seed):
     return loss, params, rng.normal(size=(3, size, 4))
 
 
+# What a rule returns for the cotangents of a weight, (4, 4), and a step size, (), whose quantised values it rounds.
+OF_WEIGHTS = {
+    "straight through": (True, lambda y, w, s: (y, jnp.zeros_like(s))),
+    "within the range": (True, lambda y, w, s: (jnp.where(jnp.abs(w / s) < 8, y, 0), jnp.zeros_like(s))),
+    "step size": (True, lambda y, w, s: (y * (jnp.abs(w / s) < 8), jnp.sum(y * (jnp.round(w / s) - w / s)) / 4)),
+    "mixed": (True, lambda y, w, s: ((y.T @ w + 2 * y) / (1 + w**2), jnp.mean(y))),
+    "clipped": (False, lambda y, w, s: (_clipped(y), jnp.zeros_like(s))),
+    "normalised": (False, lambda y, w, s: (y / (1 + jnp.linalg.norm(y)), jnp.sum(y))),
+    "decayed": (False, lambda y, w, s: (y + 0.1 * w, jnp.zeros_like(s))),
+    "only the step size is decayed": (False, lambda y, w, s: (y, s / 10)),
+    "rounded": (False, lambda y, w, s: (y.astype(jnp.bfloat16).astype(y.dtype), jnp.zeros_like(s))),
+}
+USES = {
+    "dense": lambda w, x: jnp.tanh(x @ w),
+    "weight on the left": lambda w, x: jnp.tanh(w @ x.T).T,
+    "twice": lambda w, x: jnp.tanh(x @ w) @ w.T,
+    "filter": lambda w, x: lax.conv_general_dilated(
+        x[None], w.reshape(2, 2, 4), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=2
+    )[0],
+    "rows": lambda w, x: x * w[jnp.argmax(x, 1)],
+    "entries": lambda w, x: x * w.sum(0),
+    "steps": lambda w, x: lax.scan(lambda h, row: (jnp.tanh(h @ w + row), h), x[0], x)[1],
+}
+
+
+def _quantiser(name):
+    is_linear, rule = OF_WEIGHTS[name]
+
+    @jax.custom_vjp
+    def quantised(w, s):
+        return jnp.round(jnp.clip(w / s, -8, 7)) * s
+
+    quantised.defvjp(lambda w, s: (quantised(w, s), (w, s)), lambda kept, y: rule(y, *kept))
+    return is_linear, quantised
+
+
+def _drawn_of_weights(seed):
+    """A loss with a weight whose rule is drawn, its parameters and a batch."""
+    rng = np.random.default_rng(seed)
+    _, quantised = _quantiser(list(OF_WEIGHTS)[seed % len(OF_WEIGHTS)])
+    use, around = (list(kinds.values())[rng.integers(len(kinds))] for kinds in (USES, AROUND))
+    is_behind = rng.random() < 0.3  # behind `stop_gradient`: of values alone, whatever the rule
+
+    def layer(p, x):
+        w = quantised(p["w"], p["b"][0])
+        return use(p["w"] + lax.stop_gradient(w - p["w"]) if is_behind else w, x)
+
+    params = {k: rng.normal(size=(4, 4)) for k in ("w", "v")} | {"b": np.abs(rng.normal(size=4)) + 0.2}
+    return lambda p, x: jnp.sum(jnp.sin(around(layer, p, x))), params, rng.normal(size=(3, 2, 4))
+
+
 _SEEDS = range(len(FORWARD))
 _RUNS = slow_unless({(seed, _WAYS[seed // len(FORWARD) % 3]) for seed in _SEEDS}, itertools.product(range(160), _WAYS))
 
@@ -127,11 +178,12 @@ def _contributions(loss, params, batch, way, limits):
     return jax.tree.map(lambda x: x[:-1], totals), jax.tree.map(lambda x: x[-1], totals)
 
 
+@pytest.mark.parametrize("draw", [_drawn, _drawn_of_weights], ids=["layers", "weights"])
 @pytest.mark.parametrize("run", _RUNS, ids=lambda run: f"{run[0]}, {run[1]}")
 @pytest.mark.slow
-def test_contributions_are_those_of_plain_gradients(run):
+def test_contributions_are_those_of_plain_gradients(run, draw):
     seed, way = run
-    loss, params, batch = _drawn(seed)
+    loss, params, batch = draw(seed)
     with enable_x64(True), jax.numpy_rank_promotion("allow"):
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
         grads = jax.tree.map(lambda *g: np.stack(g), *(jax.grad(loss)(params, x) for x in batch))
@@ -174,6 +226,27 @@ def test_no_gradient_of_a_weight_is_formed(make):
     trace = trace_loss(make(), {"w": jax.ShapeDtypeStruct((8, 8), "float32")}, jax.ShapeDtypeStruct((2, 8), "float32"))
     assert [c.primitive.name for c in trace.contacts if c.primitive] == ["dot_general"]
     assert not any(c.weight.shape == (8, 8) for c in trace.contacts if c.primitive is None)
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_weights_with_a_linear_rule_are_ones_that_are_computed_from_parameters(name):
+    is_linear, quantised = _quantiser(name)
+    params = {"w": jax.ShapeDtypeStruct((8, 8), "float32"), "s": jax.ShapeDtypeStruct((), "float32")}
+    trace = trace_loss(
+        lambda p, x: jnp.sum(jnp.sin(x @ quantised(p["w"], p["s"]))), params, jax.ShapeDtypeStruct((2, 8), "float32")
+    )
+    assert ["dot_general"] * is_linear == [c.primitive.name for c in trace.contacts if c.primitive]
+
+
+def test_a_weight_that_is_only_read_behind_stop_gradient_has_no_contact():
+    _, quantised = _quantiser("clipped")
+    found = lambda w: lax.while_loop(lambda s: s < 9, lambda s: s * 2, jnp.max(w))  # noqa: E731
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ (w + lax.stop_gradient(quantised(w, 1.0) - w)) * lax.stop_gradient(found(w))))
+
+    trace = trace_loss(loss, jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((2, 8), "float32"))
+    assert [c.primitive.name for c in trace.contacts] == ["dot_general"]
 
 
 def test_a_rule_without_a_product_is_as_it_was():
