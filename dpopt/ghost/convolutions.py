@@ -92,6 +92,11 @@ def convolution(eqn: core.JaxprEqn, moving: Sequence[int]) -> Callable[..., list
     return run
 
 
+def convolved(eqn: core.JaxprEqn) -> Callable[..., list[jax.Array]]:
+    """The equation as a function, channels last, for where nothing differentiates it."""
+    return lambda *operands: [_convolve(*operands, **eqn.params)]
+
+
 def _filter_gradient(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """A convolution that is the gradient of a filter, as products where XLA's own is slow.
 

@@ -29,6 +29,7 @@ from jax.interpreters import partial_eval
 from dpopt.engines.programs import equations
 from dpopt.ghost import primitives
 from dpopt.ghost.binding import binder
+from dpopt.ghost.convolutions import convolved
 from dpopt.ghost.linear import is_linear, may_move, zeros_of
 from dpopt.ghost.values import Value, aval
 
@@ -208,7 +209,8 @@ class _Rule:
 
         for eqn in jaxpr.eqns:
             if not depends.intersection(eqn.outvars):
-                env.update(zip(eqn.outvars, binder(eqn)(*map(read, eqn.invars)), strict=True))
+                run = convolved(eqn) if eqn.primitive is primitives.CONVOLUTION else binder(eqn)
+                env.update(zip(eqn.outvars, run(*map(read, eqn.invars)), strict=True))
         return read
 
     @staticmethod

@@ -39,7 +39,14 @@ def residual_bytes(trace: Trace) -> float:
 def recomputed_bytes(block: Remat, by_weights: bool) -> float:
     """Bytes that the backward pass of a block computes again and holds, for one example (and one step of a loop).
 
-    Without ``by_weights``, that pass computes the cotangents of activations alone."""
+    That pass holds what it keeps of blocks within, too, while it computes one of these again. Without ``by_weights``, it
+    computes the cotangents of activations alone."""
+    within = (recomputed_bytes(inner, by_weights) for inner in block.scope.rematerialised())
+    return _recomputed_bytes(block, by_weights) + max(within, default=0)
+
+
+def _recomputed_bytes(block: Remat, by_weights: bool) -> float:
+    """The same without what is computed again within blocks that it holds."""
     inside = {v for op in block.scope.ops for v in op.outputs}
     reads = [v for v in block.scope.reads() - inside if v.constant is None]
 
