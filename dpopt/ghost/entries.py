@@ -27,6 +27,8 @@ def describe(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Valu
         if jnp.issubdtype(out.dtype, jnp.floating):
             out.leaves = frozenset().union(*(v.leaves for v in sources))
             out.entry = _entry(eqn, inputs, sources, out)
+            if out.entry is not None and len(inputs) and (part := _part(eqn, inputs, outputs.index(out))):
+                out.entry = out.entry._replace(part=part)
 
 
 def _entry(eqn: core.JaxprEqn, inputs: Sequence[Value], sources: Sequence[Value], out: Value) -> Entry | None:
@@ -43,7 +45,7 @@ def _entry(eqn: core.JaxprEqn, inputs: Sequence[Value], sources: Sequence[Value]
             layers = layers if permutation[:layers] == tuple(range(layers)) else 0
         elif eqn.primitive not in primitives.CASTS:
             order, layers = None, _layer_axes(eqn, sources[0], out)
-        return Entry(entry.copy, order, layers)
+        return entry._replace(order=order, layers=layers)
     if out.shape != sources[0].shape or not _are_aligned(sources):
         return None
     # What does not depend on parameters is added: a quantised weight whose derivative is that of the weight, say.
@@ -54,6 +56,30 @@ def _entry(eqn: core.JaxprEqn, inputs: Sequence[Value], sources: Sequence[Value]
     if eqn.primitive in primitives.ENTRYWISE or (eqn.primitive is primitives.CUSTOM_JVP and _is_entrywise(eqn, inputs)):
         return entry._replace(copy=False)
     return None
+
+
+def _part(eqn: core.JaxprEqn, inputs: Sequence[Value], at: int) -> tuple[range, ...] | None:
+    """`Entry.part` of an equation's output number ``at`` that takes a part of a whole parameter, else None."""
+    source, *indices = inputs
+    order = source.entry.order if source.entry else None
+    if order is None:
+        return None
+    taken = [range(n) for n in source.shape]
+    match eqn.primitive:
+        case primitives.SLICE:
+            taken = [*map(range, eqn.params["start_indices"], eqn.params["limit_indices"])]
+        case primitives.DYNAMIC_SLICE if all(i.constant is not None for i in indices):
+            sizes = eqn.params["slice_sizes"]
+            starts = [min(max(int(i.constant), 0), n - k) for i, n, k in zip(indices, source.shape, sizes, strict=True)]
+            taken = [range(start, start + k) for start, k in zip(starts, sizes, strict=True)]
+        case primitives.SPLIT:
+            axis, sizes = eqn.params["axis"], eqn.params["sizes"]
+            taken[axis] = range(sum(sizes[:at]), sum(sizes[: at + 1]))
+        case primitives.UNSTACK:
+            taken[eqn.params["axis"]] = range(at, at + 1)
+        case _:
+            return None
+    return tuple(taken[order.index(axis)] for axis in range(len(order)))
 
 
 def _layer_axes(eqn: core.JaxprEqn, source: Value, out: Value) -> int:

@@ -42,12 +42,13 @@ class Explanation:
         for leaf in self.plan.leaves:
             names = Counter("identity" if c.primitive is None else c.primitive.name for c in leaf.contacts)
             notes = ", standardized" if leaf.standardized else ""
-            if leaf.method is EXPLICIT and set(leaf.contacts) <= self.plan.kept:
+            methods = Counter(part.method.name for part in leaf.parts or [leaf])
+            if set(methods) == {EXPLICIT.name} and set(leaf.contacts) <= self.plan.kept:
                 notes += ", kept"
             row = (
                 str(self.plan.trace.leaves[leaf.leaf].shape),
-                ", ".join(n if k == 1 else f"{n} x{k}" for n, k in names.items()) or "none",
-                leaf.method.name + notes,
+                _listed(names) or "none",
+                _listed(methods) + notes,
                 f"{self.plan.batch_size * leaf.operations:.2g}",
                 f"{self.plan.batch_size * leaf.bytes:.2g}",
             )
@@ -90,6 +91,10 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     rows = [header, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     return ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+
+
+def _listed(names: Counter[str]) -> str:
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in names.items())
 
 
 def _size(count: float) -> str:

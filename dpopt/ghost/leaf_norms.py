@@ -28,7 +28,7 @@ from dpopt.ghost.contacts import (
     with_terms,
 )
 from dpopt.ghost.leaf_terms import Sizes, sizes_of_one, totals
-from dpopt.ghost.methods import EXPLICIT, GRAM, NO_CONTACT, PULLED_BACK, AtContact, Shared, standardized
+from dpopt.ghost.methods import APART, EXPLICIT, GRAM, NO_CONTACT, PULLED_BACK, AtContact, Shared, standardized
 from dpopt.ghost.plan import LeafPlan
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
@@ -118,6 +118,8 @@ def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records, befor
 
     ``before``: what is computed first."""
     leaf, contacts, method = leaf_plan.leaf, leaf_plan.contacts, leaf_plan.method
+    if method is APART:
+        return squares.added([_square(run, part, seen, records, before) for part in leaf_plan.parts])
     diagonal = None if run.scalar_scale(leaf) is not None else run.scales[leaf]
     if before is not None:  # inputs, which parameters may share, are left as they are
         diagonal, cotangents = _after(before, (diagonal, [seen[c].y for c in contacts]))

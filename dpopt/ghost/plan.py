@@ -20,7 +20,7 @@ from dpopt.engines import rounding
 from dpopt.ghost import costs
 from dpopt.ghost.costs import activation_bytes, forming_bytes, leaf_bytes, nbytes
 from dpopt.ghost.forward import forward_work
-from dpopt.ghost.methods import EXPLICIT, GRAM, PULLED_BACK, AtContact, Method, methods_at
+from dpopt.ghost.methods import APART, EXPLICIT, GRAM, PULLED_BACK, AtContact, Method, methods_at
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import Standardized
@@ -59,6 +59,7 @@ class LeafPlan:
     standardized: Standardized | None = None  # if its filters are normalised on the way to the contact
     # Those of the contacts, after the first, whose weights are numbers with one cotangent: a penalty in the loss, say.
     numbers: tuple[Contact, ...] = ()
+    parts: tuple[LeafPlan, ...] = ()  # of `APART`, one for each contact
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,19 +173,23 @@ class Plan:
 
     def streaming(self, single: Collection[int] = ()) -> Plan:
         """This plan in two passes (streamed.py), or in one for those ``single`` parameters that can be streamed."""
-        chosen = {}
-        for leaf in self.leaves:
-            if len(leaf.contacts) == 1 and not self.shifted and leaf.contacts[0].is_direct:
-                (contact,), one = leaf.contacts, cast(Contact, leaf.contacts[0].of_step)
-                scaling = self.scaled[leaf.leaf] or not contact.is_copy
-                if all(is_mapped for _, is_mapped in contact.loops):
-                    # In one pass, gradients that are formed for the norm are added up as they are (hooks.py).
-                    kept = leaf.leaf in single and self.batch_size <= rounding.ROWS and jax.device_count() == 1
-                    cost = functools.partial(_streamed_cost, one, scaled=scaling, are_added_up=kept)
-                    chosen[contact] = min(methods_at(one, scaling), key=cost)
-        # Contacts that share a tap are recorded together or not at all.
-        recorded = {c.shares or c for c in self.trace.contacts if c not in chosen}
-        chosen = {c: m for c, m in chosen.items() if (c.shares or c) not in recorded}
+        chosen: dict[Contact, AtContact] = {}
+        alone = [leaf for leaf in self.leaves if len(leaf.contacts) == 1 or leaf.method is APART]
+        for contact in () if self.shifted else (c for leaf in alone for c in leaf.contacts if c.is_direct):
+            (leaf,), one = contact.weight.leaves, cast(Contact, contact.of_step)
+            scaling = self.scaled[leaf] or not contact.is_copy
+            if all(is_mapped for _, is_mapped in contact.loops):
+                # In one pass, gradients that are formed for the norm are added up as they are (hooks.py).
+                kept = leaf in single and self.batch_size <= rounding.ROWS and jax.device_count() == 1
+                cost = functools.partial(_streamed_cost, one, scaled=scaling, are_added_up=kept)
+                chosen[contact] = min(methods_at(one, scaling), key=cost)
+        # Contacts that share a tap, or a parameter, are recorded together or not at all.
+        while others := {c for c in self.trace.contacts if c not in chosen}:
+            taps, recorded = {c.shares or c for c in others}, {leaf for c in others for leaf in c.weight.leaves}
+            joined = {c for c in chosen if (c.shares or c) in taps or recorded & c.weight.leaves}
+            if not joined:
+                break
+            chosen = {c: m for c, m in chosen.items() if c not in joined}
         leaves = {leaf for c in chosen for leaf in c.weight.leaves}
         return dataclasses.replace(self, streamed=chosen, single=leaves & frozenset(single), kept=frozenset())
 

@@ -13,6 +13,7 @@ together stay smaller than the activations.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +22,7 @@ import jax
 from dpopt.common.types import PyTree
 from dpopt.ghost import costs
 from dpopt.ghost.methods import (
+    APART,
     EXPLICIT,
     GRAM,
     NO_CONTACT,
@@ -111,11 +113,27 @@ def _leaf_plan(trace: Trace, leaf: int, contacts: Sequence[Contact], scaled: boo
             return LeafPlan(leaf, (contact,), used, *cost, standardized=found)
     if not shifted and (found := _beside_numbers(leaf, contacts, scaled)):
         return found
+    if not shifted and (found := _apart(leaf, contacts, scaled)):
+        return found
     options: dict[Method, Cost] = {PULLED_BACK: PULLED_BACK.cost(trace, leaf, contacts, scaled)}
     if len(contacts) > 1:
         options |= shared_methods(contacts, scaled)
     method = min(options, key=lambda m: options[m].operations)
     return LeafPlan(leaf, tuple(contacts), method, *options[method])
+
+
+def _apart(leaf: int, contacts: Sequence[Contact], scaled: bool) -> LeafPlan | None:
+    """The plan of a parameter whose contacts each read another part of it, such as a layer by its index."""
+    entries = [c.weight.entry for c in contacts]
+    if len(entries) == 1 or not all(a and b and a.is_apart(b) for a, b in itertools.combinations(entries, 2)):
+        return None
+    parts = []
+    for contact in contacts:
+        scaling = scaled or not contact.is_copy
+        method, cost = _cheapest(contact, methods_at(contact, scaling), scaling)
+        parts.append(LeafPlan(leaf, (contact,), method, *cost))
+    operations, extra = (sum(of) for of in zip(*((p.operations, p.bytes) for p in parts), strict=True))
+    return LeafPlan(leaf, tuple(contacts), APART, operations, extra, parts=tuple(parts))
 
 
 def _cheapest(contact: Contact, ways: Sequence[AtContact], scaled: bool) -> tuple[AtContact, Cost]:
@@ -142,7 +160,7 @@ def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> Lea
 
 def _forming(chosen: Iterable[LeafPlan]) -> list[Contact]:
     """Contacts whose per-example gradients have to be formed."""
-    found = (c for plan in chosen if plan.method.forms for c in plan.contacts)
+    found = (c for plan in chosen for part in plan.parts or [plan] if part.method.forms for c in part.contacts)
     return list(dict.fromkeys(found))
 
 

@@ -30,6 +30,7 @@ DOT, CONVOLUTION, GATHER, DYNAMIC_SLICE = (
 TRANSPOSE, RESHAPE, BROADCAST, CAST, ROUND_TO = (
     primitive(name) for name in ("transpose", "reshape", "broadcast_in_dim", "convert_element_type", "reduce_precision")
 )
+SLICE, SPLIT, UNSTACK = (primitive(name) for name in ("slice", "split", "unstack"))
 MAX_POOL = primitive("reduce_window_max")
 COMPLEX, CONJ, REAL, IMAG = (primitive(name) for name in ("complex", "conj", "real", "imag"))
 LINEAR_SOLVE = primitive("linear_solve")
@@ -47,11 +48,12 @@ FLAT = _all("stop_gradient floor ceil round sign")
 BILINEAR = _all("dot_general conv_general_dilated")
 # Every output entry copies one input entry, and no input entry is copied twice.
 LAYOUT = _all("""
-    reshape transpose squeeze rev copy slice split convert_element_type reduce_precision broadcast_in_dim dynamic_slice
+    reshape transpose squeeze rev copy slice split unstack convert_element_type reduce_precision broadcast_in_dim
+    dynamic_slice
 """)
 # An output entry adds up input entries, or copies one, or has a number of its own.
 STRUCTURAL = _all(
-    "concatenate cumsum dynamic_update_slice gather pad reduce_sum scatter scatter_add select_n stack tile unstack"
+    "concatenate cumsum dynamic_update_slice gather pad reduce_sum scatter scatter_add select_n stack tile"
 )
 # The same entries in the same order, where input and output have equally many.
 RESHAPING = _all("reshape squeeze broadcast_in_dim")

@@ -39,8 +39,8 @@ def residual_bytes(trace: Trace) -> float:
 def recomputed_bytes(block: Remat, by_weights: bool) -> float:
     """Bytes that the backward pass of a block computes again and holds, for one example (and one step of a loop).
 
-    That pass holds what it keeps of blocks within, too, while it computes one of these again. Without ``by_weights``, it
-    computes the cotangents of activations alone."""
+    That pass holds what it keeps of blocks within, too, while it computes one of these again. Without ``by_weights``,
+    it computes the cotangents of activations alone."""
     within = (recomputed_bytes(inner, by_weights) for inner in block.scope.rematerialised())
     return _recomputed_bytes(block, by_weights) + max(within, default=0)
 

@@ -23,7 +23,8 @@ result, hence `cancelled`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,14 @@ def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:
     # The bound, whose square is infinite, keeps XLA from squaring the factors of ``lost`` separately (0 * inf).
     lost = jnp.minimum(jnp.asarray(lost, value.dtype), 2.0 ** (jnp.finfo(value.dtype).maxexp // 2))
     return Square(value, x.size * (tiny(value.dtype) + jnp.square(lost)))
+
+
+def added(parts: Sequence[Square]) -> Square:
+    """The square of a gradient from those of parts of it."""
+    value, missing = (sum(of) for of in zip(*(part[:2] for part in parts), strict=True))
+    found = [part.diagonal for part in parts if part.diagonal is not None]
+    most = jnp.max(jnp.stack([jnp.max(d) for d in found])) if len(found) == len(parts) else None
+    return Square(cast(jax.Array, value), cast(jax.Array, missing), most)
 
 
 def shifted(square: Square, offset: jax.Array | float, computed_in: jax.typing.DTypeLike) -> Square:

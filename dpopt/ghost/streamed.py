@@ -124,7 +124,9 @@ def _first_pass(
         number = run.scalar_scale(leaf)
         layers = run.wide[leaf].shape[: bounds.ndim > 2]  # numbered by the steps of one loop, or of several
         both = (b.reshape(len(mask), *layers) for b in _both(bounds))
-        known[leaf] = tuple(b if number is None else b * jnp.abs(number) for b in both)
+        both = (b if number is None else b * jnp.abs(number) for b in both)
+        # (Contacts with different parts of one parameter.)
+        known[leaf] = tuple(map(jnp.hypot, known[leaf], both)) if leaf in known else tuple(both)
     bad = mask & ~jnp.isfinite(losses)
     if in_place:
         found = norms_in_place(run, seen, bad, mask, in_place, known)

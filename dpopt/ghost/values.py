@@ -33,6 +33,12 @@ class Entry(NamedTuple):
     copy: bool  # entries are plain copies, so the gradient has the same norm on both sides
     order: tuple[int, ...] | None  # axis i of the value is axis order[i] of the parameter
     layers: int = 0  # so many leading axes number what the parameter's first axis does, in the same order; 0: none do
+    part: tuple[range, ...] | None = None  # along each axis of the parameter, where these entries are; None: anywhere
+
+    def is_apart(self, other: Entry) -> bool:
+        """Whether no entry of one parameter belongs to both values."""
+        pairs = zip(self.part or (), other.part or (), strict=False)  # one that may be anywhere has none
+        return any(a.stop <= b.start or b.stop <= a.start for a, b in pairs)
 
 
 @dataclass(eq=False, slots=True)

@@ -8,10 +8,12 @@ With ``G = sum_t l_t (x) r_t`` (rules/) there are five exact methods, of which t
 * ``segments``  one-hot ``l`` (embeddings): add up the rows with equal index, then square.
 * ``explicit``  form G (``T a p`` operations, as many as the weighted sum, which can then reuse it).
 
-A matrix that several contacts use has methods of its own (shared.py), and the gradients of what is neither are formed
+Where contacts read different parts of a parameter, each has a method (``apart``). A matrix that several contacts use
+has methods of its own (shared.py), and the gradients of what is neither are formed
 and pulled back (pulled_back.py). standardized.py has the norms behind normalised filters.
 """
 
+from dpopt.ghost.methods.base import APART as APART
 from dpopt.ghost.methods.base import NO_CONTACT as NO_CONTACT
 from dpopt.ghost.methods.base import AtContact as AtContact
 from dpopt.ghost.methods.base import FromFactors as FromFactors

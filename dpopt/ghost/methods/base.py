@@ -102,6 +102,15 @@ class _NoContact(Method):
 NO_CONTACT = _NoContact()
 
 
+class _Apart(Method):
+    """For a parameter with several contacts that share no entry of it: their squares add up (`LeafPlan.parts`)."""
+
+    name = "apart"
+
+
+APART = _Apart()
+
+
 class AtContact(Method, abc.ABC):
     """A method for a weight with one contact, which keeps the entries of the parameter apart."""
 
