@@ -187,7 +187,8 @@ def choose(
         if wants_vmap or not _records_are_faster(plan):
             return _within(one_pass, plan, memory) if may_split else one_pass
     found = estimate(plan)
-    limit, reason = allowed(memory, found.ordinary), f"{fastest}, and the memory allows it"
+    limit = max(allowed(memory, found.ordinary), devices * _SMALL_BYTES)
+    reason = f"{fastest}, and the memory allows it"
     if wants_vmap and found.vmap <= limit:
         return Way(None, 1, reason)
     if wants_vmap:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core
 
 from dpopt.common.trees import accumulator_dtype
-from dpopt.ghost.values import Contact, ContactOp, Hook, Op, Record, Value, read
+from dpopt.ghost.values import Contact, ContactOp, Hook, Made, Op, Record, Value, read
 
 
 class Scope:
@@ -44,7 +44,9 @@ class Scope:
     def promote(self, value: Value) -> Value:
         """The weight as a value of the body, with a tap on it."""
         if value not in self.promoted:
-            if self.parent is not None:
+            if (made := value.made) is not None and made.spreads(value):
+                self.promoted[value] = self._spread(value, made)
+            elif self.parent is not None:
                 self.promoted[value] = self.parent.promote(value)
             else:
                 contact = self.trace.new_contact(value, None, value.shape, value.dtype)
@@ -53,6 +55,13 @@ class Scope:
                 op = ContactOp(contact, lambda weight: [weight], [value], [self.promoted[value]], None)
                 self.trace.identities.append(op)
         return self.promoted[value]
+
+    def _spread(self, value: Value, made: Made) -> Value:
+        """A weight that is spread over an array, such as a bias over positions: what is spread has the tap."""
+        spread = Value(value.shape, value.dtype, dynamic=True)
+        run = functools.partial(made.eqn.primitive.bind, **made.eqn.params)
+        self.ops.append(Op(lambda x: [run(x)], made.eqn.primitive, [self.promote(made.inputs[0])], [spread]))
+        return spread
 
     def contacts(self) -> list[Contact]:
         """The contacts of this scope and of those within, in the order of the equations."""
@@ -131,7 +140,8 @@ class LoopScope(Scope):
         return outer, (*loops, (self.length, mapped))
 
     def promote(self, value: Value) -> Value:
-        if value in self.stacked and value not in self.promoted:
+        is_spread = value.made is not None and value.made.spreads(value)
+        if value in self.stacked and value not in self.promoted and not is_spread:
             inner = Value(value.shape, value.dtype, dynamic=True)
             self.stacked[inner] = self.parent.promote(self.stacked[value])
             self.promoted[value] = inner

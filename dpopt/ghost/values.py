@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -23,7 +24,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from dpopt.common.trees import accumulator_dtype, is_narrow
 from dpopt.ghost import rules
-from dpopt.ghost.primitives import CAST, LAYOUT, ROUND_TO
+from dpopt.ghost.primitives import BROADCAST, CAST, LAYOUT, ROUND_TO
 from dpopt.ghost.rows import tf32
 
 
@@ -74,6 +75,12 @@ class Made(NamedTuple):
     eqn: core.JaxprEqn
     inputs: Sequence[Value]
     has_product: bool  # of matrices, on the way from parameters
+
+    def spreads(self, value: Value) -> bool:
+        """Whether the value is a smaller weight, spread over an array."""
+        source = self.inputs[0]
+        is_larger = math.prod(value.shape) > math.prod(source.shape)
+        return self.eqn.primitive is BROADCAST and bool(source.leaves) and is_larger
 
 
 def aval(var: core.Var | core.Literal) -> ShapedArray:

@@ -181,7 +181,7 @@ def test_a_long_loop_costs_its_steps():
     def parallel(w, x):
         return jnp.sum(jnp.tanh(x @ w + x))
 
-    x = jax.ShapeDtypeStruct((64, 2048, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((128, 2048, 64), jnp.float32)
     looped, whole = (ghost.plan_clipped_sum(f, jnp.zeros((64, 64)), x).parts for f in (recurrent, parallel))
     assert 1 < looped < whole
 
