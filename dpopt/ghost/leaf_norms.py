@@ -29,7 +29,7 @@ from dpopt.ghost.contacts import (
 )
 from dpopt.ghost.leaf_terms import Sizes, sizes_of_one, totals
 from dpopt.ghost.methods import APART, EXPLICIT, GRAM, NO_CONTACT, PULLED_BACK, AtContact, Shared, standardized
-from dpopt.ghost.plan import LeafPlan
+from dpopt.ghost.plan import LeafPlan, alike
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import Square, cancelled, cancelled_before, of_entries, shifted, tiny
@@ -258,14 +258,23 @@ def _standardized(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: Seen
 def _pulled(
     run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Records, before: Array | None
 ) -> list[Square]:
-    """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time."""
+    """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time.
+
+    Of numbers with one cotangent, such as a penalty in the loss, the gradient is pulled back once for all examples."""
+    numbers = alike(contacts)
+    fixed = run.pull_back(numbers, [jnp.ones(c.weight.shape) for c in numbers], leaves) if numbers else None
 
     def one(records: list[Recorded]) -> tuple[list[Square], Sizes]:
         at = dict(zip(contacts, records, strict=True))
         summed = {own[0]: form_together(own, [cast(Seen, at[c]) for c in own]) for own in joined}
         formed = [None if c in apart else c.unfold(form(c, r)) for c, r in at.items()]
         summed |= {c: g for c, g in zip(contacts, formed, strict=True) if g is not None}
-        gradients = run.pull_back([*summed], [*summed.values()], leaves)
+        if fixed is None:
+            gradients = run.pull_back([*summed], [*summed.values()], leaves)
+        else:
+            y, others = summed[numbers[0]].reshape(()), [c for c in summed if c not in numbers]
+            gradients = run.pull_back(others, [summed[c] for c in others], leaves)
+            gradients = [g + y.astype(g.dtype) * d for g, d in zip(gradients, fixed, strict=True)]
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
         return found, sizes_of_one(gains, contacts, formed, records)
 

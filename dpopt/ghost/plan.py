@@ -260,6 +260,12 @@ def is_number(contact: Contact) -> bool:
     return contact.factors is None and not contact.loops and math.prod(contact.weight.shape) == 1
 
 
+def alike(contacts: Sequence[Contact]) -> list[Contact]:
+    """Those contacts whose weights are numbers, if they have one cotangent and are beside others; else none."""
+    numbers = [c for c in contacts if is_number(c)]
+    return numbers if len({c.shares or c for c in numbers}) == 1 and len(numbers) < len(contacts) else []
+
+
 def _may_be_quick(contact: Contact, added_up: Contact | None) -> bool:
     """Whether the weighted sum at a contact is a matrix product of factors that a GPU would round, and nothing else.
 

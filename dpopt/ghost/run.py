@@ -13,7 +13,7 @@ from dpopt.common.types import PyTree
 from dpopt.engines.norms import safe_norm
 from dpopt.ghost.contacts import Seen, along
 from dpopt.ghost.hooks import Hooks
-from dpopt.ghost.plan import Plan
+from dpopt.ghost.plan import Plan, is_number
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.squares import largest
 from dpopt.ghost.standardized import Coefficients, Standardized
@@ -119,10 +119,20 @@ class Run:
                 return {i: self._standardized(leaf).gain(self.coefficients(leaf), scale) for i in own}
             key = leaf, tuple(own.values())
             if key not in self._mixed_gains:
-                self._mixed_gains[key] = self.pull_back.gains(leaf, scale, list(own.values()))
+                self._mixed_gains[key] = self._gains(leaf, list(own.values()))
             return dict(zip(own, self._mixed_gains[key], strict=True))
 
         return [of_leaf(leaf) for leaf in leaves]
+
+    def _gains(self, leaf: int, contacts: Sequence[Contact]) -> list[jax.Array]:
+        """`gains` of contacts whose weights are computed from a parameter in any way."""
+        scale, others = self.scales[leaf], [c for c in contacts if not is_number(c)]
+        found = dict(zip(others, self.pull_back.gains(leaf, scale, others) if others else (), strict=True))
+        for c in contacts:
+            if c not in found:  # of a number, exactly
+                (gradient,) = self.pull_back([c], [jnp.ones(c.weight.shape)], [leaf])
+                found[c] = safe_norm((gradient if scale is None else gradient * scale).reshape(-1), axis=0)
+        return [found[c] for c in contacts]
 
     def largest_gain(self, leaf: int, contact: Contact, gain: jax.Array) -> jax.Array:
         """The largest entry of one of `gains`."""

@@ -21,6 +21,12 @@ MAPS = {
     "shifted": lambda w: w - 0.5,
     "subtracted": lambda w: 0.5 - w,
 }
+# Entries depend on several ones of the parameter, so that gradients are pulled back.
+MIXED = {
+    "centred": lambda w: w - jnp.mean(w),
+    "symmetric": lambda w: w + w[::-1],
+    "normalised": lambda w: w / (1 + jnp.linalg.norm(w)),
+}
 PENALTIES = {
     "squares": lambda ws: 0.05 * sum(jnp.sum(w**2) for w in ws),
     "absolute": lambda ws: 0.1 * sum(jnp.sum(jnp.abs(w)) for w in ws),
@@ -64,7 +70,7 @@ LAYERS = {
 
 def penalized(rng: np.random.Generator, layer: str, mapped: str, varies: bool):
     """A loss with one or two penalties, which an example may weigh itself."""
-    params, x, fit = LAYERS[layer](rng, MAPS[mapped])
+    params, x, fit = LAYERS[layer](rng, (MAPS | MIXED)[mapped])
     params["b"] = rng.normal(size=3)
     chosen = [PENALTIES[str(name)] for name in rng.choice(list(PENALTIES), rng.integers(1, 3), replace=False)]
 
@@ -89,7 +95,7 @@ def penalized(rng: np.random.Generator, layer: str, mapped: str, varies: bool):
 @pytest.mark.one_in(6)
 def test_penalties_equal_plain_gradients(seed, layer, x64):
     rng = np.random.default_rng([seed, list(LAYERS).index(layer)])
-    mapped, varies = str(rng.choice(list(MAPS))), bool(rng.random() < 0.5)
+    mapped, varies = str(rng.choice([*MAPS, *MIXED])), bool(rng.random() < 0.5)
     loss_fn, params, batch = penalized(rng, layer, mapped, varies)
     scale = random_like(params, seed) if seed % 2 else None
     with jax.numpy_rank_promotion("allow"):
