@@ -27,7 +27,7 @@ def describe(eqn: core.JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Valu
         if jnp.issubdtype(out.dtype, jnp.floating):
             out.leaves = frozenset().union(*(v.leaves for v in sources))
             out.entry = _entry(eqn, inputs, sources, out)
-            if out.entry is not None and len(inputs) and (part := _part(eqn, inputs, outputs.index(out))):
+            if out.entry and (part := _part(eqn, inputs, outputs.index(out))):
                 out.entry = out.entry._replace(part=part)
 
 

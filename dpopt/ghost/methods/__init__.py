@@ -9,8 +9,8 @@ With ``G = sum_t l_t (x) r_t`` (rules/) there are five exact methods, of which t
 * ``explicit``  form G (``T a p`` operations, as many as the weighted sum, which can then reuse it).
 
 Where contacts read different parts of a parameter, each has a method (``apart``). A matrix that several contacts use
-has methods of its own (shared.py), and the gradients of what is neither are formed
-and pulled back (pulled_back.py). standardized.py has the norms behind normalised filters.
+has methods of its own (shared.py), and the gradients of what is neither are formed and pulled back (pulled_back.py).
+standardized.py has the norms behind normalised filters.
 """
 
 from dpopt.ghost.methods.base import APART as APART
