@@ -97,9 +97,10 @@ def test_contributions_are_those_of_plain_gradients(run):
         scale = None if diagonal is None else {"w": jnp.asarray(diagonal)}
         expected = np.stack([jax.grad(loss)(params, x)["w"] for x in batch]) * (1 if diagonal is None else diagonal)
         norms = np.linalg.norm(expected.reshape(3, -1), axis=1)
-        clip = float(np.median(norms)) / 2
+        clip = float(np.median(norms)) / 2 or 1.0
         alone, among = contributions(loss, params, batch, way, clip, scale)
-    expected *= np.minimum(1, clip / norms).reshape(3, 1, 1, 1)
+    factor = np.minimum(1, np.divide(clip, norms, out=np.ones(3), where=norms > 0))
+    expected *= factor.reshape(3, 1, 1, 1)
     np.testing.assert_allclose(alone, expected, rtol=1e-8, atol=1e-9 * clip)
     np.testing.assert_allclose(among, expected, rtol=1e-8, atol=1e-9 * clip)
     contributions.clear_cache()
