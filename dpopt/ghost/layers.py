@@ -36,8 +36,8 @@ def single_parameters(plan: Plan, limits: Sequence[ArrayLike | None], layer_axes
 
     def is_single(contact: Contact) -> bool:
         (leaf,) = contact.weight.leaves
-        is_apart = is_by_layer(plan, leaf) if layer_axes and layer_axes[leaf] else not contact.loops
-        is_apart = is_apart and len(plan.leaves[leaf].contacts) == 1
+        is_alone = len(plan.leaves[leaf].contacts) == 1 and not contact.loops
+        is_apart = is_by_layer(plan, leaf) if layer_axes and layer_axes[leaf] else is_alone
         is_exact = may_multiply or (contact.is_copy and not plan.scaled[leaf])
         return limits[leaf] is not None and is_apart and is_exact
 

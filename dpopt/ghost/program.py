@@ -44,17 +44,18 @@ class Scope:
     def promote(self, value: Value) -> Value:
         """The weight as a value of the body, with a tap on it."""
         if value not in self.promoted:
-            if (made := value.made) is not None and made.spreads(value):
-                self.promoted[value] = self._spread(value, made)
-            elif self.parent is not None:
-                self.promoted[value] = self.parent.promote(value)
-            else:
-                contact = self.trace.new_contact(value, None, value.shape, value.dtype)
-                contact.of_step = contact
-                self.promoted[value] = Value(value.shape, value.dtype, dynamic=True)
-                op = ContactOp(contact, lambda weight: [weight], [value], [self.promoted[value]], None)
-                self.trace.identities.append(op)
+            spread = self._spread(value, value.made) if value.made and value.made.spreads(value) else None
+            self.promoted[value] = spread or self._tapped(value)
         return self.promoted[value]
+
+    def _tapped(self, value: Value) -> Value:
+        if self.parent is not None:
+            return self.parent.promote(value)
+        contact = self.trace.new_contact(value, None, value.shape, value.dtype)
+        contact.of_step = contact
+        tapped = Value(value.shape, value.dtype, dynamic=True)
+        self.trace.identities.append(ContactOp(contact, lambda weight: [weight], [value], [tapped], None))
+        return tapped
 
     def _spread(self, value: Value, made: Made) -> Value:
         """A weight that is spread over an array, such as a bias over positions: what is spread has the tap."""
@@ -139,13 +140,12 @@ class LoopScope(Scope):
         outer, loops = self.parent.locate(self.stacked[value] if mapped else value)
         return outer, (*loops, (self.length, mapped))
 
-    def promote(self, value: Value) -> Value:
-        is_spread = value.made is not None and value.made.spreads(value)
-        if value in self.stacked and value not in self.promoted and not is_spread:
-            inner = Value(value.shape, value.dtype, dynamic=True)
-            self.stacked[inner] = self.parent.promote(self.stacked[value])
-            self.promoted[value] = inner
-        return self.promoted.get(value) or super().promote(value)
+    def _tapped(self, value: Value) -> Value:
+        if value not in self.stacked:
+            return super()._tapped(value)
+        inner = Value(value.shape, value.dtype, dynamic=True)
+        self.stacked[inner] = self.parent.promote(self.stacked[value])
+        return inner
 
 
 @dataclass(eq=False, slots=True, frozen=True)
