@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from dpopt.common import trees, validate
 from dpopt.common.types import Batch, LossFn, PyTree
+from dpopt.constants import constants_of
 from dpopt.engines import batches, clips, promises, stacked
 from dpopt.engines.not_an_array import NotAnArray, refuse
 from dpopt.engines.source import HasExamples, Source
@@ -161,8 +162,9 @@ class PerExampleGrads(NotAnArray):
         else:
             ran = self._source.run(self._mask, self._scale, self._offset, clip)
             norms = stacked.global_norms(ran.leaf_norms)
-            coefficients = jax.tree.leaves(clips.row_coefficients(clip, ran.leaf_norms))
-            was_clipped = jnp.any(jnp.stack([(c < 1).reshape(len(c), -1).any(1) for c in coefficients]), axis=0)
+            coefficients = {id(c): c for c in jax.tree.leaves(clips.row_coefficients(clip, ran.leaf_norms))}
+            below_one = [(c < 1).reshape(len(c), -1).any(1) for c in coefficients.values()]
+            was_clipped = jnp.any(jnp.stack(below_one), axis=0)
             aux = SensitiveAux(ran.losses, norms, self._mask, ran.is_finite, was_clipped, ran.aux)
             result = ClippedSum(ran.sum, aux, ran.remainder, ran.leaf_norms)
         self._record.latest = result
@@ -260,9 +262,9 @@ def per_example_grads(
         batch_size = batches.batch_size(batch)
         mask = batches.checked_mask(mask, batch_size)
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
-        batches.check_loss(loss_fn, params, batch, has_aux)
-        loss = promises.ExampleRows(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux, memory)
-        return PerExampleGrads(loss, mask)
+        rows = promises.ExampleRows(loss_fn, params, batch, batch_size, engine, microbatch_size, has_aux, memory)
+        batches.check_loss(rows.loss if constants_of(loss_fn) is None else loss_fn, params, batch, has_aux)
+        return PerExampleGrads(rows, mask)
 
     return promise
 

@@ -18,6 +18,7 @@ _COPIED_SHARE = 1 / 8
 _COPIED = 2**22  # entries, 16 MB
 
 
+@functools.partial(jax.jit, static_argnames="axis")  # traced once for equal shapes
 def safe_norm(x: Float[Array, " ..."], axis: int) -> Float[Array, " ..."]:
     """L2 norm along ``axis`` whose squares neither overflow nor underflow; NaN and Inf propagate to the result."""
     if x.shape[axis] == 0:

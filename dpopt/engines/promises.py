@@ -52,6 +52,14 @@ class Rows(abc.ABC):
     def like(self) -> PyTree:
         return self.params
 
+    @functools.cached_property
+    def loss(self) -> LossFn:
+        """``loss_fn``, traced and linearized once however often this promise needs it.
+
+        The function that `jax.jit` is given is this promise's own: with ``loss_fn`` itself, it would remember what
+        ``loss_fn`` read from Python when an earlier promise traced it."""
+        return jax.jit(lambda params, example: self.loss_fn(params, example))
+
     @abc.abstractmethod
     def examples(self, row: PyTree) -> tuple[Batch, jax.Array]:
         """The examples in a row of the batch, leaves ``(examples, ...)``, and their mask."""
@@ -149,7 +157,7 @@ class Rows(abc.ABC):
         try:
             axes = clips.layer_axes(clip, self.params)
             plan = ghost.plan_clipped_sum(
-                self.loss_fn,
+                self.loss,
                 self.params,
                 self.batch,
                 scale=scale,
@@ -261,7 +269,7 @@ class ExampleRows(Rows):
         return jax.tree.map(lambda x: jnp.asarray(x)[None], row), jnp.ones(1, bool)
 
     def _value_and_grad(self, row: Example) -> tuple[PyTree, PyTree]:
-        return jax.value_and_grad(self.loss_fn, has_aux=self.has_aux)(self.params, row)
+        return jax.value_and_grad(self.loss, has_aux=self.has_aux)(self.params, row)
 
 
 @dataclasses.dataclass(frozen=True)

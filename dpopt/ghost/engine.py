@@ -151,8 +151,9 @@ def clipped_sum(
         norms = at_once(lambda n: jnp.where(jnp.isfinite(n), n, jnp.inf), norms)
         given = tree.flatten_up_to(coefficients(jax.tree.unflatten(tree, by_layer(norms))))
         given = [jnp.max(c, axis=1, initial=0) if i in unused else c for i, c in enumerate(given)]
-        masked: dict[int, jax.Array] = {}  # one array per distinct coefficient, so that sums are shared
-        return [masked.setdefault(id(c), jnp.where(per_example(mask, c) & (c > 0), c, 0)) for c in given]
+        distinct = {id(c): c for c in given}  # one array for each, so that sums are shared
+        masked = {i: jnp.where(per_example(mask, c) & (c > 0), c, 0) for i, c in distinct.items()}
+        return [masked[id(c)] for c in given]
 
     def result(
         total: Sum, norms: list[jax.Array], losses: jax.Array, aux: list[jax.Array], ok: jax.Array

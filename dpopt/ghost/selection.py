@@ -37,15 +37,19 @@ def settled(bad: jax.Array, trees: Mapping[_Key, Any]) -> dict[_Key, Any]:
     arrays, rebuild = distinct_arrays(trees)
 
     def step(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.where(per_example(bad, x), _without_infinities(x), x) for x in arrays]
+        return [_without_infinities(bad, x) for x in arrays]
 
     return rebuild(if_any(bad, step, arrays))
 
 
-def _without_infinities(x: jax.Array) -> jax.Array:
+@jax.jit  # traced once for equal shapes
+def _without_infinities(bad: jax.Array, x: jax.Array) -> jax.Array:
+    if x.dtype == bool:
+        return x
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.where(jnp.isinf(x), jnp.nan, x)
-    return x if x.dtype == bool else jnp.minimum(x, jnp.iinfo(x.dtype).max - 1)  # an index: out of range as before
+        return jnp.where(per_example(bad, x) & jnp.isinf(x), jnp.nan, x)
+    # An index: out of range as before.
+    return jnp.where(per_example(bad, x), jnp.minimum(x, jnp.iinfo(x.dtype).max - 1), x)
 
 
 def without_bad_entries(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
@@ -53,10 +57,12 @@ def without_bad_entries(bad: jax.Array, arrays: list[jax.Array]) -> list[jax.Arr
 
     Other examples may have entries that are not finite if the pull-back drops them. They stay unchanged, since what an
     example adds must not depend on whether another is bad."""
-    return [
-        jnp.where(per_example(bad, x) & ~jnp.isfinite(x), 0, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-        for x in arrays
-    ]
+    return [_without_bad_entries(bad, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in arrays]
+
+
+@jax.jit
+def _without_bad_entries(bad: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(per_example(bad, x) & ~jnp.isfinite(x), 0, x)
 
 
 def distinct_arrays(trees: Mapping[_Key, Any]) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[_Key, Any]]]:

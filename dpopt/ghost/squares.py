@@ -23,6 +23,7 @@ result, hence `cancelled`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -86,6 +87,7 @@ def largest(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(lax.optimization_barrier(x)), initial=0)
 
 
+@jax.jit
 def of_entries(x: jax.Array, lost: jax.Array | float = 0.0) -> Square:
     """``|x|^2`` for an array whose entries may each have lost up to ``lost``."""
     value = sum_squares(x)
@@ -137,6 +139,7 @@ def with_offset(
     return unit * jnp.sqrt(highest), unit * jnp.sqrt(lowest)
 
 
+@functools.partial(jax.jit, static_argnames=("sizes", "computed_in", "is_quick"))  # traced once for equal shapes
 def of_products(
     left: jax.Array, right: jax.Array, value: jax.Array, sizes: tuple[int, int, int],
     computed_in: jax.typing.DTypeLike, is_quick: bool = False,
@@ -153,6 +156,7 @@ def of_products(
     return Square(cancelled(value, total, computed_in, is_quick), missing, terms=terms)
 
 
+@functools.partial(jax.jit, static_argnames=("computed_in", "is_quick"))
 def cancelled(
     value: jax.Array, total: jax.Array, computed_in: jax.typing.DTypeLike, is_quick: bool = False
 ) -> jax.Array:

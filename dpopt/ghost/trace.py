@@ -68,7 +68,8 @@ def trace_loss(
     if getattr(loss_shape, "shape", None) != () or not jnp.issubdtype(loss_shape.dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a real scalar for one example, got {loss_shape}")
     for eqn in equations(closed.jaxpr):
-        if eqn.effects and not eqn.primitive.name.startswith("debug_"):
+        is_call = eqn.primitive in primitives.CALLS  # whose effects are those of its own equations
+        if eqn.effects and not is_call and not eqn.primitive.name.startswith("debug_"):
             raise CannotFollow(eqn.primitive.name, "it has side effects")
     aux_tree = jax.tree.structure(shape[1]) if has_aux else None
     trace = Trace(closed, aux_tree=aux_tree, tapped_by_layer=frozenset(tapped_by_layer))

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from dpopt.common.types import PyTree
@@ -71,7 +72,9 @@ def mapped(one: Callable[..., PyTree], groups: int) -> Callable[..., PyTree]:
     """``one`` for every group; a single group is not mapped, so that pairs.py is mapped over the batch only."""
     if groups != 1:
         return jax.vmap(one)
-    return lambda *only: jax.tree.map(lambda z: z[None], one(*jax.tree.map(lambda z: jnp.squeeze(z, 0), only)))
+    return lambda *only: jax.tree.map(
+        lambda z: lax.expand_dims(z, [0]), one(*jax.tree.map(lambda z: lax.squeeze(z, [0]), only))
+    )
 
 
 def length(rows: Rows) -> int:
