@@ -133,3 +133,24 @@ def test_gradients_that_the_backward_pass_forms_are_not_streamed(clip):
     assert memory.estimate(plan).streamed > size * n * n * 4
     formed = size * n * n * 4  # of one of the two
     assert scratch(clipped, params, x) < formed / 2
+
+
+def test_a_megabyte_is_allowed_by_the_estimate_too():
+    """Not only by the sum over contacts that saves making an estimate, in which a bias counts for itself."""
+
+    def loss(params, x):
+        for w, b in params:
+            x = jnp.tanh(x @ w + b)
+        return jnp.sum(x)
+
+    params = [tuple(jax.ShapeDtypeStruct(s, "float32") for s in ((16, 16), (16,))) for _ in range(6)]
+    found = {}
+    for size in range(64, 2048, 64):
+        plan = ghost.plan_clipped_sum(loss, params, jax.ShapeDtypeStruct((size, 16), "float32"))
+        quick = size * sum(memory.activation_bytes(c) for c in plan.trace.contacts)
+        estimated = memory.estimate(plan).recorded(1)
+        way = memory.choose(plan, 1, may_split=True, may_vmap=False)
+        allowed = way.plan is not None and way.parts == 1 and not way.plan.streamed
+        assert allowed == (min(quick, estimated) <= 1 << 20)
+        found[size] = quick > 1 << 20, allowed
+    assert (True, True) in found.values() and (True, False) in found.values()
