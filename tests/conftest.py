@@ -41,7 +41,7 @@ def _no_rank_promotion():
 @pytest.fixture(autouse=True, scope="session")
 def _two_processors():
     """Into how many parts a batch is split depends on the machine's processors."""
-    with mock.patch("dpopt.ghost.plan._processors", lambda: 2):
+    with mock.patch("dpopt.ghost.splitting._processors", lambda: 2):
         yield
 
 

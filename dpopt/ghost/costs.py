@@ -25,6 +25,11 @@ def nbytes(shape: Sequence[int], dtype: DTypeLike) -> int:
     return math.prod(shape) * accumulator_dtype(dtype).itemsize
 
 
+def entry_bytes(contact: Contact) -> int:
+    """Of one entry of the contact's gradient."""
+    return nbytes((), contact.weight.dtype)
+
+
 def formed_bytes(contact: Contact) -> int:
     return nbytes(contact.weight.shape, contact.weight.dtype)
 

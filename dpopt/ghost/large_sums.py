@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from dpopt.common.trees import accumulator_dtype
 from dpopt.engines import rounding, sums
 from dpopt.ghost.contacts import Recorded, Seen, times_coefficients, weighs_input
+from dpopt.ghost.costs import entry_bytes
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.rows import OneHot, summed_products, wide
 from dpopt.ghost.rules import Factors
@@ -49,7 +49,7 @@ def is_large(uses: Sequence[tuple[Contact, Recorded]], rows: int) -> bool:
     if not uses or not all(_is_single(*use) for use in uses):
         return False
     contact, factors = uses[0][0], cast(Factors, uses[0][0].factors)
-    size = math.prod(factors.shape) * accumulator_dtype(contact.weight.dtype).itemsize
+    size = math.prod(factors.shape) * entry_bytes(contact)
     if not all(cast(Factors, k.factors).one_hot for k, _ in uses):
         return len(uses) == 1 and contact.primitive is DOT and size > _LARGE_BYTES
     if size <= _LARGE_BYTES * (_OF_PAIRS if sums.needs_remainder(rows) else 1):

@@ -1,4 +1,4 @@
-"""A plan: the norm method of each parameter, what it should cost, and how many parts to split a batch into.
+"""A plan: the norm method of each parameter, what it should cost, and how much memory its buffers may take.
 
 planner.py makes the plan for one example; all figures for a batch follow from it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -17,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from dpopt.engines import rounding
-from dpopt.ghost import costs
+from dpopt.ghost import costs, splitting
 from dpopt.ghost.costs import activation_bytes, forming_bytes, leaf_bytes, nbytes
-from dpopt.ghost.forward import forward_work
 from dpopt.ghost.methods import APART, EXPLICIT, GRAM, PULLED_BACK, AtContact, Method, methods_at
 from dpopt.ghost.primitives import DOT
 from dpopt.ghost.program import Trace
+from dpopt.ghost.splitting import largest_divisor
 from dpopt.ghost.standardized import Standardized
 from dpopt.ghost.values import Contact
 
@@ -31,8 +30,6 @@ MARGIN = 1.05
 # If all gradients of the batch take no more than this, both engines run in the same few microseconds, whatever the cost
 # model says, and vmap compiles in half the time (measured on networks of 300 to 70,000 parameters).
 TINY_BYTES = 1 << 16
-# Formed gradients that are not kept share a buffer of this size, which should fit a CPU's cache.
-_CHUNK_BYTES = 1 << 22
 # It may only be this share of what an ordinary gradient takes, or this small: a program has a few of them at a time.
 _CHUNK_SHARE = 1 / 16
 _SMALL_CHUNK_BYTES = 1 << 20
@@ -40,13 +37,6 @@ _SMALL_CHUNK_BYTES = 1 << 20
 _STREAMED_CHUNK_BYTES = 1 << 26
 # Dtypes of factors that TF32 represents, or rounds without leaving its range.
 _ROUNDED = {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
-# A batch whose forward pass computes less is not split: what it keeps, a half or so, fits the caches, and the allocator
-# reuses the memory.
-_WHOLE_BYTES = 48_000_000
-# Bytes moved in the time that the operations of one equation take to start, and to become as fast as on a whole batch.
-# (Measured on networks that compute 36 to 140 MB: with fewer, they took up to 1.45 times as long in more parts.)
-_START_BYTES = 22_000
-_OF_STEP = 1 / 8  # of it for the step of a loop, whose operations are small in any case
 
 
 @dataclass(frozen=True)
@@ -121,8 +111,8 @@ class Plan:
         if self.streamed:
             most = min(_STREAMED_CHUNK_BYTES, most)
         elif jax.default_backend() == "cpu":
-            most = min(_CHUNK_BYTES, most)
-        return _divisor(self.batch_size, most / max(size, 1))
+            most = min(splitting.CACHED_BYTES, most)
+        return largest_divisor(self.batch_size, most / max(size, 1))
 
     def norm_bytes(self, leaf: LeafPlan) -> float:
         """Bytes of what the norms of a parameter are computed from, and nothing else reads."""
@@ -147,26 +137,8 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """The number of equal parts to split the batch into, to be processed one after the other in the same memory.
-
-        On CPUs, touching memory for the first time costs more than most computations in it. With A bytes of
-        activations, k parts touch A / k, but they read the parameters, add up their sums (P bytes in all) and start
-        their operations k times, and have one sum more. A / k + (k + 1) P is smallest at k = sqrt(A / P), on each
-        device for its share of a batch, of which every part has an equal share in turn; a whole batch has A. Each part
-        has an example for every processor, so that none is idle, and on other backends, which have many, the batch
-        stays whole.
-        """
-        if jax.default_backend() != "cpu" or self.batch_size % jax.device_count():
-            return 1
-        own = self.batch_size // jax.device_count()
-        activations, operations = forward_work(self.trace.body, _OF_STEP)
-        activations *= own
-        if activations < _WHOLE_BYTES:
-            return 1
-        again = self.weight_bytes + _START_BYTES * operations
-        most = own * jax.device_count() / _processors()
-        parts = _divisor(own, min(math.sqrt(activations / again), activations / _CHUNK_BYTES, most))
-        return parts if activations / parts + (parts + 1) * again < activations else 1
+        """The number of equal parts in which the batch is processed fastest, one after the other."""
+        return splitting.parts(self.trace.body, self.weight_bytes, self.batch_size)
 
     def of(self, batch_size: int) -> Plan:
         """This plan for another batch size."""
@@ -205,7 +177,7 @@ class Plan:
             return chunk
         # Factors are scaled before they are squared, which copies a chunk of the batch.
         copied = nbytes(contact.input_shape, contact.input_dtype)
-        return min(chunk, _divisor(self.batch_size, self.spare_bytes / max(copied, 1)))
+        return min(chunk, largest_divisor(self.batch_size, self.spare_bytes / max(copied, 1)))
 
     @property
     def is_one_pass(self) -> bool:
@@ -231,19 +203,6 @@ class Plan:
     def prefers_vmap(self) -> bool:
         """Whether plain per-example gradients should be faster by more than the margin, or are tiny."""
         return self.vmap_cost < math.inf and (self.is_tiny or self.ghost_cost > MARGIN * self.vmap_cost)
-
-
-def _processors() -> int:
-    """How many processors this process may use; 1 for several processes, which have to plan alike on any machine."""
-    if jax.process_count() > 1:
-        return 1
-    available = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(available(0)) if available else os.cpu_count() or 1
-
-
-def _divisor(size: int, most: float) -> int:
-    """The largest divisor of ``size`` up to ``most``, at least one."""
-    return max(n for n in range(1, size + 1) if size % n == 0 and n <= max(1, most))
 
 
 def _streamed_cost(contact: Contact, method: AtContact, *, scaled: bool, are_added_up: bool) -> float:

@@ -10,18 +10,18 @@ from ghost_check import assert_trees_close
 import dpopt
 from dpopt import ghost
 from dpopt.engines import promises
-from dpopt.ghost import memory
+from dpopt.ghost import memory, splitting
 from dpopt.ghost import plan as planning
 
-PROCESSORS = planning._processors  # before all tests plan as on two
+PROCESSORS = splitting._processors  # before all tests plan as on two
 CLIP = dpopt.FlatClip(0.5)
 
 
 @pytest.fixture
 def small_batches_split(monkeypatch):
     for name in ("_WHOLE_BYTES", "_START_BYTES"):
-        monkeypatch.setattr(planning, name, 0)
-    monkeypatch.setattr(planning, "_CHUNK_BYTES", 1)
+        monkeypatch.setattr(splitting, name, 0)
+    monkeypatch.setattr(splitting, "CACHED_BYTES", 1)
 
 
 def loss_fn(params, example):
@@ -142,14 +142,14 @@ def test_how_many():
 
 @pytest.mark.parametrize("processors, most", [(1, 16), (16, 4), (48, 1), (200, 1)])
 def test_no_processor_is_left_without_an_example(processors, most, monkeypatch):
-    monkeypatch.setattr(planning, "_processors", lambda: processors)
+    monkeypatch.setattr(splitting, "_processors", lambda: processors)
     assert parts(features=128, positions=1024, batch_size=64) == most
 
 
 @pytest.mark.parametrize("available", [2, 48])
 def test_processes_of_machines_that_differ_plan_alike(monkeypatch, available):
-    monkeypatch.setattr(planning, "_processors", PROCESSORS)
-    monkeypatch.setattr(planning.os, "sched_getaffinity", lambda _: range(available), raising=False)
+    monkeypatch.setattr(splitting, "_processors", PROCESSORS)
+    monkeypatch.setattr(splitting.os, "sched_getaffinity", lambda _: range(available), raising=False)
     few = {2: 16, 48: 1}[available]
     assert parts(features=128, positions=1024, batch_size=64) == few
     monkeypatch.setattr(jax, "process_count", lambda: 2)

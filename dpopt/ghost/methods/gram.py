@@ -7,9 +7,8 @@ from typing import cast
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost import squares
-from dpopt.ghost.costs import OPERATIONS_PER_BYTE, view_bytes
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, entry_bytes, view_bytes
 from dpopt.ghost.methods.base import Cost, FromFactors, Group, length
 from dpopt.ghost.rows import Dense
 from dpopt.ghost.rules.base import SHIFTED_SUM, Factors
@@ -32,7 +31,7 @@ class Gram(FromFactors):
         del scaled
         factors = cast(Factors, contact.factors)
         K, N, a, p = factors.shape
-        T, width = factors.positions, accumulator_dtype(contact.weight.dtype).itemsize
+        T, width = factors.positions, entry_bytes(contact)
         square = N * T * T * width
         read = 3 * OPERATIONS_PER_BYTE * square
         if factors.inner is not None:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost import squares
-from dpopt.ghost.costs import OPERATIONS_PER_BYTE
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, entry_bytes
 from dpopt.ghost.methods.base import Cost, FromFactors, Group
 from dpopt.ghost.rows import Dense, einsum, wide
 from dpopt.ghost.rules.base import Factors
@@ -37,7 +36,7 @@ class Pairs(FromFactors):
         del scaled
         factors = cast(Factors, contact.factors)
         K, N, a, p = factors.shape
-        return cost_of_pairs(N, factors.positions, K * a, p, accumulator_dtype(contact.weight.dtype).itemsize)
+        return cost_of_pairs(N, factors.positions, K * a, p, entry_bytes(contact))
 
     def of_group(self, group: Group) -> Square:
         left, right = wide(cast(Dense, group.left).x), wide(group.right)

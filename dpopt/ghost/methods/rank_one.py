@@ -6,9 +6,8 @@ from typing import cast
 
 import jax.numpy as jnp
 
-from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost import squares
-from dpopt.ghost.costs import OPERATIONS_PER_BYTE
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, entry_bytes
 from dpopt.ghost.methods.base import Cost, FromFactors, Group
 from dpopt.ghost.methods.pairs import PAIRS
 from dpopt.ghost.rows import Dense, OneHot, wide
@@ -30,7 +29,7 @@ class RankOne(FromFactors):
     def cost(self, contact: Contact, scaled: bool) -> Cost:
         factors = cast(Factors, contact.factors)
         K, N, a, p = factors.shape
-        reads = OPERATIONS_PER_BYTE * accumulator_dtype(contact.weight.dtype).itemsize * N * (K * a + p)
+        reads = OPERATIONS_PER_BYTE * entry_bytes(contact) * N * (K * a + p)
         return Cost(reads + (2 * K * N * a * p if scaled and not factors.one_hot else 0), 0)
 
     def of_group(self, group: Group) -> Square:

@@ -7,9 +7,8 @@ from typing import cast
 
 import jax.numpy as jnp
 
-from dpopt.common.trees import accumulator_dtype
 from dpopt.ghost import squares
-from dpopt.ghost.costs import OPERATIONS_PER_BYTE
+from dpopt.ghost.costs import OPERATIONS_PER_BYTE, entry_bytes
 from dpopt.ghost.methods.base import Cost, FromFactors, Group
 from dpopt.ghost.rows import Dense, OneHot
 from dpopt.ghost.rules.base import Factors
@@ -32,7 +31,7 @@ class Segments(FromFactors):
         del scaled
         factors = cast(Factors, contact.factors)
         _, N, _, p = factors.shape
-        return cost_of_segments(N, factors.positions, p, accumulator_dtype(contact.weight.dtype).itemsize)
+        return cost_of_segments(N, factors.positions, p, entry_bytes(contact))
 
     def of_group(self, group: Group) -> Square:
         right = group.scaled()
