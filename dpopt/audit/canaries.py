@@ -202,7 +202,8 @@ def plant(canaries: Any, loss_fn: LossFn, data: Any, num_examples: int, *, seed:
             return -canaries.along_all(jax.tree.map(lambda b, a: jnp.subtract(a, b), before, after))
         return loss_change(loss_fn, before, after, examples)
 
-    return Planted(loss, like_rows(fetch, rows), num_examples + count, included, scores, checksum.hexdigest())
+    total = num_examples + count
+    return Planted(loss, like_rows(fetch, rows, total), total, included, scores, checksum.hexdigest())
 
 
 def _chosen(number: np.ndarray, x: np.ndarray, canaries: np.ndarray) -> np.ndarray:

@@ -34,14 +34,16 @@ _COMPARED = 64
 
 
 def agree_on_plan(
-    plan: Plan, state: TrainState, rows: FetchBatch, constants: PyTree, description: Any, options: list[Any]
-) -> None:
+    plan: Plan, state: TrainState, rows: FetchBatch, example_key: jax.Array | None, constants: PyTree,
+    description: Any, options: list[Any],
+) -> None:  # fmt: skip
     """Raises an error if the processes of a run differ; see `dpopt.run.entropy.agree`."""
     if jax.process_count() == 1:
         return
     keys = {f"key {i}" if i else "key": s.key for i, s in enumerate(entropy.noise_states(state.opt_state))}
     rest = {
         "seed": str(plan.sampler.seed),
+        "example key": "none" if example_key is None else example_key,
         "plan": description,
         "parameters": identity.state_digest(state),
         "constants of the loss": identity.state_digest(TrainState(constants, ())),

@@ -26,10 +26,9 @@ def rows_of(data: Data, num_examples: int) -> FetchBatch:
         TypeError: for anything else; ValueError: unless there is one row per example.
     """
     if hasattr(data, "__len__") and (callable(data) or _is_source(data)):
-        held = len(cast(Sized, data))
-        if held != num_examples:
-            raise ValueError(f"the data hold {held} examples, and the plan samples from {num_examples}.")
+        _check_count(len(cast(Sized, data)), num_examples)
     if callable(data):
+        _check_count(getattr(data, "num_examples", num_examples), num_examples)
         return data
     if _is_source(data):
         return lambda indices: _stacked(data, indices)
@@ -60,15 +59,19 @@ def check_parts(rows: FetchBatch, sampler: object) -> None:
         )
 
 
-def like_rows(fetch: FetchBatch, rows: FetchBatch) -> FetchBatch:
-    """``fetch``, made from ``rows``, whose row numbers depend on each other if those do (`check_parts`).
+def like_rows(fetch: FetchBatch, rows: FetchBatch, num_examples: int) -> FetchBatch:
+    """``fetch``, made from ``rows``, with what a run asks of data: their number, and whether row numbers are ranks.
 
-    *Privacy*: without it, data that samplers of parts refuse would be taken once they are wrapped.
+    *Privacy*: otherwise data that are refused would be taken once they are wrapped: by samplers of parts
+    (`check_parts`), or by a plan for more rows. (JAX reads the last row again beyond the end of an array, so that one
+    example could be in a batch many times.)
 
-    >>> like_rows(lambda indices: indices, lambda indices: indices).are_ranks
-    False
+    >>> fetch = like_rows(lambda indices: indices, lambda indices: indices, 10)
+    >>> fetch.are_ranks, fetch.num_examples
+    (False, 10)
     """
-    cast(Any, fetch).are_ranks = getattr(rows, "are_ranks", False)
+    made = cast(Any, fetch)
+    made.are_ranks, made.num_examples = getattr(rows, "are_ranks", False), num_examples
     return fetch
 
 
@@ -101,6 +104,11 @@ class BatchReader:
         if key is not None:
             data = data, example_keys(key, number, indices)
         return (data, mask) if self.place is None else self.place((data, mask))
+
+
+def _check_count(held: int, num_examples: int) -> None:
+    if held != num_examples:
+        raise ValueError(f"the data hold {held} examples, and the plan samples from {num_examples}.")
 
 
 def _check_leaf(leaf: Any, name: str, num_examples: int) -> None:

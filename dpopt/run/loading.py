@@ -167,4 +167,4 @@ def sharded_rows(data: Data, num_examples: int, mesh: Mesh, axes: str | Sequence
         return jax.tree.map(whole, *(read[str(part)] for (part,) in own.values()))
 
     cast(Any, fetch).whole = rows  # which processes compare
-    return like_rows(fetch, rows)
+    return like_rows(fetch, rows, num_examples)

@@ -166,7 +166,7 @@ def train(
     description = {"identity": run.identity, "program": run.program}
     saving = None if checkpointer is None else [checkpointer.every, checkpointer.keep]
     options_of_run = [target, replay, repr(run.limit), saving, eval_fn is not None, eval_every]
-    _resume.agree_on_plan(plan, state, rows, run.constants, description, options_of_run)
+    _resume.agree_on_plan(plan, state, rows, example_key, run.constants, description, options_of_run)
     with _resume.opened(plan.journal, checkpointer, run.identity):
         try:
             if state.update == 0 and state.segment is None:

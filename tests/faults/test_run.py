@@ -313,6 +313,7 @@ def test_processes_that_differ_refuse_to_start(tmp_path):
     for name, differing in {
         "own keys": "key, seed",
         "own seeds": "seed",
+        "own example keys": "example key",
         "own plans": "plan",
         "own parameters": "parameters",
         "own steps": "steps, replay, budget, checkpoints and evaluations",

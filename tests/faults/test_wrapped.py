@@ -55,6 +55,18 @@ def test_users_numbered_by_rank_are_refused_by_parts_however_they_are_read(names
         check_parts(rows_of(data, count), sampler(count, 2, seed=0, **parts))
 
 
+@pytest.mark.parametrize("names", [*itertools.permutations(FETCHES, 1), *itertools.permutations(FETCHES, 2)])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_plan_for_another_number_of_rows_is_refused_however_they_are_read(names, more):
+    """JAX reads the last row again beyond the end of an array: that person moved the sum by 51 clip norms."""
+    data, count = jnp.asarray(ROWS), len(ROWS)
+    for name in names:
+        fetch, own = FETCHES[name](data, count)
+        with pytest.raises(ValueError, match=f"hold {own} examples, and the plan samples from {own + more}"):
+            rows_of(fetch, own + more)
+        data, count = fetch, own
+
+
 def test_canaries_are_not_planted_in_data_that_are_drawn_anew():
     data = group(IDS, max_examples=1, how="resample", seed=0).batches(ROWS)
     with pytest.raises(TypeError, match="no rows to plant canaries in"):

@@ -56,14 +56,20 @@ if __name__ == "__main__":
         multihost_utils.sync_global_devices("continued")
         return sorted(path.name.split("-")[0] for path in folder.iterdir())
 
-    def train(key, seed=0, noise=1.0, params=0.0, steps=2, folder=None, every=2, data=data, is_split=True, size=4):
+    def loss(w, example):
+        x = example[0] if isinstance(example, tuple) else example
+        return ((w[:4] - x) ** 2).sum()
+
+    def train(
+        key, seed=0, noise=1.0, params=0.0, steps=2, folder=None, every=2, data=data, is_split=True, size=4, own=None
+    ):
         builder = dpopt.Builder(num_examples=64, expected_batch_size=8, steps=3, key=key, seed=seed, pad_to=32)
         plan = builder.clip(1.0).noise(noise).then(optax.sgd(0.1)).build()
         layout = sharding.replicated if size == 4 else sharding.fully_sharded
         state = sharding.place_state(plan.optimizer, np.full(size, params, np.float32), mesh, layout)
         try:
             result = dpopt.train(
-                plan, lambda w, x: ((w[:4] - x) ** 2).sum(), state, lambda i: data[i], steps=steps,
+                plan, loss, state, lambda i: data[i], steps=steps, example_key=own,
                 place_batch=(lambda rows: sharding.shard_batch(rows, mesh)) if is_split else None,
                 checkpointer=None if folder is None else Checkpointer(folder, every=every),
             )  # fmt: skip
@@ -71,10 +77,11 @@ if __name__ == "__main__":
             return str(error)
         return [float(x) for x in np.asarray(sharding.whole(result.params))[:4]]
 
-    keys = jax.random.split(jax.random.key(1), 12)
+    keys = jax.random.split(jax.random.key(1), 13)
     shared = dpopt.secure_key(shared=True)
     seen = {
         "own keys": train(dpopt.secure_key(), seed=None),
+        "own example keys": train(keys[10], own=jax.random.key(me)),  # dropout, say
         "own seeds": train(keys[0], seed=me),
         "own plans": train(keys[1], noise=1.0 + me),
         "own parameters": train(keys[2], params=float(me)),
@@ -84,7 +91,7 @@ if __name__ == "__main__":
         "own data": train(keys[7], data=data + me),
         "own order": train(keys[8], data=data[::-1] if me else data),  # an example may be in both parts of a batch
         "own data, later": train(keys[9], data=Later(), is_split=False),  # the same noise on another sum
-        "own copies": copied(keys[10]),
+        "own copies": copied(keys[12]),
         "damaged": damaged(keys[11]),
         "shared key": train(shared),
         "twice": train(keys[5]),
