@@ -56,4 +56,4 @@ def split_rows(x: jax.Array, rows: int, interleaved: bool) -> jax.Array:
 def join_rows(x: jax.Array, interleaved: bool) -> jax.Array:
     """The inverse of `split_rows`."""
     x = jnp.swapaxes(x, 0, 1) if interleaved else x
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # not -1, which no entries do not determine

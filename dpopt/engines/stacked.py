@@ -53,7 +53,7 @@ def _flat(grad: Float[Array, "batch ..."], axes: int) -> Float[Array, "batch *la
 def global_norms(leaf_norms: PyTree) -> Float[Array, "*batch"]:
     """The norms of whole gradients from the norms of their leaves, ``(B,)`` or ``(B, layers)`` each."""
     norms = [safe_norm(n, axis=1) if n.ndim > 1 else n for n in jax.tree.leaves(leaf_norms)]
-    return safe_norm(jnp.stack(norms), axis=0)
+    return safe_norm(jnp.stack(norms), axis=0) if norms else jnp.zeros(())
 
 
 def clip_stacked(

@@ -243,4 +243,7 @@ def _norm_of_one(
     if hook.is_quick:
         upper = quick_sums.raised(upper, jnp.sqrt(cast(jax.Array, square.terms)))
     other = y_unit if x is not None and contacts.weighs_input(contact, x, y) else x_unit
-    return unit * (y_unit * (x_unit * upper)), unit * (y_unit * (x_unit * lower)), 2 * other
+    # Not what may be missing from the square of zeros, nor the product of 0 and what has overflowed.
+    is_zero = (unit * jnp.minimum(x_unit, 1) * jnp.minimum(y_unit, 1) == 0) & (lower == 0)
+    upper, lower = (jnp.where(is_zero, 0, unit * (y_unit * (x_unit * bound))) for bound in (upper, lower))
+    return upper, lower, 2 * other

@@ -84,6 +84,16 @@ def large_sum(
     return sums.Sum(*(x if x is None else contact.unfold(x) for x in total))
 
 
+@jax.jit
+def in_range(total: jax.Array) -> jax.Array:
+    """A sum that is about to be multiplied, with entries that have overflowed, or nearly, bounded.
+
+    Their factors, of a diagonal or a mask, are 0 or next to it, since the products of all examples have been clipped.
+    They would become NaN, whichever example has made the sum overflow. (2^24 of them may be added on the way.)"""
+    most = jnp.finfo(total.dtype).max / 2**24
+    return jnp.where(jnp.isnan(total), 0, jnp.clip(total, -most, most))
+
+
 def _of_rows(uses: Sequence[tuple[Factors, Seen]], c: jax.Array, number: jax.Array | None) -> sums.Sum:
     """The sum of a table, folded; of a group of examples only the rows that these look up are read and written.
 
@@ -136,7 +146,7 @@ def _of_matrix(contact: Contact, seen: Seen, c: jax.Array, scale: jax.Array | No
 
         def one_group(rows: _Rows, c: jax.Array) -> jax.Array:
             total = sums.in_blocks(one_block, rows, c)
-            return total if own_scale is None else total * own_scale
+            return total if own_scale is None else in_range(total) * own_scale
 
         total = [x for x in sums.over_examples(one_group, (own[0], own[1]), c) if x is not None]
         return [lax.dynamic_update_slice_in_dim(x, y, start, axis) for x, y in zip(so_far, total, strict=True)]

@@ -46,15 +46,17 @@ def single_parameters(plan: Plan, limits: Sequence[ArrayLike | None], layer_axes
 
 def why_not_by_layer(plan: Plan, leaf: int) -> str:
     """Why the layers of a parameter cannot be clipped one by one."""
-    first, *others = plan.leaves[leaf].contacts
-    if is_by_layer(plan, leaf):
+    contacts = plan.leaves[leaf].contacts
+    if not contacts:
+        what = "is not read, but has an offset added"
+    elif is_by_layer(plan, leaf):
         what = (
             f"is multiplied by a diagonal or changed on its way, and a sum of {plan.batch_size} examples is in pairs "
             "of floats, which cannot be multiplied: a microbatch_size of 256 makes it one of floats"
         )
-    elif others:
-        what = f"is used in {1 + len(others)} ways"
-    elif not first.is_direct:
+    elif len(contacts) > 1:
+        what = f"is used in {len(contacts)} ways"
+    elif not all(c.is_direct for c in contacts):
         what = "is changed on its way to its layer (normalised, put in another order, read by index)"
     else:
         what = "is not read one layer a step, each once, by a single scan"

@@ -167,7 +167,9 @@ def choose(
     size, parts = plan.batch_size, plan.parts if may_split else 1
     single = single_parameters(plan, limits, layer_axes)
     if any(layer_axes):
-        missing = [i for i, axes in enumerate(layer_axes) if axes and i not in single and plan.leaves[i].contacts]
+        # A stack that no example meets has no gradient: nothing to clip, unless an offset is added.
+        nothing = {leaf.leaf for leaf in plan.leaves if not leaf.contacts and not plan.shifted}
+        missing = [i for i, axes in enumerate(layer_axes) if axes and i not in single | nothing]
         if missing:
             raise CannotFollow("scan", why_not_by_layer(plan, missing[0]))
         reason = "layers that are clipped one by one are clipped as their gradients come"

@@ -68,13 +68,14 @@ def eps(*dtypes: jax.typing.DTypeLike) -> float:
 def to_one(x: Any) -> tuple[Any, jax.Array]:
     """x divided by a power of two, in at least float32, so that its largest entry is in [1, 2); and that power of two.
 
-    None and integers are returned unchanged."""
+    That is 0 for zeros, so that what is multiplied by it is 0. None and integers are returned unchanged."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x, jnp.ones(())
     x = wide(x)
     most = largest(x)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(most) & (most > 0), most, 1))
-    return jnp.ldexp(x, 1 - exponent), jnp.ldexp(jnp.ones((), x.dtype), exponent - 1)
+    unit = jnp.ldexp(jnp.ones((), x.dtype), exponent - 1)
+    return jnp.ldexp(x, 1 - exponent), jnp.where(most == 0, 0, unit)
 
 
 def sum_squares(x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from dpopt.engines import sums
 from dpopt.ghost.contacts import Recorded, Records, Seen, may_stack, sum_at, usage
-from dpopt.ghost.large_sums import is_large, large_sum
+from dpopt.ghost.large_sums import in_range, is_large, large_sum
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
 from dpopt.ghost.values import Contact
@@ -59,11 +59,18 @@ def _pulled_back(run: Run, leaf: int, contact: Contact, total: jax.Array) -> jax
 
 def _of_sums(run: Run, contacts: Sequence[Contact], totals: Sequence[Array], leaves: Sequence[int]) -> list[Array]:
     """Sums at contacts, pulled back to parameters. That of no example is 0, also through an infinite derivative."""
+    changed = [i for i, c in enumerate(contacts) if not _is_clipped_size(run, c)]
+    totals = [in_range(total) if i in changed else total for i, total in enumerate(totals)]
     found = run.pull_back(contacts, totals, leaves)
     if all(c.is_direct for c in contacts):
         return found
     is_some = jnp.any(jnp.stack([jnp.any(total != 0) for total in totals]))
     return [jnp.where(is_some, g, 0) for g in found]
+
+
+def _is_clipped_size(run: Run, contact: Contact) -> bool:
+    """Whether gradients at a contact are those that are clipped, so that their sum is in range."""
+    return contact.is_copy and all(run.scales[leaf] is None for leaf in contact.weight.leaves)
 
 
 def _together(run: Run, weights: Mapping[int, Float[Array, " batch"]], records: Records) -> sums.Sum:

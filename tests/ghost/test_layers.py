@@ -164,3 +164,21 @@ def test_the_reason_for_a_fallback_is_named_and_microbatches_remove_it():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.eval_shape(lambda p, x: clipped(p, x, 256), params, batch)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_a_stack_without_gradients_is_clipped_by_layer_with_an_offset(engine):
+    """Each of its layers was clipped by the norm of all of them."""
+    params = {"a": jnp.ones(3), "v": jnp.ones((4, 3))}
+    offset = {"a": jnp.zeros(3), "v": jnp.diag(jnp.array([3.0, 1.0, 0.1]), 0)[jnp.array([0, 1, 2, 2])]}
+    clip = dpopt.LayerwiseClip(5**0.5 * 0.5, scanned={"a": False, "v": True})
+
+    def run(engine):
+        promise = dpopt.per_example_grads(lambda p, x: jnp.sum(jnp.sin(p["a"] * x)), engine=engine)
+        found = promise(params, jnp.ones((2, 3)), mask=None).shift(offset).clipped_sum(clip)
+        return found.sum, found.leaf_norms
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ghost clipping cannot follow")  # `v`, which has an offset added
+        found = run(engine)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, run("vmap"))
