@@ -64,8 +64,10 @@ def _noise_multiplier(plan: Plan) -> str:
 
 def _queries(plan: Plan) -> list[tuple[str, str]]:
     queries = plan.optimizer.privacy.queries
-    if len(queries) < 2 or plan.optimizer.privacy.varies:
+    if len(queries) < 2:
         return []
+    if plan.optimizer.privacy.varies:
+        return [("queries a step", f"up to {len(queries)}, and not the same at every step")]
     multipliers = " and ".join(f"{q.multiplier(0):.4g}" for q in queries)
     return [("queries a step", f"{len(queries)}, with noise multipliers {multipliers}")]
 
@@ -83,7 +85,7 @@ def _step_event(plan: Plan) -> str:
     privacy, scheme = plan.optimizer.privacy, plan.sampler.scheme
     if isinstance(scheme, InParts):  # the cost of a step depends on those before it
         return f"the first: {events.step_event(privacy, scheme, 0)!r}"
-    return repr(privacy.step_event(0, scheme.relation))
+    return ("the first: " if privacy.varies else "") + repr(privacy.step_event(0, scheme.relation))
 
 
 def _spent_earlier(plan: Plan) -> list[tuple[str, str]]:

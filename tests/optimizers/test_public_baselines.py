@@ -197,3 +197,15 @@ def test_warm_start_is_ordinary_training():
 def test_warm_start_refuses_a_private_optimizer():
     with pytest.raises(TypeError, match="ordinary Optax optimizer"):
         warm_start(tiny_loss, tiny_params(), [], optimizer=dpopt.dp_sgd(0.1, **privacy_four()))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_blend_survives_public_gradients_that_are_not_finite(bad, count):
+    """At step 0 the public gradient has the weight 0, and 0 times infinity is NaN."""
+    blend = blend_public_gradients(9)
+    state = blend.init(jnp.zeros(2))._replace(count=jnp.asarray(count, jnp.int32))
+    private, public = jnp.array([4.0, 4.0]), jnp.array([bad, 2.0])
+    found, _ = blend.update(private, state, public_grads=public)
+    expected, _ = blend.update(private, state, public_grads=jnp.array([0.0, 2.0]))
+    np.testing.assert_array_equal(found, expected)

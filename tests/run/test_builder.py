@@ -107,6 +107,17 @@ def test_baselines_are_still_found_where_they_were(name):
 
 
 @pytest.mark.slow
+def test_a_plan_says_that_its_steps_differ():
+    """It showed the first step's event as that of each, though most steps made two queries."""
+    builder = dpopt.Builder(num_examples=1_000, expected_batch_size=50, steps=60, key=jax.random.key(0))
+    mechanism = dpopt.baselines.extra_query(adaptive_l2_clip_norm=2.0, delay=7)
+    extra = str(builder.mechanism(mechanism).clip(1.0).noise(2.5).then(optax.sgd(0.1)).build())
+    schedule = str(builder.clip(1.0).noise(optax.linear_schedule(2.0, 1.0, 60)).then(optax.sgd(0.1)).build())
+    same = str(builder.clip(1.0).noise(2.5).then(optax.sgd(0.1)).build())
+    assert "up to 2, and not the same at every step" in extra
+    assert [("the first: " in text) for text in (extra, schedule, same)] == [True, True, False]
+
+
 def test_builder_covers_the_extra_query_with_its_budget():
     mechanism = dpopt.baselines.extra_query(adaptive_l2_clip_norm=2.0, delay=3)
     base = builder(num_examples=5_000, steps=300).mechanism(mechanism).clip(0.7)

@@ -214,6 +214,21 @@ def test_identity_reads_no_values():
     assert chain[0].startswith("precondition(preconditioner=SideInformation(scale=arrays of 3 numbers, sha256 ")
 
 
+def test_another_mechanism_of_two_queries_is_another_run():
+    """Nothing of its queries was in its identity: a run went on with another clip norm, and the moments of this one."""
+    given = dict(clip=1.0, noise=1.5, adaptive_l2_clip_norm=2.0, delay=3, rule="rmsprop", decay=0.9, eps=1e-7, size=8)
+    others = dict(clip=3.0, noise=1.6, adaptive_l2_clip_norm=5.0, delay=4, rule="yogi", decay=0.8, eps=1e-6, size=9)
+
+    def identity(clip, noise, size, **options):
+        builder = dpopt.Builder(num_examples=64, expected_batch_size=size, steps=9, key=jax.random.key(0))
+        mechanism = dpopt.baselines.extra_query(**options)
+        plan = builder.mechanism(mechanism).clip(clip).noise(noise).then(optax.sgd(1.0)).build()
+        return run_identity(plan, start())
+
+    found = [identity(**given), *(identity(**given | {name: value}) for name, value in others.items())]
+    assert len({str(each["chain"]) for each in found}) == 1 + len(others)
+
+
 def event(sigma=1.0):
     return events.poisson_event(noise_multiplier=sigma, sampling_prob=0.1, steps=1)
 

@@ -153,7 +153,8 @@ class BlendPublicGradientsState(NamedTuple):
 def blend_public_gradients(total_steps: int) -> optax.GradientTransformationExtraArgs:
     r"""Fades from the private gradient to the public one: :math:`\alpha_t \tilde g + (1 - \alpha_t) \hat g`.
 
-    :math:`\alpha_t = \cos(\tfrac{\pi}{2} \tfrac{t}{T})`, with t counted from 0; from step T on it is 0.
+    :math:`\alpha_t = \cos(\tfrac{\pi}{2} \tfrac{t}{T})`, with t counted from 0; from step T on it is 0. Entries of the
+    public gradient that are not finite count as 0.
 
     Args:
         total_steps: T, a positive integer.
@@ -180,7 +181,7 @@ def blend_public_gradients(total_steps: int) -> optax.GradientTransformationExtr
         def blend(g: jax.Array, p: jax.Array) -> jax.Array:
             progress = jnp.minimum(state.count, total_steps).astype(g.dtype) / total_steps
             alpha = jnp.cos(math.pi / 2 * progress)
-            return alpha * g + (1 - alpha) * p
+            return alpha * g + (1 - alpha) * jnp.where(jnp.isfinite(p), p, 0)
 
         return jax.tree.map(blend, updates, public), BlendPublicGradientsState(trees.next_count(state.count))
 

@@ -14,7 +14,7 @@ from dpopt.common import trees, validate
 from dpopt.common.types import PyTree, ScalarOrSchedule
 from dpopt.optimizers._parts import decayed_weights, private_mean
 from dpopt.optimizers._phases import clip_ratio, scale_by_either
-from dpopt.preconditioners.base import Diagonal, apply_diagonal
+from dpopt.preconditioners.base import Diagonal, apply_diagonal, precondition
 from dpopt.preconditioners.delayed import DelayedMoments, delayed_moments
 from dpopt.preconditioners.moments import inverse_root, next_second_moment
 from dpopt.privacy import Privacy
@@ -180,4 +180,5 @@ def _two_queries(
 
     first, second = plain.privacy.queries + adaptive.privacy.queries
     privacy = Privacy((first, dataclasses.replace(second, active=is_adaptive)), unit=plain.privacy.unit)
-    return PrivateOptimizer(init_fn, run, privacy, (plain, adaptive))
+    stages = (*plain.stages, precondition(moments), *adaptive.stages)  # as they are described
+    return PrivateOptimizer(init_fn, run, privacy, stages)
