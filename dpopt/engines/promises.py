@@ -54,11 +54,16 @@ class Rows(abc.ABC):
 
     @functools.cached_property
     def loss(self) -> LossFn:
-        """``loss_fn``, traced and linearized once however often this promise needs it.
+        """``loss_fn``, within ``jit`` traced and linearized once however often this promise needs it.
 
         The function that `jax.jit` is given is this promise's own: with ``loss_fn`` itself, it would remember what
-        ``loss_fn`` read from Python when an earlier promise traced it."""
-        return jax.jit(lambda params, example: self.loss_fn(params, example))
+        ``loss_fn`` read from Python when an earlier promise traced it. (So outside ``jit`` every promise would compile
+        it.)"""
+        return jax.jit(lambda params, example: self.loss_fn(params, example)) if self._is_traced else self.loss_fn
+
+    @property
+    def _is_traced(self) -> bool:
+        return any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
 
     @abc.abstractmethod
     def examples(self, row: PyTree) -> tuple[Batch, jax.Array]:
@@ -152,8 +157,6 @@ class Rows(abc.ABC):
         size = min(self.microbatch_size or self.batch_size, self.batch_size)
         if self.engine == "vmap" or custom_batching(self._row_program):
             return size, None
-        # Outside `jit` a loop over microbatches would be compiled at every call.
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self.params, self.batch)))
         try:
             axes = clips.layer_axes(clip, self.params)
             plan = ghost.plan_clipped_sum(
@@ -168,7 +171,8 @@ class Rows(abc.ABC):
             way = ghost.choose(
                 plan.of(size),
                 self.memory,
-                may_split=self.microbatch_size is None and is_traced,
+                # Outside `jit` a loop over microbatches would be compiled at every call.
+                may_split=self.microbatch_size is None and self._is_traced,
                 may_vmap=self.engine == "auto",
                 limits=clips.own_clip_norms(clip, self.params),
                 layer_axes=axes,

@@ -63,7 +63,8 @@ def trace_loss(
       CannotFollow: a parameter flows into an operation without a reverse-mode derivative, an operation has side effects
         (a mutable reference, a callback), or anything else fails although the loss itself does not.
     """
-    closed, shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
+    # By a function of its own: JAX would remember what ``loss_fn`` read from Python when it was traced before.
+    closed, shape = jax.make_jaxpr(lambda p, x: loss_fn(p, x), return_shape=True)(params, example)
     loss_shape = shape[0] if has_aux else shape
     if getattr(loss_shape, "shape", None) != () or not jnp.issubdtype(loss_shape.dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a real scalar for one example, got {loss_shape}")
