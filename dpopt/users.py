@@ -36,7 +36,7 @@ class _UserLoss(promises.Rows):
         return (examples[0] if getattr(self.loss_fn, "takes_key", False) else examples), counts
 
     def _value_and_grad(self, row: tuple[PyTree, jax.Array]) -> tuple[jax.Array, PyTree]:
-        return jax.value_and_grad(self.loss_fn)(self.params, row)
+        return jax.value_and_grad(self.loss)(self.params, row)
 
 
 def per_user_grads(

@@ -243,7 +243,9 @@ def _norm_of_one(
     if hook.is_quick:
         upper = quick_sums.raised(upper, jnp.sqrt(cast(jax.Array, square.terms)))
     other = y_unit if x is not None and contacts.weighs_input(contact, x, y) else x_unit
-    # Not what may be missing from the square of zeros, nor the product of 0 and what has overflowed.
-    is_zero = (unit * jnp.minimum(x_unit, 1) * jnp.minimum(y_unit, 1) == 0) & (lower == 0)
-    upper, lower = (jnp.where(is_zero, 0, unit * (y_unit * (x_unit * bound))) for bound in (upper, lower))
+    units = jnp.stack([x_unit, y_unit, unit.astype(y_unit.dtype)])
+    # All powers of two at once: a product of some may underflow where that of all does not.
+    power = jnp.sum(jnp.frexp(units)[1] - 1)
+    is_zero = jnp.any(units == 0) & (lower == 0)  # not what may be missing from the square of zeros
+    upper, lower = (jnp.where(is_zero, 0, jnp.ldexp(bound, power)) for bound in (upper, lower))
     return upper, lower, 2 * other

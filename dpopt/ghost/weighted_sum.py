@@ -59,8 +59,7 @@ def _pulled_back(run: Run, leaf: int, contact: Contact, total: jax.Array) -> jax
 
 def _of_sums(run: Run, contacts: Sequence[Contact], totals: Sequence[Array], leaves: Sequence[int]) -> list[Array]:
     """Sums at contacts, pulled back to parameters. That of no example is 0, also through an infinite derivative."""
-    changed = [i for i, c in enumerate(contacts) if not _is_clipped_size(run, c)]
-    totals = [in_range(total) if i in changed else total for i, total in enumerate(totals)]
+    totals = [t if _is_clipped_size(run, c) else in_range(t) for c, t in zip(contacts, totals, strict=True)]
     found = run.pull_back(contacts, totals, leaves)
     if all(c.is_direct for c in contacts):
         return found

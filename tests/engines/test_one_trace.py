@@ -35,15 +35,21 @@ def test_a_loss_is_traced_once(engine, has_aux):
 def test_outside_jit_promises_compile_nothing_anew():
     """There JAX runs one operation after the other, and has compiled each of them before."""
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+
+    def listen(name, *_, **__):
+        compiled.append(name)
 
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w))
 
     counts = []
-    for _ in range(3):
-        clipped(loss, "vmap", jnp.ones((3, 2)))
-        counts.append(sum("backend_compile" in name for name in compiled))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(3):
+            clipped(loss, "vmap", jnp.ones((3, 2)))
+            counts.append(sum("backend_compile" in name for name in compiled))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
     assert 0 < counts[0] and counts[1] == counts[2]
 
 

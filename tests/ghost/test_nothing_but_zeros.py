@@ -2,6 +2,7 @@
 
 Four examples of 1e38 add up to more than a float32 holds, and infinity times 0 is NaN."""
 
+import types
 import warnings
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 import dpopt
-from dpopt.ghost import memory
+from dpopt import ghost
+from dpopt.ghost import hooks, memory
 
 HUGE = 1e38
 CLIPS = {
@@ -108,3 +110,32 @@ def test_a_layer_without_a_gradient_has_no_norm_in_two_passes(nothing, clip, mon
     found, expected = run(*args, engine="ghost", memory=1), run(*args, engine="vmap")
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[0], expected[0])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_norms_in_hooks_are_upper_bounds_whatever_the_units(scaled):
+    """Factors of any size whose large entries may meet zeros. Units were multiplied one after the other, so that bounds
+    vanished: that of x = 1e-20 and y = 5e18, say, beside y = 1e38 where x is zero."""
+    w, x = jnp.zeros((3, 2)), jnp.zeros((1, 4, 3))
+    plan = ghost.plan_clipped_sum(lambda w, x: jnp.sum(jnp.tanh(x @ w)), w, x).streaming()
+    ((contact, method),) = plan.streamed.items()
+    hook = types.SimpleNamespace(method=method, is_quick=False)
+    one = jax.jit(lambda x, y, s: hooks._norm_of_one(contact, hook, x, y, s if scaled else None)[:2])
+    rng, seen = np.random.default_rng(0), {"zero": 0, "tiny": 0, "other": 0}
+    for _ in range(2_000):
+        # An exponent for each factor and for each of its rows, and rows and factors that are zero.
+        powers = [rng.uniform(-40, 30) + rng.choice([0, -25], (n, 1)) for n in (4, 4, 3)]
+        x, y, s = (
+            np.float32(rng.normal(size=(n, k)) * 10.0**p * (rng.random((n, 1)) < 0.7) * (rng.random() < 0.9))
+            for n, k, p in zip((4, 4, 3), (3, 2, 2), powers, strict=True)
+        )
+        x, y, s = (np.where(np.abs(z) < np.finfo(np.float32).tiny, np.float32(0), z) for z in (x, y, s))  # as on CPUs
+        gradient = x.astype(float).T @ y.astype(float) * (s.astype(float) if scaled else 1)
+        norm, (upper, lower) = np.linalg.norm(gradient), (float(b) for b in one(x, y, s))
+        assert norm > 1e38 or norm < 1e-37 or upper >= norm * (1 - 1e-5), (x, y, s)
+        if not (x.any() and y.any() and (s.any() or not scaled)):
+            assert upper == lower == 0
+            seen["zero"] += 1
+        else:
+            seen["tiny" if norm < 1e-37 else "other"] += 1
+    assert min(seen.values()) > 50, seen
