@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dpopt import ghost
-from dpopt.ghost import methods
+from dpopt.ghost import methods, planner
 from dpopt.ghost.methods import shared
 from dpopt.ghost.methods.base import Cost
 
@@ -144,9 +144,15 @@ def slow_unless(quick, values):
 
 @contextlib.contextmanager
 def preferring(method):
-    """Norms come from a ``method``, "pairs" or "segments", wherever they can; "" is for the cheapest."""
+    """Norms come from a ``method``, "pairs" or "segments", wherever they can; "" is for the cheapest.
+
+    With "joined", gradients of parameters with several uses, or that are pulled back, are kept."""
     with pytest.MonkeyPatch.context() as patch:
-        if method:
+        if method == "joined":
+            for share in ("_KEPT_RATIO", "_KEPT_SHARE"):
+                patch.setattr(planner, share, np.inf)
+            patch.setattr(planner, "_of_sum", lambda *of: 1e30)
+        elif method:
             preferred = getattr(methods, method.upper())
             patch.setattr(type(preferred), "cost", lambda *of: Cost(0.0, 0.0))
             patch.setattr(shared, f"cost_of_{method}", lambda *sizes: Cost(0.0, 0.0))

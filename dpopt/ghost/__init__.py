@@ -28,7 +28,8 @@ Running:
 
 * engine.py        the clipped sum: forward and backward to the taps, norms, weighted sum
 * run.py           the passes over one batch; chunks.py a batch in chunks
-* records.py       what they recorded, without copies of the batch
+* records.py       what they recorded, without copies of the batch; joined.py the gradients of parameters with several
+                   uses, in place of it
 * contacts.py      gradients and weighted sums at one contact; pullback.py from the contacts back to the parameters
 * standardized.py  filters that are normalised on the way to a contact
 * quick_sums.py    products that a GPU computes in TF32

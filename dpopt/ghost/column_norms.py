@@ -37,20 +37,30 @@ _MULTIPLIED = primitives.BILINEAR | {primitives.MUL, primitives.DIV}
 _PARTS = frozenset({primitives.REAL, primitives.IMAG, primitives.CONJ})
 
 
-def row_norms(linear: Callable[[jax.Array], list[jax.Array]], x: jax.Array) -> list[jax.Array]:
-    """For a linear map to arrays, the norm of the map from ``x * (an array like it)`` to each of their entries."""
+def row_norms(
+    linear: Callable[[jax.Array], list[jax.Array]], x: jax.Array, scale: jax.Array | None = None
+) -> list[jax.Array]:
+    """For a linear map from arrays like x, the norm of the map from ``scale * (one of them)`` to each entry.
 
-    def probe(number: jax.Array) -> list[jax.Array]:
-        return [jnp.abs(y) for y in linear(x * signs(x.shape, number).astype(x.dtype))]
+    ``scale`` is like x; None stands for 1."""
 
-    # Behind a barrier nothing is constant, so XLA compiles the same kernels for each number, and folds none.
-    x, numbers = lax.optimization_barrier((x, jnp.arange(_PROBES, dtype=jnp.uint32)))
-    probed = [functools.reduce(jnp.maximum, own) for own in zip(*map(probe, numbers), strict=True)]
-    most = jnp.max(jnp.abs(x), initial=0)
+    # In a loop, since each probe takes an array like x. Behind a barrier nothing is constant, so XLA folds nothing.
+    first = jnp.ones((), x.dtype) if scale is None else scale.astype(x.dtype)
+    first, numbers = lax.optimization_barrier((first, jnp.arange(_PROBES, dtype=jnp.uint32)))
+
+    def probe(largest: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], None]:
+        outs = linear(first * signs(x.shape, number).astype(x.dtype))
+        return [jnp.maximum(m, jnp.abs(y)) for m, y in zip(largest, outs, strict=True)], None
+
+    zeros = [jnp.zeros(y.shape, jnp.finfo(y.dtype).dtype) for y in jax.eval_shape(linear, x)]
+    probed, _ = lax.scan(probe, zeros, numbers)
+    first, probed = lax.optimization_barrier((first, probed))
+    most = jnp.max(jnp.abs(first), initial=0)
     most = jnp.where((most > 0) & jnp.isfinite(most), most, 1)  # squares of numbers up to 1 do not overflow
     program = inlined(jax.make_jaxpr(linear)(x))
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    squares = _squares(program.jaxpr, constants, {program.jaxpr.invars[0]: _Varied.of((x / most) ** 2)})
+    varied = _Varied.of(jnp.broadcast_to((first / most) ** 2, x.shape))
+    squares = _squares(program.jaxpr, constants, {program.jaxpr.invars[0]: varied})
     found = [most * jnp.sqrt(s.total()).astype(y.dtype) for s, y in zip(squares, probed, strict=True)]
     return [jnp.where(jnp.isfinite(f), jnp.maximum(f, y), y) for f, y in zip(found, probed, strict=True)]
 

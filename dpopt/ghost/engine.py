@@ -26,6 +26,7 @@ from dpopt.engines.stacked import EngineResult
 from dpopt.engines.sums import Sum
 from dpopt.ghost import one_by_one, quick_sums, streamed
 from dpopt.ghost.failures import planning
+from dpopt.ghost.joined import joined
 from dpopt.ghost.layers import is_by_layer
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.planner import leaf_paths, make_plan
@@ -167,7 +168,7 @@ def clipped_sum(
         clip = streamed.Clip(weigh, limits, axes)
         return result(*streamed.clipped_sum(run, batch, given, clip, mask))
     losses, aux, seen, _ = run.passes(batch, mask, in_place=given)
-    found = norms_in_place(run, seen, mask & ~jnp.isfinite(losses), mask, given)
+    found = norms_in_place(run, joined(run, seen, mask), mask & ~jnp.isfinite(losses), mask, given)
     # The sum is computed the same way for all batches: what an example adds must not depend on whether another is bad.
     norms, records = one_by_one.certain(run, found.upper, found.lower, weigh, mask, found.records)
     norms = quick_sums.all_raised(norms, found.terms)

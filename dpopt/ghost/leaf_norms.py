@@ -20,16 +20,15 @@ from dpopt.ghost.contacts import (
     Records,
     Seen,
     form,
-    form_together,
     inner,
     is_sum,
     parts_of_one,
-    used_alike,
     with_terms,
 )
+from dpopt.ghost.joined import pulled_back
 from dpopt.ghost.leaf_terms import Sizes, sizes_of_one, totals
 from dpopt.ghost.methods import APART, EXPLICIT, GRAM, NO_CONTACT, PULLED_BACK, AtContact, Shared, standardized
-from dpopt.ghost.plan import LeafPlan, alike
+from dpopt.ghost.plan import LeafPlan, connected
 from dpopt.ghost.rules import Factors
 from dpopt.ghost.run import Run
 from dpopt.ghost.squares import Square, cancelled, cancelled_before, of_entries, shifted, tiny
@@ -38,7 +37,7 @@ from dpopt.ghost.values import Contact
 Norms: TypeAlias = Float[Array, " batch *layers"]
 # An upper bound on norms, and the same without what squares.py adds.
 Bounds: TypeAlias = tuple[Norms, Norms]
-SeenAt: TypeAlias = Mapping[Contact, Seen]
+SeenAt: TypeAlias = Mapping[Contact, Any]  # what was seen at a contact, or gradients that are kept in its place
 _Tree = TypeVar("_Tree")
 # Norms that take less memory are left to XLA, which computes several at a time.
 _LARGE_BYTES = 1 << 18
@@ -57,20 +56,21 @@ class LeafNorms(NamedTuple):
 def leaf_norms(run: Run, seen: SeenAt, known: Mapping[int, Bounds] | None = None) -> LeafNorms:
     """Norms of all parameters, except ``known`` ones, which are returned unchanged."""
     records: dict[Contact, Recorded] = {
-        c: _kept(run, c, s) if c in run.plan.kept else s._replace(out=None) for c, s in seen.items()
+        c: _kept(run, c, s) if isinstance(s, Seen) and c in run.plan.kept else _without_output(s)
+        for c, s in seen.items()
     }
     found: list[Any] = [(known or {}).get(leaf) for leaf in range(len(run.leaves))]
-    own = [p for p in run.plan.leaves if p.method is not PULLED_BACK and found[p.leaf] is None]
+    own = [p for p in run.plan.norms if p.method is not PULLED_BACK and found[p.leaf] is None]
     squared, last = _squares(run, [p for p in own if p.method is not NO_CONTACT], seen, records)
     largest_entries = [(p.leaf, squared[p.leaf].diagonal) for p in own if p.leaf in squared and not p.numbers]
     diagonals = {leaf: _scaled(run, leaf, jnp.sqrt(jnp.max(d))) for leaf, d in largest_entries if d is not None}
     quick = [p.leaf for p in own if not run.plan.quick.isdisjoint(p.contacts)]
     terms = {leaf: _scaled(run, leaf, jnp.sqrt(cast(Array, squared[leaf].terms))) for leaf in quick}
-    for contacts, leaves in run.plan.pulled_back:
+    for contacts, leaves in connected(run.plan.norms):
         squared |= zip(leaves, _pulled(run, contacts, leaves, records, last), strict=True)
     value, missing = ({leaf: square[i] for leaf, square in sorted(squared.items())} for i in range(2))
     upper, lower = at_once(lambda v, m: jnp.sqrt(v + m), value, missing), at_once(jnp.sqrt, value)
-    for leaf_plan in run.plan.leaves:
+    for leaf_plan in run.plan.norms:
         leaf = leaf_plan.leaf
         if leaf_plan.method is NO_CONTACT:
             found[leaf] = found[leaf] or _without_contacts(run, leaf)
@@ -121,10 +121,10 @@ def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records, befor
     if method is APART:
         return squares.added([_square(run, part, seen, records, before) for part in leaf_plan.parts])
     diagonal = None if run.scalar_scale(leaf) is not None else run.scales[leaf]
-    if before is not None:  # inputs, which parameters may share, are left as they are
-        diagonal, cotangents = _after(before, (diagonal, [seen[c].y for c in contacts]))
-        seen = {c: seen[c]._replace(y=y) for c, y in zip(contacts, cotangents, strict=True)}
-        records = {c: seen[c]._replace(out=None) if isinstance(records[c], Seen) else records[c] for c in contacts}
+    if before is not None:
+        diagonal, several = _after(before, (diagonal, [_written(seen[c]) for c in contacts]))
+        seen = {c: seen[c]._replace(**written) for c, written in zip(contacts, several, strict=True)}
+        records = {c: _without_output(seen[c]) if isinstance(records[c], Seen) else records[c] for c in contacts}
     if isinstance(method, Shared):
         return _shared(run, leaf_plan, method, diagonal, [seen[c] for c in contacts])
     if leaf_plan.standardized is None:
@@ -138,6 +138,15 @@ def _square(run: Run, leaf_plan: LeafPlan, seen: SeenAt, records: Records, befor
         chunk = run.plan.batch_size
     found = in_chunks(jax.vmap(one), inputs, run.plan.batch_size, chunk)
     return jax.vmap(rest)(*found)  # for all examples, which share a diagonal
+
+
+def _written(record: Recorded) -> dict[str, Array]:
+    """What the backward pass computed of a record. (Inputs, which parameters may share, are left as they are.)"""
+    return {"y": record.y} if isinstance(record, Seen) else {"gradient": record.gradient}
+
+
+def _without_output(record: Recorded) -> Recorded:
+    return record._replace(out=None) if isinstance(record, Seen) else record
 
 
 def _without_contacts(run: Run, leaf: int) -> Bounds:
@@ -258,23 +267,11 @@ def _standardized(run: Run, leaf_plan: LeafPlan, scale: Array | None, seen: Seen
 def _pulled(
     run: Run, contacts: Sequence[Contact], leaves: Sequence[int], records: Records, before: Array | None
 ) -> list[Square]:
-    """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time.
-
-    Of numbers with one cotangent, such as a penalty in the loss, the gradient is pulled back once for all examples."""
-    numbers = alike(contacts)
-    fixed = run.pull_back(numbers, [jnp.ones(c.weight.shape) for c in numbers], leaves) if numbers else None
+    """For gradients that are formed at their contacts and pulled back, a chunk of examples at a time."""
+    pulled = pulled_back(run, contacts, leaves, records)
 
     def one(records: list[Recorded]) -> tuple[list[Square], Sizes]:
-        at = dict(zip(contacts, records, strict=True))
-        summed = {own[0]: form_together(own, [cast(Seen, at[c]) for c in own]) for own in joined}
-        formed = [None if c in apart else c.unfold(form(c, r)) for c, r in at.items()]
-        summed |= {c: g for c, g in zip(contacts, formed, strict=True) if g is not None}
-        if fixed is None:
-            gradients = run.pull_back([*summed], [*summed.values()], leaves)
-        else:
-            y, others = summed[numbers[0]].reshape(()), [c for c in summed if c not in numbers]
-            gradients = run.pull_back(others, [summed[c] for c in others], leaves)
-            gradients = [g + y.astype(g.dtype) * d for g, d in zip(gradients, fixed, strict=True)]
+        gradients, formed = pulled(records)
         found = [of_entries(run.affine(i, g), lost) for i, g, lost in zip(leaves, gradients, losses, strict=True)]
         return found, sizes_of_one(gains, contacts, formed, records)
 
@@ -282,8 +279,6 @@ def _pulled(
         several = zip(found, totals(gains, contacts, sizes), offsets, strict=True)
         return [shifted(s._replace(value=cancelled(s.value, total, narrow)), o, narrow) for s, total, o in several]
 
-    joined = used_alike(contacts, records)
-    apart = {c for own in joined for c in own}  # whose gradients are not formed one by one
     gains, narrow = _after(before, run.gains(contacts, leaves)), run.trace.narrowest
     losses = [_lost(run, i, contacts) for i in leaves]
     offsets = [run.offset_norm(i) for i in leaves]

@@ -119,7 +119,9 @@ def _looked_up(contacts: Sequence[Contact], taps: Mapping[Contact, int]) -> list
 
 def _more_bytes(plan: Plan) -> float:
     """How much more the kept gradients of a batch take than the inputs and cotangents in whose place they are."""
-    return plan.batch_size * sum(max(0, formed_bytes(c) - _recorded_bytes(c)) for c in plan.kept)
+    more = [(formed_bytes(c), _recorded_bytes(c)) for c in plan.kept if c in plan.trace.contacts]
+    more += [(sum(map(formed_bytes, own.at)), sum(map(_recorded_bytes, own.contacts))) for own in plan.joined]
+    return plan.batch_size * sum(max(0, formed - recorded) for formed, recorded in more)
 
 
 def _recorded_bytes(contact: Contact) -> int:

@@ -55,6 +55,19 @@ class LeafPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class Joined:
+    """Parameters whose gradients are formed from all that they are used for, and kept for the sum."""
+
+    contacts: tuple[Contact, ...]
+    plans: tuple[LeafPlan, ...]
+    at: tuple[Contact, ...]  # for each of the plans, a contact that stands for the parameter itself
+
+    @property
+    def leaves(self) -> list[int]:
+        return [p.leaf for p in self.plans]
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The trace, the method of each parameter, and the contacts whose gradients are kept.
 
@@ -72,18 +85,19 @@ class Plan:
     paths: Sequence[str] = ()
     streamed: Mapping[Contact, AtContact] = dataclasses.field(default_factory=dict)  # contacts with hooks
     single: frozenset[int] = frozenset()  # parameters that are clipped in the first pass
+    joined: Sequence[Joined] = ()  # whose contacts' records are replaced by gradients (joined.py)
 
-    @property
-    def pulled_back(self) -> list[tuple[list[Contact], list[int]]]:
-        """Groups of contacts and parameters that are connected and have their norms computed together."""
-        groups: list[tuple[set[Contact], set[int]]] = []
-        for leaf in self.leaves:
-            if leaf.method is PULLED_BACK:
-                joined = [g for g in groups if g[0] & set(leaf.contacts)]
-                contacts = set(leaf.contacts).union(*(own for own, _ in joined))
-                members = {leaf.leaf}.union(*(own for _, own in joined))
-                groups = [*(g for g in groups if g not in joined), (contacts, members)]
-        return [(sorted(c, key=lambda k: k.index), sorted(m)) for c, m in groups]
+    @functools.cached_property
+    def contacts(self) -> list[Contact]:
+        """Those of the trace, or what stands for parameters in their place, as norms and sums read them."""
+        replaced = {c for own in self.joined for c in own.contacts}
+        return [c for c in self.trace.contacts if c not in replaced] + [c for own in self.joined for c in own.at]
+
+    @functools.cached_property
+    def norms(self) -> list[LeafPlan]:
+        """How the norms of each parameter are computed from the records at `contacts`."""
+        at = {p.leaf: (c,) for own in self.joined for p, c in zip(own.plans, own.at, strict=True)}
+        return [LeafPlan(p.leaf, at[p.leaf], EXPLICIT, 0, 0) if p.leaf in at else p for p in self.leaves]
 
     @functools.cached_property
     def quick(self) -> frozenset[Contact]:
@@ -165,7 +179,8 @@ class Plan:
                 break
             chosen = {c: m for c, m in chosen.items() if c not in joined}
         leaves = {leaf for c in chosen for leaf in c.weight.leaves}
-        return dataclasses.replace(self, streamed=chosen, single=leaves & frozenset(single), kept=frozenset())
+        own = leaves & frozenset(single)
+        return dataclasses.replace(self, streamed=chosen, single=own, kept=frozenset(), joined=())
 
     def streamed_chunk(self, contact: Contact) -> int:
         """How many examples' gradients, or Gram matrices, of one step to form at a time."""
@@ -203,6 +218,18 @@ class Plan:
     def prefers_vmap(self) -> bool:
         """Whether plain per-example gradients should be faster by more than the margin, or are tiny."""
         return self.vmap_cost < math.inf and (self.is_tiny or self.ghost_cost > MARGIN * self.vmap_cost)
+
+
+def connected(leaves: Sequence[LeafPlan]) -> list[tuple[list[Contact], list[int]]]:
+    """Groups of contacts and parameters that are connected and have their norms computed together."""
+    groups: list[tuple[set[Contact], set[int]]] = []
+    for leaf in leaves:
+        if leaf.method is PULLED_BACK:
+            joined = [g for g in groups if g[0] & set(leaf.contacts)]
+            contacts = set(leaf.contacts).union(*(own for own, _ in joined))
+            members = {leaf.leaf}.union(*(own for _, own in joined))
+            groups = [*(g for g in groups if g not in joined), (contacts, members)]
+    return [(sorted(c, key=lambda k: k.index), sorted(m)) for c, m in groups]
 
 
 def _streamed_cost(contact: Contact, method: AtContact, *, scaled: bool, are_added_up: bool) -> float:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import jax
 
+from dpopt.common.trees import accumulator_dtype
 from dpopt.common.types import PyTree
 from dpopt.ghost import costs
 from dpopt.ghost.methods import (
@@ -31,12 +32,13 @@ from dpopt.ghost.methods import (
     AtContact,
     FromFactors,
     Method,
+    Shared,
     methods_at,
     shared_methods,
 )
 from dpopt.ghost.methods.base import Cost
 from dpopt.ghost.methods.standardized import standardized_methods
-from dpopt.ghost.plan import LeafPlan, Plan, is_number
+from dpopt.ghost.plan import Joined, LeafPlan, Plan, connected, is_number
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import standardized
@@ -68,14 +70,17 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
     chosen = [_leaf_plan(trace, leaf, contacts, scaled[leaf], shifted) for leaf, contacts in enumerate(uses)]
     kept, replanned = _kept(trace, chosen, shifted)
     leaves = [replanned.get(plan.leaf, plan) for plan in chosen]
+    joined = [] if shifted else _joined(trace, leaves, kept, scaled)
+    kept = kept - {c for own in joined for c in own.contacts} | {c for own in joined for c in own.at}
 
     products = {c: costs.product(c) for c in trace.contacts}
     passes = 2 * sum(products.values())  # forward, and backward to the inputs
     # A concatenated weight is formed once for all its parameters.
     repeated = sum((len(c.weight.leaves) - 1) * EXPLICIT.cost(c, False).operations for c in _forming(chosen))
-    norms = sum(plan.operations for plan in leaves) - repeated
-    read = {c: costs.OPERATIONS_PER_BYTE * costs.formed_bytes(c) for c in kept}
-    weighted = sum((products | read).values())
+    instead = {plan.leaf: plan for own in joined for plan in own.plans}
+    norms = sum(instead.get(plan.leaf, plan).operations for plan in leaves) - repeated
+    replaced = {c for own in joined for c in own.contacts}
+    weighted = sum(n for c, n in products.items() if c not in kept | replaced) + sum(map(_reading, kept))
     vmapped = sum(n * (_VMAPPED_CONVOLUTION if c.primitive is CONVOLUTION else 1) for c, n in products.items())
     written = sum(_written(trace, i, contacts) for i, contacts in enumerate(uses))
     by_vmap = passes + vmapped + _ALL_FORMED * costs.OPERATIONS_PER_BYTE * written
@@ -83,7 +88,7 @@ def make_plan(trace: Trace, batch_size: int, scaled: Sequence[bool], shifted: bo
         trace, batch_size, leaves, kept,
         ordinary_cost=passes + sum(products.values()), ghost_cost=passes + norms + weighted,
         vmap_cost=by_vmap if trace.can_be_vmapped else math.inf,
-        scaled=scaled, shifted=shifted, paths=paths,
+        scaled=scaled, shifted=shifted, paths=paths, joined=joined,
     )  # fmt: skip
 
 
@@ -180,6 +185,60 @@ def _kept(trace: Trace, chosen: Sequence[LeafPlan], shifted: bool) -> tuple[froz
             if plan is not None:
                 replanned[plan.leaf] = _explicit(plan)
     return frozenset(kept), replanned
+
+
+def _joined(
+    trace: Trace, leaves: Sequence[LeafPlan], kept: Collection[Contact], scaled: Sequence[bool]
+) -> list[Joined]:
+    """The parameters whose gradients are kept once they are pulled back, where that saves operations.
+
+    Those at their contacts, if they would be kept, are not."""
+    budget = _KEPT_SHARE * sum(costs.activation_bytes(c) for c in trace.contacts)
+    budget -= sum(costs.formed_bytes(c) for c in kept if c.factors is not None)
+    groups = connected(leaves) + [([*p.contacts], [p.leaf]) for p in leaves if isinstance(p.method, Shared)]
+    found = []
+    for contacts, members in groups:
+        size = sum(costs.leaf_bytes(trace, leaf) for leaf in members)
+        freed = sum(costs.formed_bytes(c) for c in contacts if c in kept and c.factors is not None)
+        plans = [leaves[leaf] for leaf in members]
+        pulled = [_pulled_back(trace, p, scaled[p.leaf]) for p in plans]
+        before = sum(map(_of_sum, contacts, [c in kept for c in contacts])) + sum(p.operations for p in plans)
+        saved = before - sum(p.operations for p in pulled) - _passes(size)
+        is_closed = all(c.weight.leaves <= {*members} for c in contacts)
+        fits = size <= min(budget + freed, _KEPT_RATIO * sum(costs.activation_bytes(c) for c in contacts))
+        if is_closed and fits and saved > 0:
+            at = [_itself(trace, leaf) for leaf in members]
+            found.append(Joined(tuple(contacts), tuple(pulled), tuple(at)))
+            budget += freed - size
+    return found
+
+
+def _passes(size: float) -> float:
+    """Operations in the time that it takes to write so many bytes, and to read them for a norm and for a sum."""
+    return 3 * costs.OPERATIONS_PER_BYTE * size
+
+
+def _of_sum(contact: Contact, is_kept: bool) -> float:
+    """Operations of the sum at a contact, and those of keeping its gradients for it."""
+    if contact.factors is None:  # the backward pass has formed them
+        return _reading(contact)
+    return _passes(costs.formed_bytes(contact)) if is_kept else costs.product(contact)
+
+
+def _pulled_back(trace: Trace, plan: LeafPlan, scaled: bool) -> LeafPlan:
+    cost = PULLED_BACK.cost(trace, plan.leaf, plan.contacts, scaled)
+    return LeafPlan(plan.leaf, plan.contacts, PULLED_BACK, *cost)
+
+
+def _reading(contact: Contact) -> float:
+    """Operations in the time that it takes to read a gradient of one example at a contact."""
+    return costs.OPERATIONS_PER_BYTE * costs.formed_bytes(contact)
+
+
+def _itself(trace: Trace, leaf: int) -> Contact:
+    """A contact whose weight is a whole parameter."""
+    value = trace.leaves[leaf]
+    return Contact(len(trace.contacts) + leaf, value, None, value.shape, accumulator_dtype(value.dtype))
 
 
 def _explicit(plan: LeafPlan) -> LeafPlan:

@@ -64,4 +64,4 @@ class PullBack:
         """The factor from each entry of the weights' gradients to ``S g``, estimated (`row_norms`)."""
         weights, x = self._weights(contacts, [leaf]), self.wide[leaf]
         _, push = jax.linearize(lambda x: weights([x]), x)
-        return row_norms(push, jnp.ones_like(x) if scale is None else jnp.broadcast_to(scale, x.shape).astype(x.dtype))
+        return row_norms(push, x, None if scale is None else jnp.broadcast_to(scale, x.shape))

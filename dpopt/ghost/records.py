@@ -14,7 +14,7 @@ import jax
 from jax import lax
 
 from dpopt.ghost.contacts import Formed, Recorded, Seen
-from dpopt.ghost.leaf_norms import Bounds, LeafNorms, leaf_norms
+from dpopt.ghost.leaf_norms import Bounds, LeafNorms, SeenAt, leaf_norms
 from dpopt.ghost.methods import RANK_ONE
 from dpopt.ghost.plan import Plan
 from dpopt.ghost.rows import tf32
@@ -40,9 +40,8 @@ def without_given(
 
 
 def settled_records(
-    bad: jax.Array, seen: Mapping[Contact, Seen], batch: Sequence[jax.Array] | None = None,
-    quick: Collection[Contact] = (),
-) -> dict[Contact, Seen]:  # fmt: skip
+    bad: jax.Array, seen: SeenAt, batch: Sequence[jax.Array] | None = None, quick: Collection[Contact] = ()
+) -> dict[Contact, Any]:  # fmt: skip
     """`settled`, without copies of inputs that are arrays of the ``batch``, whatever padding holds there.
 
     They are read again only then: XLA would compute early what reads them. ``quick``: whose inputs are rounded."""
@@ -58,7 +57,7 @@ def settled_records(
 
 
 def norms_in_place(
-    run: Run, seen: Mapping[Contact, Seen], bad: jax.Array, mask: jax.Array, batch: Sequence[jax.Array],
+    run: Run, seen: SeenAt, bad: jax.Array, mask: jax.Array, batch: Sequence[jax.Array],
     known: Mapping[int, Bounds] | None = None,
 ) -> LeafNorms:  # fmt: skip
     """`leaf_norms` of what is `settled_records`, and the records.

@@ -172,5 +172,5 @@ class Run:
         return self.pull_back.push(leaf, tangent if scale is None else tangent * scale, [contact])[0]
 
     def contacts_of(self, leaves: Collection[int]) -> list[Contact]:
-        """The contacts whose weights depend on some of ``leaves``."""
-        return [k for k in self.trace.contacts if not k.weight.leaves.isdisjoint(leaves)]
+        """The contacts whose weights depend on some of ``leaves``, as norms and sums read them."""
+        return [k for k in self.plan.contacts if not k.weight.leaves.isdisjoint(leaves)]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import enable_x64
+from helpers import enable_x64, preferring
 from jax import lax
 
 import dpopt
@@ -141,7 +141,8 @@ def _found_and_expected(rng, kind, clip, has_offset, monkeypatch):
     if rng.random() < 0.4:  # one pass forms gradients wherever it can
         monkeypatch.setattr("dpopt.ghost.plan._streamed_cost", lambda _, method, **__: method != "explicit")
     clipped = _clipped(loss_fn, clip, diagonal, offset, memory=1e9)
-    found, found_ok = clipped(params, batch, None if mask.all() else mask)
+    with preferring("joined" if rng.random() < 0.5 else ""):
+        found, found_ok = clipped(params, batch, None if mask.all() else mask)
     expected, ok = _expected(loss_fn, params, batch, mask, clip, diagonal, offset)
     assert (found_ok == ok).all()
     return jax.tree.map(np.asarray, found), expected

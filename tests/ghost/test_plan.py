@@ -121,6 +121,24 @@ def test_an_array_of_any_rank_may_be_used_several_times(shape, uses, method):
     assert ghost.plan_clipped_sum(loss, jnp.zeros(shape), batch).leaves[0].method.name == method
 
 
+@pytest.mark.parametrize("uses, positions, is_joined", [(4, 60, True), (1, 60, False), (4, 3, False)])
+def test_gradients_of_unrolled_uses_are_kept_where_that_saves_products(uses, positions, is_joined):
+    def loss(params, x):
+        for _ in range(uses):
+            x = jnp.tanh(x @ params["w"])
+        return jnp.sum(x @ params["v"])
+
+    params = {"v": jnp.zeros((32, 2)), "w": jnp.zeros((32, 32))}
+    plan = ghost.plan_clipped_sum(loss, params, jnp.zeros((8, positions, 32)))
+    assert [own.leaves for own in plan.joined] == ([[1]] if is_joined else [])
+    text = str(ghost.explain(loss, params, jnp.zeros((positions, 32)), batch_size=8))
+    assert ("pulled_back, kept" in text) == is_joined
+    # With an offset norms are of factors, and two passes keep nothing.
+    assert not ghost.plan_clipped_sum(loss, params, jnp.zeros((8, positions, 32)), offset=params).joined
+    assert not plan.streaming().joined
+    assert plan.streaming().contacts == plan.trace.contacts
+
+
 @pytest.mark.parametrize("positions, width, method", [(2, 256, "gram"), (256, 64, "explicit")])
 def test_one_pass_forms_gradients_only_where_that_takes_least(positions, width, method):
     """It formed all of them, since the sum can be read from them: a VGG took twice the time."""

@@ -133,6 +133,19 @@ def test_uses_of_one_weight_equal_plain_gradients(seed, kind, x64):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", slow_unless(range(2), range(60)))
+@pytest.mark.one_in(10)
+def test_kept_gradients_of_all_uses_equal_plain_ones(seed, kind, x64):
+    rng = np.random.default_rng([seed, 6, list(KINDS).index(kind)])
+    loss, params, x = drawn(rng, kind)
+    scale = random_like(params, seed) if rng.random() < 0.5 else None
+    clips = (leaf_clip if rng.random() < 0.5 else flat_clip,)
+    with jax.numpy_rank_promotion("allow"), preferring("joined"):
+        assert any(len(own.contacts) > 1 for own in ghost.plan_clipped_sum(loss, params, x, scale=scale).joined)
+        check(loss, params, x, scale=scale, clips=clips)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.slow
 def test_a_diagonal_of_uses_that_are_alike(seed, kind, x64):
@@ -144,12 +157,13 @@ def test_a_diagonal_of_uses_that_are_alike(seed, kind, x64):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("method", ["", "joined"])
 @pytest.mark.one_in(150)
-def test_norms_of_rare_examples(seed, kind):
+def test_norms_of_rare_examples(seed, kind, method):
     """Gradients whose squares float32 cannot hold have their norms computed one by one."""
     size = 1e-25
     loss, params, x = drawn(np.random.default_rng([seed, 3, list(KINDS).index(kind)]), kind)
-    with jax.numpy_rank_promotion("allow"):
+    with jax.numpy_rank_promotion("allow"), preferring(method):
         plain = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, x)
         norms = jax.tree.map(lambda g: np.linalg.norm(np.float64(g).reshape(B, -1), axis=1), plain)
         clip = 1e-3 * size
