@@ -155,7 +155,8 @@ def sum_of_formed(contact: Contact, formed: jax.Array, c: jax.Array) -> jax.Arra
 def sum_of_factors(contact: Contact, x: jax.Array, y: jax.Array, c: jax.Array, is_quick: bool = False) -> jax.Array:
     """The same from inputs and cotangents: the contact's primitive, linear in the weight, transposed."""
     if contact.apply is None:
-        return jnp.sum(times_coefficients(y, c), axis=0)
+        dtype = accumulator_dtype(y.dtype)
+        return sums.weighted(c.astype(dtype), y.astype(dtype))
     if contact.given is not None:  # nothing has replaced what is not finite in it
         x = selected(c != 0, x)
         if contact.factors is not None and contact.factors.positions == 1:  # `records.norms_in_place`

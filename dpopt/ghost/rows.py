@@ -44,8 +44,8 @@ def summed_products(left: jax.Array, right: jax.Array, *, is_quick: bool = False
 
     A CPU computes a product with fewer rows than columns up to ten times as fast as its transpose, which XLA would put
     back in its place without the barrier. If the sum is long, transposing costs little beside it."""
-    is_one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
-    if is_one_cpu and len(left) >= _LONG and left.shape[1] >= 2 * right.shape[1]:
+    is_one_cpu, columns = jax.default_backend() == "cpu" and jax.device_count() == 1, right.shape[1]
+    if is_one_cpu and len(left) >= min(_LONG, 2 * columns) and left.shape[1] >= 2 * columns:
         return lax.optimization_barrier(einsum("ta,tp->pa", left, right)).T
     return einsum("ta,tp->ap", left, right, is_quick=is_quick)
 
