@@ -117,10 +117,11 @@ def weighted(c: Float[Array, " batch *layers"], x: Float[Array, " batch *shape"]
 
     GPUs are slow at products with one row. XLA compiles a sum of few entries once for all arrays of a size, but every
     product on its own; and rows of a matrix are added up some ten times as fast as arrays of more axes."""
-    if c.ndim == 1 and x[0].size > 2**12 and jax.default_backend() != "gpu":
+    size = math.prod(x.shape[1:])
+    if c.ndim == 1 and size > 2**12 and jax.default_backend() != "gpu":
         return jnp.tensordot(c, x, 1, precision=lax.Precision.HIGHEST)
     if c.ndim == 1 and jax.default_backend() == "cpu" and jax.device_count() == 1:  # else axes may be divided
-        return jnp.sum(c[:, None] * x.reshape(len(x), -1), axis=0).reshape(x.shape[1:])
+        return jnp.sum(c[:, None] * x.reshape(len(x), size), axis=0).reshape(x.shape[1:])
     return jnp.sum(per_example(c, x) * x, axis=0)
 
 
