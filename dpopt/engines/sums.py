@@ -113,10 +113,8 @@ def _add(
 
 
 def weighted(c: Float[Array, " batch *layers"], x: Float[Array, " batch *shape"]) -> Float[Array, "*shape"]:
-    """``sum_i c_i x_i``: a product where coefficients are of whole rows, which is faster on CPUs.
-
-    GPUs are slow at products with one row. XLA compiles a sum of few entries once for all arrays of a size, but every
-    product on its own; and rows of a matrix are added up some ten times as fast as arrays of more axes."""
+    """``sum_i c_i x_i``; of few entries by a sum, which XLA compiles once for a size, over the rows of a matrix, which a
+    CPU adds up ten times as fast as arrays of more axes. (GPUs are slow at products with one row.)"""
     size = math.prod(x.shape[1:])
     if c.ndim == 1 and size > 2**12 and jax.default_backend() != "gpu":
         return jnp.tensordot(c, x, 1, precision=lax.Precision.HIGHEST)
@@ -294,8 +292,7 @@ def _slice(tree: Any, start: jax.typing.ArrayLike, count: int) -> Any:
 def zeros_after(inputs: PyTree, like: PyTree) -> PyTree:
     """Zeros like a pytree, which exist only once ``inputs``, arrays of finite numbers, have been computed.
 
-    XLA's CPU scheduler runs operations without inputs first, so constants would occupy memory from the beginning, such
-    as throughout a forward and backward pass."""
+    XLA's CPU scheduler runs operations without inputs first, so constants would occupy memory during all passes."""
     late = jnp.zeros(())
     if jax.device_count() == 1:  # on several, one entry of a sharded array may be another device's
         firsts = [x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(inputs) if x.size]

@@ -16,7 +16,6 @@ from jaxtyping import Array
 
 from dpopt.ghost.chunks import in_chunks
 from dpopt.ghost.contacts import Formed, Recorded, Records, Seen, form, form_together, used_alike
-from dpopt.ghost.plan import alike
 from dpopt.ghost.run import Run
 from dpopt.ghost.selection import without_bad_entries
 from dpopt.ghost.values import Contact
@@ -30,7 +29,7 @@ def pulled_back(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], re
     """The map from one example's records at ``contacts``, like those in ``records``, to its gradients of ``leaves``.
 
     Of numbers with one cotangent, such as a penalty in the loss, the gradient is pulled back once for all examples."""
-    numbers = alike(contacts)
+    numbers = _alike(contacts)
     fixed = run.pull_back(numbers, [jnp.ones(c.weight.shape) for c in numbers], leaves) if numbers else None
     joined = used_alike(contacts, records)
     apart = {c for own in joined for c in own}  # whose gradients are not formed one by one
@@ -47,6 +46,12 @@ def pulled_back(run: Run, contacts: Sequence[Contact], leaves: Sequence[int], re
         return [g + y.astype(g.dtype) * d for g, d in zip(gradients, fixed, strict=True)], formed
 
     return one
+
+
+def _alike(contacts: Sequence[Contact]) -> list[Contact]:
+    """Those contacts whose weights are numbers, if they have one cotangent and are beside others; else none."""
+    numbers = [c for c in contacts if c.is_number]
+    return numbers if len({c.shares or c for c in numbers}) == 1 and len(numbers) < len(contacts) else []
 
 
 def joined(run: Run, seen: Mapping[Contact, Seen], mask: jax.Array) -> dict[Contact, Recorded]:

@@ -241,17 +241,6 @@ def _streamed_cost(contact: Contact, method: AtContact, *, scaled: bool, are_add
     return method.cost(contact, scaled).operations + of_sum
 
 
-def is_number(contact: Contact) -> bool:
-    """Whether the contact's weight is a single number that is computed from parameters."""
-    return contact.factors is None and not contact.loops and math.prod(contact.weight.shape) == 1
-
-
-def alike(contacts: Sequence[Contact]) -> list[Contact]:
-    """Those contacts whose weights are numbers, if they have one cotangent and are beside others; else none."""
-    numbers = [c for c in contacts if is_number(c)]
-    return numbers if len({c.shares or c for c in numbers}) == 1 and len(numbers) < len(contacts) else []
-
-
 def _may_be_quick(contact: Contact, added_up: Contact | None) -> bool:
     """Whether the weighted sum at a contact is a matrix product of factors that a GPU would round, and nothing else.
 

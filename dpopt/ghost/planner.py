@@ -38,7 +38,7 @@ from dpopt.ghost.methods import (
 )
 from dpopt.ghost.methods.base import Cost
 from dpopt.ghost.methods.standardized import standardized_methods
-from dpopt.ghost.plan import Joined, LeafPlan, Plan, connected, is_number
+from dpopt.ghost.plan import Joined, LeafPlan, Plan, connected
 from dpopt.ghost.primitives import CONVOLUTION
 from dpopt.ghost.program import Trace
 from dpopt.ghost.standardized import standardized
@@ -152,8 +152,8 @@ def _beside_numbers(leaf: int, contacts: Sequence[Contact], scaled: bool) -> Lea
     """The plan of a parameter with one direct contact, and others whose weights are numbers with one cotangent.
 
     Their part of the gradient is that cotangent times one array for all examples (`leaf_norms._beside_numbers`)."""
-    others = [c for c in contacts if not is_number(c)]
-    numbers = tuple(c for c in contacts if is_number(c))
+    others = [c for c in contacts if not c.is_number]
+    numbers = tuple(c for c in contacts if c.is_number)
     if len(others) != 1 or not others[0].is_direct or len({c.shares or c for c in numbers}) != 1:
         return None
     (contact,) = others

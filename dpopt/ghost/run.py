@@ -13,7 +13,7 @@ from dpopt.common.types import PyTree
 from dpopt.engines.norms import safe_norm
 from dpopt.ghost.contacts import Seen, along
 from dpopt.ghost.hooks import Hooks
-from dpopt.ghost.plan import Plan, is_number
+from dpopt.ghost.plan import Plan
 from dpopt.ghost.pullback import PullBack
 from dpopt.ghost.squares import largest
 from dpopt.ghost.standardized import Coefficients, Standardized
@@ -126,7 +126,7 @@ class Run:
 
     def _gains(self, leaf: int, contacts: Sequence[Contact]) -> list[jax.Array]:
         """`gains` of contacts whose weights are computed from a parameter in any way."""
-        scale, others = self.scales[leaf], [c for c in contacts if not is_number(c)]
+        scale, others = self.scales[leaf], [c for c in contacts if not c.is_number]
         found = dict(zip(others, self.pull_back.gains(leaf, scale, others) if others else (), strict=True))
         for c in contacts:
             if c not in found:  # of a number, exactly

@@ -166,6 +166,11 @@ class Contact:
         """The same, and they are plain copies."""
         return self.is_direct and cast(Entry, self.weight.entry).copy
 
+    @property
+    def is_number(self) -> bool:
+        """Whether the weight is a single number that is computed from parameters."""
+        return self.factors is None and not self.loops and math.prod(self.weight.shape) == 1
+
     def fold(self, weight: jax.Array) -> jax.Array:
         """An array like the weight in the arrangement of the factors, if there are any."""
         return weight if self.factors is None else self.factors.fold(weight)

@@ -17,7 +17,7 @@ def test_summed_products(shape):
     np.testing.assert_allclose(found, np.einsum("bta,btp->bap", left, right), atol=1e-4)
 
 
-@pytest.mark.parametrize("positions, narrow_first", [(300, True), (10, False)])
+@pytest.mark.parametrize("positions, narrow_first", [(300, True), (10, True), (7, False)])
 def test_the_narrow_factor_comes_first_in_long_sums(positions, narrow_first):
     """XLA turns the product round without the barrier; it is several times slower then."""
     left, right = jnp.zeros((positions, 64)), jnp.zeros((positions, 4))
