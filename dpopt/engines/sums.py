@@ -113,8 +113,8 @@ def _add(
 
 
 def weighted(c: Float[Array, " batch *layers"], x: Float[Array, " batch *shape"]) -> Float[Array, "*shape"]:
-    """``sum_i c_i x_i``; of few entries by a sum, which XLA compiles once for a size, over the rows of a matrix, which a
-    CPU adds up ten times as fast as arrays of more axes. (GPUs are slow at products with one row.)"""
+    """``sum_i c_i x_i``; of few entries by a sum, which XLA compiles once for a size, over the rows of a matrix, which
+    CPUs add up ten times as fast as arrays of more axes. (GPUs are slow at products with one row.)"""
     size = math.prod(x.shape[1:])
     if c.ndim == 1 and size > 2**12 and jax.default_backend() != "gpu":
         return jnp.tensordot(c, x, 1, precision=lax.Precision.HIGHEST)
