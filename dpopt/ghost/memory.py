@@ -258,17 +258,17 @@ def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason:
 
 
 def _keeping_more(limit: float, found: Memory, plan: Plan, parts: list[int], reason: str) -> Way | None:
-    """On a GPU, the ghost engine with more gradients kept, if that saves more time than smaller parts take.
+    """The ghost engine with more gradients kept, if that saves time; on a GPU also more than smaller parts take.
 
     ``reason`` is given for the first of ``parts``."""
-    if jax.default_backend() != "gpu":
-        return None
-    ways = []
+    is_gpu, ways = jax.default_backend() == "gpu", []
+    parts = parts if is_gpu else parts[:1]
     again = OPERATIONS_PER_BYTE * (3 * plan.weight_bytes + _STARTED * forward_work(plan.trace.body)[1])
     for keeping in keeping_more(plan):
         # They take all of this memory, where the estimate of an ordinary gradient is up to a third too large, and the
-        # slices that they are formed from (measured).
-        more = 2.5 * (_more_bytes(keeping) - _more_bytes(plan))
+        # slices that they are formed from (measured). A CPU slices a few examples at a time.
+        kept = plan.batch_size * sum(formed_bytes(c) for c in keeping.kept - plan.kept)
+        more = 2.5 * (_more_bytes(keeping) - _more_bytes(plan)) if is_gpu else kept
         fit = next((k for k in parts if found.recorded(k) + more / k <= limit), None)
         if fit is not None:
             saved = plan.batch_size * (plan.ghost_cost - keeping.ghost_cost) - (fit - parts[0]) * again

@@ -248,12 +248,13 @@ def _explicit(plan: LeafPlan) -> LeafPlan:
 
 
 def keeping_more(plan: Plan) -> list[Plan]:
-    """Plans that keep the gradients of ever more convolutions where that saves a GPU time, whatever memory they take.
+    """Plans that keep the gradients of ever more parameters where that saves time, whatever memory they take.
 
     Those that save most per byte come first. A GPU may round the factors of a gradient that is kept, since norm and sum
     are of the same numbers (`contacts.form`). It must not round those of other norms; nor those of sums of
     convolutions, whose algorithms round by more than quick_sums.py counts."""
-    saved = {leaf.leaf: _saved_on_gpu(plan, leaf) for leaf in plan.leaves}
+    by_keeping = _saved_on_gpu if jax.default_backend() == "gpu" else _saved
+    saved = {leaf.leaf: by_keeping(plan, leaf) for leaf in plan.leaves}
     chosen = [leaf for leaf in plan.leaves if saved[leaf.leaf] > 0 and not plan.shifted]
     chosen.sort(key=lambda leaf: costs.formed_bytes(leaf.contacts[0]) / saved[leaf.leaf])
     plans, leaves = [plan], list(plan.leaves)
@@ -265,8 +266,15 @@ def keeping_more(plan: Plan) -> list[Plan]:
     return plans[1:]
 
 
+def _saved(plan: Plan, leaf: LeafPlan) -> float:
+    """Operations saved by keeping the gradients of a parameter that are formed, but not kept yet, for one example."""
+    if leaf.method is not EXPLICIT or leaf.contacts[0] in plan.kept:
+        return 0.0
+    return costs.product(leaf.contacts[0]) - _passes(costs.formed_bytes(leaf.contacts[0]))
+
+
 def _saved_on_gpu(plan: Plan, leaf: LeafPlan) -> float:
-    """Operations saved by keeping the gradients of a parameter that are not kept yet, for one example."""
+    """The same on a GPU, also of convolutions whose gradients are not formed yet."""
     if leaf.method not in (GRAM, EXPLICIT) or leaf.contacts[0] in plan.kept:
         return 0.0
     contact = leaf.contacts[0]

@@ -139,6 +139,22 @@ def test_gradients_of_unrolled_uses_are_kept_where_that_saves_products(uses, pos
     assert plan.streaming().contacts == plan.trace.contacts
 
 
+@pytest.mark.parametrize("memory, kept", [(1.25, 0), (1.5, 1), (2.0, 2)])
+def test_more_gradients_that_are_formed_are_kept_where_memory_allows_it(memory, kept):
+    """Those of these filters take more memory than their inputs and cotangents, and less time to read than to form."""
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(lax.conv(x[None], w, (1, 1), "SAME")[0])
+        return jnp.sum(x)
+
+    params = [jnp.zeros((24, 12, 3, 3)), jnp.zeros((12, 24, 3, 3))]
+    plan = ghost.plan_clipped_sum(loss, params, jnp.zeros((256, 12, 8, 8)))
+    assert not plan.kept and [leaf.method.name for leaf in plan.leaves] == ["explicit"] * 2
+    way = ghost.choose(plan, memory, may_split=True, may_vmap=False)
+    assert len(way.plan.kept) == kept and way.plan.ghost_cost <= plan.ghost_cost
+
+
 @pytest.mark.parametrize("positions, width, method", [(2, 256, "gram"), (256, 64, "explicit")])
 def test_one_pass_forms_gradients_only_where_that_takes_least(positions, width, method):
     """It formed all of them, since the sum can be read from them: a VGG took twice the time."""
