@@ -39,12 +39,14 @@ class Explanation:
     def _parameters(self) -> list[tuple[str, ...]]:
         """One row per parameter, or per group of parameters that differ only in the numbers in their names."""
         equal: dict[tuple[str, ...], list[str]] = {}
-        joined = {plan.leaf: plan for own in self.plan.joined for plan in own.plans}
-        for leaf in (joined.get(plan.leaf, plan) for plan in self.plan.leaves):
+        taken = self.way.plan  # where memory allows, it keeps more gradients
+        shown = self.plan if taken is None or taken.streamed else taken
+        joined = {plan.leaf: plan for own in shown.joined for plan in own.plans}
+        for leaf in (joined.get(plan.leaf, plan) for plan in shown.leaves):
             names = Counter("identity" if c.primitive is None else c.primitive.name for c in leaf.contacts)
             notes = ", standardized" if leaf.standardized else ""
             methods = Counter(part.method.name for part in leaf.parts or [leaf])
-            if leaf.leaf in joined or (set(methods) == {EXPLICIT.name} and set(leaf.contacts) <= self.plan.kept):
+            if leaf.leaf in joined or (set(methods) == {EXPLICIT.name} and set(leaf.contacts) <= shown.kept):
                 notes += ", kept"
             row = (
                 str(self.plan.trace.leaves[leaf.leaf].shape),

@@ -64,6 +64,7 @@ class Joined:
 
     @property
     def leaves(self) -> list[int]:
+        """The indices of the parameters."""
         return [p.leaf for p in self.plans]
 
 

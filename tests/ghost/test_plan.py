@@ -153,6 +153,8 @@ def test_more_gradients_that_are_formed_are_kept_where_memory_allows_it(memory, 
     assert not plan.kept and [leaf.method.name for leaf in plan.leaves] == ["explicit"] * 2
     way = ghost.choose(plan, memory, may_split=True, may_vmap=False)
     assert len(way.plan.kept) == kept and way.plan.ghost_cost <= plan.ghost_cost
+    explanation = ghost.explain(loss, params, jnp.zeros((12, 8, 8)), batch_size=256, memory=memory)
+    assert str(explanation).count("explicit, kept") == kept
 
 
 @pytest.mark.parametrize("positions, width, method", [(2, 256, "gram"), (256, 64, "explicit")])
