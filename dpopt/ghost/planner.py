@@ -7,7 +7,8 @@ bias added to a whole sequence) the per-example gradients of the contacts are fo
 prologue, one at a time.
 
 A formed gradient is *kept* for the weighted sum, which then needs no matrix product, as long as all kept gradients
-together stay smaller than the activations.
+together stay smaller than the activations; memory.py keeps more where there is room. Of a parameter with several
+contacts, or that is pulled back, it is the parameter's own gradient that is kept (joined.py).
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ def _saved(plan: Plan, leaf: LeafPlan) -> float:
     """Operations saved by keeping the gradients of a parameter that are formed, but not kept yet, for one example."""
     if leaf.method is not EXPLICIT or leaf.contacts[0] in plan.kept:
         return 0.0
-    return costs.product(leaf.contacts[0]) - _passes(costs.formed_bytes(leaf.contacts[0]))
+    return _of_sum(leaf.contacts[0], is_kept=False) - _of_sum(leaf.contacts[0], is_kept=True)
 
 
 def _saved_on_gpu(plan: Plan, leaf: LeafPlan) -> float:

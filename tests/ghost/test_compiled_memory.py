@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
 from ghost_check import flat_clip
+from helpers import scratch
 
 import dpopt
 from dpopt import ghost
@@ -158,3 +159,26 @@ def test_records_in_bfloat16_take_float32_on_a_cpu():
     assert recorded() == 4 * 3 * (8 + 5)
     with emulated_gpu():
         assert recorded() == 2 * 3 * (8 + 5)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_gradients_that_are_kept_where_there_is_room_take_no_more_than_is_counted_for_them(kept):
+    def convolved(params, x):
+        for w in params:
+            x = jnp.tanh(jax.lax.conv(x[None], w, (1, 1), "SAME")[0])
+        return jnp.sum(x)
+
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((24, 12, 3, 3), (12, 24, 3, 3))]
+    batch = jax.ShapeDtypeStruct((256, 12, 8, 8), jnp.float32)
+    plan = ghost.plan_clipped_sum(convolved, params, batch)
+    counted = kept * batch.shape[0] * 4 * params[0].size
+    allowed = int(memory.estimate(plan).recorded(1)) + counted + 1
+    way = ghost.choose(plan, allowed, may_split=True, may_vmap=False)
+    assert len(way.plan.kept) == kept
+
+    def clipped(plan):
+        return lambda params, batch: (
+            ghost.clipped_sum(convolved, params, batch, coefficients=flat_clip(1.0), plan=plan).sum
+        )
+
+    assert scratch(clipped(way.plan), params, batch) <= scratch(clipped(plan), params, batch) + counted
