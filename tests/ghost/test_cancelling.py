@@ -4,6 +4,7 @@ The remainder is rounding error, which differs between any two ways of adding up
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ _WAYS = ["recorded", "two passes", "one pass"]
 _KINDS = [
     "matrix", "table", "convolution", "over time", "in a loop", "mixed", "standardized", "twice", "bias",
     "matrix, pairs", "twice, pairs", "over time, pairs", "twice, joined", "mixed, joined", "table, joined",
+    "a pair", "powers",
 ]  # fmt: skip
 
 
@@ -56,8 +58,18 @@ def _cancelling(rng, positions, width, out):
 def _weight(rng, entries, kind):
     """The map from the parameter to the weight: the identity, with entries enlarged, or normalised."""
     enlarged = np.where(entries, 10.0 ** rng.uniform(0, 10), 1.0) if rng.random() < 0.5 else None
+    (rng,) = rng.spawn(1)  # so that the draws of older cases stay
+    one = int(rng.choice(np.flatnonzero(entries if entries.any() else ~entries)))
+    other = int(rng.integers(entries.size))
+    much, powers = 10.0 ** rng.uniform(2, 9), int(rng.integers(1, 6))
 
     def weight(w):
+        if kind == "a pair":
+            return _with_difference(w, one, other, much)
+        if kind == "powers":
+            for _ in range(powers):
+                w = much ** (1 / powers) * (w - w[::-1])
+            return w
         if enlarged is not None and kind != "standardized":
             w = w * jnp.asarray(enlarged, w.dtype)
         if kind == "mixed":
@@ -68,6 +80,16 @@ def _weight(rng, entries, kind):
         return w
 
     return weight
+
+
+def _with_difference(w, one, other, much):
+    """w, but in one entry its difference from another one, enlarged; in a loop."""
+    flat = w.reshape(-1)
+
+    def step(carry, i):
+        return carry, jnp.where(i == one, much * (flat[one] - flat[other]), flat[i])
+
+    return lax.scan(step, None, jnp.arange(w.size))[1].reshape(w.shape)
 
 
 def _convolved(x, w):
@@ -190,7 +212,7 @@ _OPS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(390))
 def test_gains_of_composed_maps_are_at_no_entry_far_too_small(seed):
-    """The smallest share found is 0.25, of a scan (`_by_signs`), and 0.46 without one."""
+    """The smallest share found is 0.25, of a scan (`_by_probing`), and 0.46 without one."""
     rng = np.random.default_rng(seed)
     ops = [_OPS[i] for i in rng.integers(len(_OPS), size=rng.integers(1, 4))]
     w = jnp.asarray(rng.normal(size=(N, N)), jnp.float32)
@@ -204,6 +226,28 @@ def test_gains_of_composed_maps_are_at_no_entry_far_too_small(seed):
     exact = np.linalg.norm(jacobian, axis=1).reshape(N, N)
     counts = exact > 1e-4 * exact.max()  # the others are rounding
     assert (np.asarray(found, np.float64)[counts] >= 0.2 * exact[counts]).all()
+
+
+_PAIRS = np.random.default_rng(0).integers(4096, size=(2, 20_000))
+# Maps that read pairs of entries, or amplify differences of neighbours; more or less independent of each other.
+_OF_PAIRS = {
+    "differences": lambda w: w[_PAIRS[0]] - w[_PAIRS[1]],
+    "sums": lambda w: w[_PAIRS[0]] + w[_PAIRS[1]],
+    "in a loop": lambda w: lax.scan(lambda c, ij: (c, w[ij[0]] - w[ij[1]]), None, tuple(_PAIRS))[1],
+    "powers": lambda w: functools.reduce(lambda w, _: jnp.array([[1.0, -1], [-1, 1]]) @ w, range(30), w.reshape(2, -1)),
+    "neighbours": lambda w: functools.reduce(lambda w, _: w - jnp.roll(w, 1), range(4), w),
+}
+
+
+@pytest.mark.parametrize("weight", _OF_PAIRS.values(), ids=_OF_PAIRS)
+def test_gains_are_far_too_small_for_hardly_any_pair(weight):
+    w = jnp.zeros(4096)
+    (found,) = row_norms(jax.linearize(lambda w: [weight(w)], w)[1], w)
+    differ = np.ones(found.shape, bool) if found.size == w.size else _PAIRS[0] != _PAIRS[1]
+    # The squares of binomial coefficients add up to the middle one of the doubled power.
+    exact = {"powers": 2.0**29 * 2**0.5, "neighbours": math.comb(8, 4) ** 0.5}
+    shares = np.asarray(found)[differ] / next((e for n, e in exact.items() if _OF_PAIRS[n] is weight), 2**0.5)
+    assert shares.min() > 1 / 100 and np.mean(shares < 1 / 8) < 2e-3
 
 
 _SYMMETRIC = {"sums": lambda w: w + w.T, "differences": lambda w: w - w.T, "neighbours": lambda w: w[1:] + w[:-1]}
