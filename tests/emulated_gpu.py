@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from dpopt.ghost import contacts, planner, rows
+from dpopt.ghost import contacts, keeping, rows
 
 _IGNORED = 0x1FFF  # the bits of float32 that TF32 does not have
 
@@ -44,6 +44,6 @@ def emulated_gpu(keeps: bool = False) -> Iterator[None]:
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(rows, "einsum", _einsum),
         mock.patch.object(contacts, "quick_products", _quick_products),
-        mock.patch.object(planner, "_KEPT_RATIO", planner._KEPT_RATIO if keeps else 0.0),
+        mock.patch.object(keeping, "_KEPT_RATIO", keeping._KEPT_RATIO if keeps else 0.0),
     ):
         yield

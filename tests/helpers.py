@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dpopt import ghost
-from dpopt.ghost import methods, planner
+from dpopt.ghost import keeping, methods
 from dpopt.ghost.methods import shared
 from dpopt.ghost.methods.base import Cost
 
@@ -150,8 +150,8 @@ def preferring(method):
     with pytest.MonkeyPatch.context() as patch:
         if method == "joined":
             for share in ("_KEPT_RATIO", "_KEPT_SHARE"):
-                patch.setattr(planner, share, np.inf)
-            patch.setattr(planner, "_of_sum", lambda *of: 1e30)
+                patch.setattr(keeping, share, np.inf)
+            patch.setattr(keeping, "_of_sum", lambda *of: 1e30)
         elif method:
             preferred = getattr(methods, method.upper())
             patch.setattr(type(preferred), "cost", lambda *of: Cost(0.0, 0.0))

@@ -19,7 +19,8 @@ Tracing the loss:
 Planning:
 
 * methods/         one file per way to take squared norms from factors: where it applies, its cost, the norm
-* plan.py          which of them for which parameter; planner.py chooses it by cost (costs.py, forward.py)
+* plan.py          which of them for which parameter; planner.py chooses it by cost (costs.py, forward.py), and
+                   keeping.py the formed gradients that are kept for the sum
 * memory.py        chooses passes and microbatches that fit in memory; residuals.py what an ordinary gradient keeps
 * layers.py        which parameters, and layers of them, can be clipped one by one
 * explain.py       the plan as a table

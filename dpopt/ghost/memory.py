@@ -20,10 +20,11 @@ from dpopt.engines import rounding
 from dpopt.ghost.costs import OPERATIONS_PER_BYTE, activation_bytes, formed_bytes, nbytes
 from dpopt.ghost.failures import CannotFollow
 from dpopt.ghost.forward import forward_work, largest_value
+from dpopt.ghost.keeping import keeping_more
 from dpopt.ghost.layers import single_parameters, why_not_by_layer
 from dpopt.ghost.plan import MARGIN, TINY_BYTES, Plan
-from dpopt.ghost.planner import keeping_more
 from dpopt.ghost.residuals import formed_in_conditionals, recomputed_bytes, residual_bytes
+from dpopt.ghost.splitting import start_bytes
 from dpopt.ghost.values import Contact
 
 _SMALL_BYTES = 1 << 20  # always allowed, on each device that has a share of the batch
@@ -258,12 +259,12 @@ def _recorded(limit: float, found: Memory, plan: Plan, parts: list[int], reason:
 
 
 def _keeping_more(limit: float, found: Memory, plan: Plan, parts: list[int], reason: str) -> Way | None:
-    """The ghost engine with more gradients kept, if that saves time; on a GPU also more than smaller parts take.
+    """The ghost engine with more gradients kept, in more parts if need be, if that saves time.
 
     ``reason`` is given for the first of ``parts``."""
     is_gpu, ways = jax.default_backend() == "gpu", []
-    parts = parts if is_gpu else parts[:1]
-    again = OPERATIONS_PER_BYTE * (3 * plan.weight_bytes + _STARTED * forward_work(plan.trace.body)[1])
+    started = _STARTED * forward_work(plan.trace.body)[1] if is_gpu else start_bytes(plan.trace.body)
+    again = OPERATIONS_PER_BYTE * (3 * plan.weight_bytes + started)
     for keeping in keeping_more(plan):
         # They take all of this memory, where the estimate of an ordinary gradient is up to a third too large, and the
         # slices that they are formed from (measured). A CPU slices a few examples at a time.

@@ -35,14 +35,18 @@ def parts(body: Scope, weight_bytes: int, batch_size: int) -> int:
     if jax.default_backend() != "cpu" or batch_size % jax.device_count():
         return 1
     own = batch_size // jax.device_count()
-    activations, operations = forward_work(body, _OF_STEP)
-    activations *= own
+    activations = own * forward_work(body)[0]
     if activations < _WHOLE_BYTES:
         return 1
-    again = weight_bytes + _START_BYTES * operations
+    again = weight_bytes + start_bytes(body)
     most = own * jax.device_count() / _processors()
     number = largest_divisor(own, min(math.sqrt(activations / again), activations / CACHED_BYTES, most))
     return number if activations / number + (number + 1) * again < activations else 1
+
+
+def start_bytes(body: Scope) -> float:
+    """Bytes moved in the time that a CPU takes to start the operations of the forward pass."""
+    return _START_BYTES * forward_work(body, _OF_STEP)[1]
 
 
 def largest_divisor(size: int, most: float) -> int:

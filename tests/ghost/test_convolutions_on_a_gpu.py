@@ -10,7 +10,7 @@ import pytest
 from emulated_gpu import emulated_gpu
 
 import dpopt
-from dpopt.ghost import contacts, memory, plan_clipped_sum, planner
+from dpopt.ghost import contacts, keeping, memory, plan_clipped_sum
 from dpopt.ghost.methods import EXPLICIT, explicit
 from dpopt.ghost.rows import summed_products
 
@@ -134,7 +134,7 @@ def test_a_gpu_keeps_more_where_that_saves_time_and_memory_allows_it(monkeypatch
     with emulated_gpu(keeps=True):
         plan = plan_clipped_sum(loss_fn, params, batch)
         large = next(c for c in plan.trace.contacts if c.factors.shape == (9, 1, 32, 96))
-        more = planner.keeping_more(plan)
+        more = keeping.keeping_more(plan)
         assert large not in plan.kept and large in more[-1].kept
         costs = [p.ghost_cost for p in (plan, *more)]
         assert costs == sorted(costs, reverse=True), "every one saves more"
@@ -148,7 +148,7 @@ def test_a_gpu_keeps_more_where_that_saves_time_and_memory_allows_it(monkeypatch
                 assert found.recorded(way.parts) <= allowed * found.ordinary
         assert large in way.plan.kept and way.parts == 1, "with memory enough, of the whole batch"
         assert sizes == dict(sorted(sizes.items(), key=lambda s: (-s[1], s[0]))), "more memory, fewer parts"
-        assert planner.keeping_more(plan_clipped_sum(loss_fn, params, batch, offset=params)) == []
+        assert keeping.keeping_more(plan_clipped_sum(loss_fn, params, batch, offset=params)) == []
     assert not memory.choose(plan, 100.0, may_split=True, may_vmap=False).plan.kept - plan.kept, "not on a CPU"
 
 
@@ -156,10 +156,10 @@ def test_exact_losses_and_products_of_matrices_keep_no_more():
     """Where the loss asks for full precision a GPU may not round; sums of products are rounded without keeping."""
     loss_fn, params, batch = small_cnn(np.random.default_rng(0), 4)
     with emulated_gpu(keeps=True), jax.default_matmul_precision("highest"):
-        assert planner.keeping_more(plan_clipped_sum(loss_fn, params, batch)) == []
+        assert keeping.keeping_more(plan_clipped_sum(loss_fn, params, batch)) == []
     with emulated_gpu():
         dense = plan_clipped_sum(lambda w, x: jnp.sum(jnp.tanh(x @ w)), jnp.ones((64, 64)), jnp.ones((4, 128, 64)))
-        assert planner.keeping_more(dense) == []
+        assert keeping.keeping_more(dense) == []
 
 
 def test_kept_gradients_are_added_up_in_stacks_on_a_gpu():

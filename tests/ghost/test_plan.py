@@ -153,10 +153,31 @@ def test_more_gradients_that_are_formed_are_kept_where_memory_allows_it(kept):
     plan = ghost.plan_clipped_sum(loss, params, jnp.zeros((size, 12, 8, 8)))
     assert not plan.kept and [leaf.method.name for leaf in plan.leaves] == ["explicit"] * 2
     memory = int(estimate(plan).recorded(1)) + (kept * size + 1) * params[0].nbytes
-    way = ghost.choose(plan, memory, may_split=True, may_vmap=False)
+    way = ghost.choose(plan, memory, may_split=False, may_vmap=False)
     assert len(way.plan.kept) == kept and way.plan.ghost_cost <= plan.ghost_cost
+    # In two parts there is room for both.
+    way = ghost.choose(plan, memory, may_split=True, may_vmap=False)
+    assert len(way.plan.kept) == 2 and way.parts == (1 if kept == 2 else 2)
     explanation = ghost.explain(loss, params, jnp.zeros((12, 8, 8)), batch_size=size, memory=memory)
-    assert str(explanation).count("explicit, kept") == kept
+    assert str(explanation).count("explicit, kept") == 2
+
+
+@pytest.mark.parametrize("kept", range(3))
+def test_gradients_of_several_uses_are_kept_where_memory_allows_it(kept):
+    def loss(params, x):
+        for w in params:
+            for _ in range(3):
+                x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    params, size = [jnp.zeros((256, 256))] * 2, 16
+    plan = ghost.plan_clipped_sum(loss, params, jnp.zeros((size, 35, 256)))
+    assert not plan.joined
+    memory = int(estimate(plan).recorded(1)) + (kept * size + 1) * params[0].nbytes
+    way = ghost.choose(plan, memory, may_split=False, may_vmap=False)
+    assert len(way.plan.joined) == kept and way.plan.ghost_cost <= plan.ghost_cost
+    with_offset = ghost.plan_clipped_sum(loss, params, jnp.zeros((size, 35, 256)), offset=params)
+    assert not ghost.choose(with_offset, memory, may_split=False, may_vmap=False).plan.joined
 
 
 @pytest.mark.parametrize("positions, width, method", [(2, 256, "gram"), (256, 64, "explicit")])

@@ -11,7 +11,7 @@ import pytest
 from emulated_gpu import emulated_gpu
 
 import dpopt
-from dpopt.ghost import planner, quick_sums, rows, squares
+from dpopt.ghost import keeping, quick_sums, rows, squares
 
 CLIP = 1e-4  # most gradients are clipped
 DRAWS = 2_000
@@ -124,7 +124,7 @@ def test_rounding_is_allowed_for_without_what_is_allowed_for_additions(gpu, none
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", POSITIONS, ids=str)
 def test_the_same_on_a_real_one(monkeypatch, dtype, shape):
-    monkeypatch.setattr(planner, "_KEPT_RATIO", 0.0)
+    monkeypatch.setattr(keeping, "_KEPT_RATIO", 0.0)
     assert most_added(dtype, shape) <= 1 + 2.0**-13
 
 

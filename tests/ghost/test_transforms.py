@@ -97,10 +97,10 @@ def test_loss_closing_over_traced_values(x64):
 @pytest.mark.slow
 def test_chunks_equal_the_whole(x64, monkeypatch):
     """Gradients formed a few examples at a time, none of them kept."""
-    from dpopt.ghost import planner, splitting
+    from dpopt.ghost import keeping, splitting
 
     monkeypatch.setattr(splitting, "CACHED_BYTES", 1 << 9)
-    monkeypatch.setattr(planner, "_KEPT_SHARE", 0.0)
+    monkeypatch.setattr(keeping, "_KEPT_SHARE", 0.0)
     with jax.numpy_rank_promotion("allow"):
         for case in (ghost_cases.conv2d, ghost_cases.weight_standardized, ghost_cases.dense_sequence):
             loss_fn, params, batch = case(ghost_cases.Arrays())
