@@ -155,9 +155,9 @@ def test_more_gradients_that_are_formed_are_kept_where_memory_allows_it(kept):
     memory = int(estimate(plan).recorded(1)) + (kept * size + 1) * params[0].nbytes
     way = ghost.choose(plan, memory, may_split=False, may_vmap=False)
     assert len(way.plan.kept) == kept and way.plan.ghost_cost <= plan.ghost_cost
-    # In two parts there is room for both.
+    # In more parts there is room for both.
     way = ghost.choose(plan, memory, may_split=True, may_vmap=False)
-    assert len(way.plan.kept) == 2 and way.parts == (1 if kept == 2 else 2)
+    assert len(way.plan.kept) == 2 and (way.parts > 1) == (kept < 2)
     explanation = ghost.explain(loss, params, jnp.zeros((12, 8, 8)), batch_size=size, memory=memory)
     assert str(explanation).count("explicit, kept") == 2
 
