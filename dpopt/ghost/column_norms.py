@@ -9,8 +9,8 @@ weight. Both estimates here are of the program of that map, applied to all entri
   ``w_i - w_j``.)
 * squares, added up as if whatever meets were independent: right where entries meet once.
 
-The larger one is taken. What rounding may leave counts as 2^-10 of the terms (squares.py). It is 2^-14 of them at most,
-for the longest sums, and mostly 2^-20: a tenth of the norm always suffices, a thousandth mostly.
+The larger one is taken. What rounding may leave counts as 2^-10.5 of the terms (squares.py). It is 2^-14 of them at
+most, for the longest sums, and mostly 2^-20: a tenth of the norm always suffices, a thousandth mostly.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def keeping_more(plan: Plan) -> list[Plan]:
         for leaf in plan.leaves
         if (saved := by_keeping(plan, leaf)) > 0
     ]
-    if not is_gpu:
+    if not is_gpu:  # where it is not measured
         before = {leaf for own in plan.joined for leaf in own.leaves}
         found = _options(plan.trace, plan.leaves, plan.kept, plan.scaled)
         options += [(o.size, o.saved, o.own) for o in found if before.isdisjoint(o.own.leaves)]

@@ -3,11 +3,13 @@
 import dataclasses
 import inspect
 
+import chex
 import ghost_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ghost_check import flat_clip
 from helpers import slow_unless
 from jax import lax
 
@@ -176,6 +178,10 @@ def test_gradients_of_several_uses_are_kept_where_memory_allows_it(kept):
     memory = int(estimate(plan).recorded(1)) + (kept * size + 1) * params[0].nbytes
     way = ghost.choose(plan, memory, may_split=False, may_vmap=False)
     assert len(way.plan.joined) == kept and way.plan.ghost_cost <= plan.ghost_cost
+    rng = np.random.default_rng(0)
+    values = [np.float32(rng.normal(size=p.shape) / 16) for p in params], np.float32(rng.normal(size=(size, 35, 256)))
+    sums = [ghost.clipped_sum(loss, *values, coefficients=flat_clip(1.0), plan=p).sum for p in (plan, way.plan)]
+    chex.assert_trees_all_close(*sums, rtol=1e-4, atol=1e-5)
     with_offset = ghost.plan_clipped_sum(loss, params, jnp.zeros((size, 35, 256)), offset=params)
     assert not ghost.choose(with_offset, memory, may_split=False, may_vmap=False).plan.joined
 
