@@ -161,24 +161,38 @@ def test_records_in_bfloat16_take_float32_on_a_cpu():
         assert recorded() == 2 * 3 * (8 + 5)
 
 
-@pytest.mark.parametrize("kept", [1, 2])
-def test_gradients_that_are_kept_where_there_is_room_take_no_more_than_is_counted_for_them(kept):
-    def convolved(params, x):
-        for w in params:
-            x = jnp.tanh(jax.lax.conv(x[None], w, (1, 1), "SAME")[0])
-        return jnp.sum(x)
+def _convolved(params, x):
+    for w in params:
+        x = jnp.tanh(jax.lax.conv(x[None], w, (1, 1), "SAME")[0])
+    return jnp.sum(x)
 
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((24, 12, 3, 3), (12, 24, 3, 3))]
-    batch = jax.ShapeDtypeStruct((256, 12, 8, 8), jnp.float32)
-    plan = ghost.plan_clipped_sum(convolved, params, batch)
+
+def _unrolled(params, x):
+    for w in params:
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize(
+    "loss, weights, inputs",
+    [
+        (_convolved, [(24, 12, 3, 3), (12, 24, 3, 3)], (256, 12, 8, 8)),
+        (_unrolled, [(256, 256)] * 2, (16, 35, 256)),
+    ],
+    ids=["single", "several uses"],
+)
+def test_gradients_that_are_kept_where_there_is_room_take_no_more_than_is_counted_for_them(loss, weights, inputs, kept):
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in weights]
+    batch = jax.ShapeDtypeStruct(inputs, jnp.float32)
+    plan = ghost.plan_clipped_sum(loss, params, batch)
     counted = kept * batch.shape[0] * 4 * params[0].size
     allowed = int(memory.estimate(plan).recorded(1)) + counted + 1
     way = ghost.choose(plan, allowed, may_split=False, may_vmap=False)
     assert len(way.plan.kept) == kept
 
     def clipped(plan):
-        return lambda params, batch: (
-            ghost.clipped_sum(convolved, params, batch, coefficients=flat_clip(1.0), plan=plan).sum
-        )
+        return lambda params, batch: ghost.clipped_sum(loss, params, batch, coefficients=flat_clip(1.0), plan=plan).sum
 
     assert scratch(clipped(way.plan), params, batch) <= scratch(clipped(plan), params, batch) + counted
